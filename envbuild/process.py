@@ -1,0 +1,115 @@
+"""Run external tools: captured output, no litter after Ctrl-C, and a clear error when one fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from envbuild.errors import BuildError, EnvbuildError, HostError
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """A `preexec_fn` that makes Linux send `sig` to the child when envbuild itself is killed (prctl(2))."""
+    number = int(sig)
+
+    def arrange() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+    return arrange
+
+
+def start(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int | None = subprocess.PIPE,
+    stderr: int | None = subprocess.PIPE,
+    death_signal: signal.Signals = signal.SIGKILL,
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own, so that one signal reaches it and all it starts.
+
+    Raises HostError when the program does not exist or may not be executed.
+    """
+    try:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            env=dict(env) if env is not None else None,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=die_with_parent(death_signal),
+        )
+    except (FileNotFoundError, PermissionError) as error:
+        raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = 5.0) -> None:
+    """Stop every child and its whole session: SIGTERM, then SIGKILL after `grace_s` seconds."""
+    for child in children:
+        _signal_session(child, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        try:
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            continue
+    for child in children:
+        _signal_session(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal_session(child: subprocess.Popen[bytes], sig: signal.Signals) -> None:
+    try:
+        os.killpg(child.pid, sig)
+    except ProcessLookupError:
+        pass
+    except PermissionError:  # a member changed its user; the leader is still ours
+        child.send_signal(sig)
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    check: bool = True,
+    failure: type[EnvbuildError] = BuildError,
+    what: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end with both streams captured.
+
+    With `check`, a non-zero exit raises `failure` holding the tail of what the tool printed; `what`
+    names the step for the reader. An interruption stops the child and everything it started.
+    """
+    child = start(command, env=env, cwd=cwd)
+    try:
+        out, err = child.communicate()
+    except BaseException:
+        stop([child])
+        raise
+    done = subprocess.CompletedProcess(
+        [str(part) for part in command],
+        child.returncode,
+        out.decode(errors="replace"),
+        err.decode(errors="replace"),
+    )
+    if check and done.returncode != 0:
+        raise failure(f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}")
+    return done
+
+
+def tail(done: subprocess.CompletedProcess[str], lines: int = 30) -> str:
+    """The last `lines` lines a tool printed, standard error first, indented."""
+    text = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return "\n".join("  " + line for line in text[-lines:])

@@ -1,0 +1,43 @@
+"""What a person sees while work goes on: rich on a terminal, plain lines otherwise, always on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Advance = Callable[[int], None]
+
+
+def say(message: str) -> None:
+    """Print one line to stderr. Standard output belongs to results."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def human_size(count: float) -> str:
+    """`count` bytes in decimal units, as package indexes print sizes."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+@contextmanager
+def transfer(title: str, total: int | None) -> Iterator[Advance]:
+    """Show one transfer of `total` bytes (None: unknown); yields a function that takes bytes moved.
+
+    On a terminal a bar; elsewhere one line when it begins, so that logs stay short. The function
+    may be called from several threads.
+    """
+    if not sys.stderr.isatty():
+        say(f"{title} ({human_size(total)})" if total else title)
+        yield lambda _count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)
