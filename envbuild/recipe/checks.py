@@ -1,0 +1,69 @@
+"""Checks of single recipe values: each returns what is wrong, or None."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+# The ordinary `name` or `name[extra]==1.2.3+local`, told apart without importing packaging.
+_ORDINARY = re.compile(
+    r"[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*(?:\[[A-Za-z0-9]+\])?"
+    r"(?:==[0-9]+(?:\.[0-9]+)*(?:(?:a|b|rc)[0-9]+)?(?:\.post[0-9]+)?(?:\.dev[0-9]+)?"
+    r"(?:\+[a-z0-9]+(?:[._-][a-z0-9]+)*)?)?"
+)
+_START = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*(.*)", re.S)
+_SITE = "which index or mirror serves a file is the site's affair; write name==version"
+
+
+def requirement_problem(text: str) -> str | None:
+    """Why `text` is not a requirement of a recipe: a name with specifiers, extras, markers."""
+    file = text.endswith((".whl", ".zip", ".tar.gz"))  # in letters a project name, to pip a file
+    if _ORDINARY.fullmatch(text) and not file:
+        return None
+    # An option's value and an address are not repeated: they may hold a password.
+    option = re.match(r"\s*(--?[a-z-]*)", text)
+    if option:
+        return f"an option of pip ({option[1]}), not a requirement: {_SITE}"
+    before_marker = text.partition(";")[0]
+    if "@" in before_marker or "://" in before_marker:
+        return f"an address, not a requirement: {_SITE}"
+    if not text.isprintable() or text != text.strip() or not text:
+        return f"{text!r} is empty, or has blanks at its ends or unprintable characters"
+    if file or re.search(r"[/\\]|^\.", before_marker):
+        return f"{text!r} is a path, not a requirement: {_SITE}"
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(text)
+    except InvalidRequirement as problem:
+        return f"{text!r} is not a requirement: {str(problem).splitlines()[0]}"
+    return None
+
+
+def requirement_parts(text: str) -> tuple[str, str]:
+    """The normalised project name of a requirement, and its specifiers and marker as one word."""
+    found = _START.fullmatch(text.strip())
+    if found is None:
+        return text, ""
+    name = re.sub(r"[-_.]+", "-", found[1]).strip("-").lower()
+    return name, re.sub(r"\s+", "", found[2])
+
+
+def index_problem(url: str) -> str | None:
+    """Why `url` is not the address of an index. Never repeats it: it may hold a password."""
+    # Also where there is no scheme, or a wrong one, the password is the worse mistake.
+    if "@" in re.split(r"[/?#]", url.partition("://")[2] or url, maxsplit=1)[0]:
+        return "holds a user name or password; a recipe is shared: credentials belong to the site"
+    try:
+        parts = urlsplit(url)
+        port_is_good = parts.port is None or parts.port > 0
+    except ValueError:  # its text holds a part of the URL
+        return "not a URL"
+    if not url.isprintable() or " " in url:
+        return "not a URL: holds blanks or unprintable characters"
+    if parts.scheme == "file":
+        good = parts.netloc in ("", "localhost") and parts.path.startswith("/")
+        return None if good else "a file URL has an absolute path: file:///PATH"
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
+        return "not the URL of a package index: expected https://, http:// or file://"
+    return None

@@ -1,0 +1,103 @@
+"""Where recipes are looked for: ./recipes, the site's folders, the user's, the shipped ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import envbuild
+from envbuild.errors import EnvbuildError, UsageError
+from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.toml import nearest
+
+FILE_NAME = "recipe.toml"
+
+
+@dataclass(frozen=True)
+class ListedRecipe:
+    """One recipe in a search folder; a broken one has its `error` in place of the recipe."""
+
+    name: str
+    path: Path
+    loaded: LoadedRecipe | None
+    error: EnvbuildError | None
+
+
+def shipped_folder() -> Path:
+    """The recipes that come with envbuild: inside an installed wheel, or at a checkout's top."""
+    package = Path(envbuild.__file__).parent
+    bundled = package / "_bundled" / "recipes"
+    return bundled if bundled.is_dir() else package.parent / "recipes"
+
+
+def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:
+    """The folders to look in, first match wins; some may not exist."""
+    wanted = [Path("recipes"), *site_folders, *_user_folders(), shipped_folder()]
+    found: dict[Path, Path] = {}
+    for folder in wanted:  # at the top of a checkout ./recipes is the shipped folder too
+        found.setdefault(folder.absolute(), folder)
+    return list(found.values())
+
+
+def _user_folders() -> list[Path]:
+    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    if not config.is_absolute():  # the XDG specification: ignore it then
+        try:
+            config = Path.home() / ".config"
+        except RuntimeError:  # a container's user without a home
+            return []
+    return [config / "envbuild" / "recipes"]
+
+
+def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
+    """The recipe file that `name_or_path` means.
+
+    What holds a path separator or ends in .toml is the path of a recipe file or of its folder;
+    anything else is a name to look for in `folders`. Raises UsageError when there is no such file.
+    """
+    if "/" in name_or_path or name_or_path.endswith(".toml") or name_or_path in (".", ".."):
+        path = Path(name_or_path)
+        file = path if name_or_path.endswith(".toml") else path / FILE_NAME
+        if not _is_file(file):
+            raise UsageError(f"there is no recipe file {file}")
+        return file
+    for folder in folders if name_or_path else ():
+        if _is_file(folder / name_or_path / FILE_NAME):
+            return folder / name_or_path / FILE_NAME
+    raise UsageError(
+        f"there is no recipe {name_or_path!r}{nearest(name_or_path, sorted(_by_name(folders)))}",
+        hint=f"Searched: {', '.join(str(folder) for folder in folders)}",
+    )
+
+
+def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
+    """Every recipe in `folders`, by name; the first folder wins where two have the same name."""
+    found = []
+    for name, path in sorted(_by_name(folders).items()):
+        try:
+            found.append(ListedRecipe(name, path, load_recipe(path), None))
+        except EnvbuildError as problem:
+            found.append(ListedRecipe(name, path, None, problem))
+    return found
+
+
+def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
+    names: dict[str, Path] = {}
+    for folder in folders:
+        try:
+            entries = sorted(entry.name for entry in os.scandir(folder))
+        except OSError:  # not there, or not ours to read: the next one
+            continue
+        for name in entries:
+            if _is_file(folder / name / FILE_NAME):
+                names.setdefault(name, folder / name / FILE_NAME)
+    return names
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # in a folder that may not be entered, or too long a name
+        return False

@@ -1,0 +1,107 @@
+"""Read one recipe file, choose a target of it, and fingerprint it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.toml import Document, Problem, decode, nearest, read
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe without mistakes, and the file it came from."""
+
+    recipe: Recipe
+    path: Path
+    document: Document = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the recipe file."""
+        return self.path.parent
+
+    @cached_property
+    def digest(self) -> str:
+        """`sha256:...` over all that the recipe says, whatever its layout and comments."""
+        return _digest(dataclasses.asdict(self.recipe))
+
+    def where(self, *keys: str | int) -> str:
+        """`FILE:LINE:COL` of a key of the file."""
+        return self.document.where(*keys)
+
+    def target(self, name: str | None = None) -> tuple[Target, TargetTable]:
+        """The target called `name`; without a name, the one that suits this host.
+
+        That is `cpu` on the host's architecture, or else the only target with this architecture.
+        Raises UsageError when the recipe has no such target.
+        """
+        recipe, names = self.recipe, list(self.recipe.targets)
+        if name is None:
+            arch = host_arch()
+            fitting = [known for known in names if Target.parse(known).arch == arch]
+            name = f"cpu-{arch}" if f"cpu-{arch}" in fitting else None
+            if name is None and len(fitting) == 1:
+                name = fitting[0]
+            if name is None:
+                what = "several targets" if fitting else "no target"
+                raise UsageError(
+                    f"recipe {recipe.name!r} has {what} for this host ({arch});"
+                    f" its targets: {', '.join(names)}",
+                    hint="Name the target.",
+                )
+        if name not in recipe.targets:
+            raise UsageError(f"recipe {recipe.name!r} has no target {name!r}{nearest(name, names)}")
+        return Target.parse(name), recipe.targets[name]
+
+    def resolution_digest(self, target: Target) -> str:
+        """`sha256:...` over what decides the lock of `target`, and nothing else.
+
+        Raises UsageError when the recipe has no such target.
+        """
+        recipe, (_, table) = self.recipe, self.target(target.name)
+        return _digest(
+            {
+                "target": target.name,
+                "python": recipe.python,
+                "requirements": recipe.requirements + table.requirements,
+                "constraints": recipe.constraints,
+                "indexes": table.indexes,
+                "glibc": table.glibc,
+            }
+        )
+
+
+def load_recipe(path: Path) -> LoadedRecipe:
+    """The recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
+    document = read(path)
+
+    def check(document: Document) -> Iterator[Problem]:
+        yield from duplicate_requirements(document)
+        yield from _wrong_folder(document)
+
+    return LoadedRecipe(decode(document, Recipe, check=check), path, document)
+
+
+def _wrong_folder(document: Document) -> Iterator[Problem]:
+    """A recipe is found by its folder's name, so another name inside would only mislead."""
+    path, name = document.path.absolute(), document.data.get("name")
+    if path.name != "recipe.toml" or path.parent.parent.name != "recipes":
+        return
+    if isinstance(name, str) and name != path.parent.name:
+        yield ("name",), f"{name!r} is not the name of its folder, {path.parent.name!r}"
+
+
+def _digest(data: dict[str, Any]) -> str:
+    # Imported here: only what compares or writes locks needs them.
+    import hashlib
+    import json
+
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,166 @@
+"""What a recipe may say; docs/recipe.md explains it, docs/recipe.schema.json tells editors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from envbuild.recipe.checks import index_problem, requirement_parts, requirement_problem
+from envbuild.recipe.targets import target_problem
+from envbuild.toml import Document, Keys, Problem
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
+PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+# The manylinux levels that uv's --python-platform knows.
+GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
+
+
+@dataclass(frozen=True)
+class TargetTable:
+    """`[targets.NAME]`: what one target adds to the common part."""
+
+    requirements: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "Packages of this target, added to the common ones.",
+            "check": requirement_problem,
+            "example": ["torch==2.13.0+cpu"],
+        },
+    )
+    indexes: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "URLs of package indexes that this target needs besides the site's."
+            " Never with credentials.",
+            "check": index_problem,
+            "pattern": r"^(https?|file)://\S+$",
+            "example": ["https://download.pytorch.org/whl/cpu"],
+        },
+    )
+    glibc: str = field(
+        default="2.28",
+        metadata={
+            "doc": "The newest glibc that a wheel may need: the oldest that hosts may have.",
+            "choices": GLIBCS,
+            "example": "2.28",
+        },
+    )
+
+
+@dataclass(frozen=True)
+class VerifyTable:
+    """`[verify]`: the distributed training that proves an artifact."""
+
+    nodes: int = field(
+        default=2, metadata={"doc": "Nodes that train together.", "minimum": 1, "example": 2}
+    )
+    nproc_per_node: int = field(
+        default=2, metadata={"doc": "Processes on each node.", "minimum": 1, "example": 2}
+    )
+    epochs: int = field(
+        default=6, metadata={"doc": "Passes over the data.", "minimum": 1, "example": 6}
+    )
+    batch_size: int = field(
+        default=32,
+        metadata={"doc": "Samples in a batch of one process.", "minimum": 1, "example": 32},
+    )
+    model: Literal["linear", "mlp", "cnn"] = field(
+        default="mlp", metadata={"doc": "The model that is trained.", "example": "mlp"}
+    )
+    timeout_s: int = field(
+        default=600,
+        metadata={"doc": "Seconds after which the run has failed.", "minimum": 1, "example": 600},
+    )
+    loss_tolerance: float = field(
+        default=1e-4,
+        metadata={
+            "doc": "Relative difference of losses that still counts as equal.",
+            "minimum": 0,
+            "example": 1e-4,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole recipe."""
+
+    name: str = field(
+        metadata={
+            "doc": "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
+            "pattern": NAME_PATTERN,
+            "example": "pt_cpu",
+        }
+    )
+    description: str = field(
+        metadata={
+            "doc": "What the environment is for, in one line.",
+            "pattern": r"^\S([^\n]*\S)?$",
+            "example": "PyTorch DDP on CPU",
+        }
+    )
+    python: str = field(
+        metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"}
+    )
+    requirements: tuple[str, ...] = field(
+        metadata={
+            "doc": "Packages of every target, as pip requirements (PEP 508)."
+            " No options, URLs or paths.",
+            "check": requirement_problem,
+            "example": ["numpy==2.2.6"],
+        }
+    )
+    targets: dict[str, TargetTable] = field(
+        metadata={
+            "doc": "The targets this recipe can be built for: ACCELERATOR-ARCH,"
+            " cpu or cuNNN (cu126), x86_64 or aarch64.",
+            "key_check": target_problem,
+            "min_items": 1,
+        }
+    )
+    constraints: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "Versions to keep to where a dependency brings the package in;"
+            " they install nothing themselves.",
+            "check": requirement_problem,
+            "example": ["setuptools<81"],
+        },
+    )
+    verify: VerifyTable = field(
+        default_factory=VerifyTable,
+        metadata={"doc": "The distributed training that proves an artifact."},
+    )
+
+
+def duplicate_requirements(document: Document) -> Iterator[Problem]:
+    """Projects that a target gets twice with different specifiers.
+
+    Works on data that may have other mistakes, so that all are reported at once.
+    """
+    common = _strings(document.data, ("requirements",))
+    targets = document.data.get("targets")
+    of_targets = [
+        _strings(table, ("targets", name, "requirements"))
+        for name, table in (targets.items() if isinstance(targets, dict) else ())
+    ]
+    for entries in of_targets or [[]]:
+        first: dict[str, tuple[Keys, str]] = {}
+        for keys, text in common + entries:
+            name, rest = requirement_parts(text)
+            before, earlier = first.setdefault(name, (keys, text))
+            other = requirement_parts(earlier)[1]
+            # Two markers may well exclude each other: pip's way to choose a version.
+            if rest != other and not (";" in rest and ";" in other):
+                yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
+
+
+def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:
+    """The good requirements in the array at the end of `keys`, each with its own keys."""
+    entries = table.get(keys[-1]) if isinstance(table, dict) else None
+    return [
+        ((*keys, index), text)
+        for index, text in enumerate(entries if isinstance(entries, list) else ())
+        if isinstance(text, str) and requirement_problem(text) is None
+    ]

@@ -1,0 +1,96 @@
+"""The schema, docs/recipe.md and the shipped recipes say what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from envbuild.errors import RecipeError
+from envbuild.recipe.find import list_recipes, shipped_folder
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.model import Recipe, TargetTable, VerifyTable
+
+TOP = Path(__file__).parents[2]
+SCHEMA_FILE = TOP / "docs" / "recipe.schema.json"
+PAGE = (TOP / "docs" / "recipe.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.S | re.M)
+SHIPPED = sorted((TOP / "recipes").glob("*/recipe.toml"))
+
+
+def test_schema_file_is_current() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "envbuild.recipe.schema"], capture_output=True, text=True, check=True
+    )
+    assert SCHEMA_FILE.read_text() == done.stdout
+
+
+def test_the_two_recipes_are_shipped() -> None:
+    assert {"pt_cpu", "pt_minimal"} <= {file.parent.name for file in SHIPPED}
+    assert all(item.error is None for item in list_recipes([shipped_folder()]))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.parent.name)
+def test_shipped_recipe(file: Path) -> None:
+    schema = json.loads(SCHEMA_FILE.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(tomllib.loads(file.read_text()), schema)
+    assert load_recipe(file).recipe.name == file.parent.name
+    named = re.match(r"#:schema (\S+)", file.read_text())
+    assert named and (file.parent / named[1]).resolve() == SCHEMA_FILE
+
+
+def test_shipped_targets() -> None:
+    for name in ("pt_cpu", "pt_minimal"):
+        loaded = load_recipe(TOP / "recipes" / name / "recipe.toml")
+        assert list(loaded.recipe.targets) == ["cpu-x86_64", "cpu-aarch64"]
+        for table in loaded.recipe.targets.values():
+            pinned = loaded.recipe.requirements + table.requirements
+            assert all("==" in requirement for requirement in pinned)
+
+
+def example(folder: Path, text: str) -> Path:
+    file = folder / "recipes" / "pt_lab" / "recipe.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    return file
+
+
+def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
+    assert load_recipe(example(tmp_path, BLOCKS[0][1])).recipe.verify.model == "cnn"
+
+
+def test_the_mistakes_of_the_page_are_reported_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kind, text), (_, expected) = BLOCKS[1:]
+    assert kind == "toml"
+    file = example(tmp_path, text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file.relative_to(tmp_path))
+    assert caught.value.message + "\n" == expected
+
+
+@pytest.mark.parametrize(
+    ("cls", "title"),
+    [(Recipe, "## Keys"), (TargetTable, "### `[targets.NAME]`"), (VerifyTable, "### `[verify]`")],
+)
+def test_the_page_has_every_key_with_its_default(cls: type, title: str) -> None:
+    section = re.split(r"^##", PAGE.partition(f"\n{title}\n")[2], flags=re.M)[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (?:`([^`|]*)`)?[^|]*\|", section, re.M))
+    assert list(rows) and set(rows) == {field.name for field in fields(cls)}
+    for field in fields(cls):
+        if field.default is not MISSING:
+            written = tomllib.loads(f"x = {rows[field.name]}")["x"]
+            expected = list(field.default) if isinstance(field.default, tuple) else field.default
+            assert written == expected, field.name
+        elif field.default_factory is MISSING:
+            assert rows[field.name] == "", field.name
