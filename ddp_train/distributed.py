@@ -1,0 +1,185 @@
+"""The ranks of one job as a group: joining, small messages, agreeing on errors, leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .errors import BAD_INPUT, TrainError, one_line
+from .output import complain
+from .place import Place
+from .tensors import bytes_tensor, tensor_bytes
+
+# How long a collective waits for the slowest rank; a rank that died is noticed at once.
+TIMEOUT = timedelta(minutes=10)
+
+
+class Group:
+    """This rank's view of the job; `backend` is None for one process without a process group.
+
+    Every method but close() is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, place: Place, device: Any, backend: str | None) -> None:
+        self.place = place
+        self.device = device
+        self.backend = backend
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which prints, reads and writes for all."""
+        return self.place.rank == 0
+
+    def sum_over_ranks(self, tensor: Any) -> Any:
+        """Add up `tensor`, in place, over all ranks."""
+        if self.backend is not None:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` (made of JSON types) of every rank, in order of rank."""
+        if self.backend is None:
+            return [value]
+        # Not all_gather_object: it needs NumPy.
+        own = bytes_tensor(json.dumps(value).encode(), self.device)
+        size = torch.tensor([own.numel()], dtype=torch.int64, device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.place.world_size)]
+        torch.distributed.all_gather(sizes, size)
+        counts = [int(each.item()) for each in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
+        padded[: own.numel()] = own
+        parts = [torch.zeros_like(padded) for _ in counts]
+        torch.distributed.all_gather(parts, padded)
+        return [json.loads(tensor_bytes(part[: counts[i]])) for i, part in enumerate(parts)]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's `payload` (at least one byte) on every rank; the others pass None."""
+        if self.backend is None:
+            return payload or b""
+        size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.device)
+        torch.distributed.broadcast(size, src=0)
+        if payload is not None:
+            buffer = bytes_tensor(payload, self.device)
+        else:
+            buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
+        torch.distributed.broadcast(buffer, src=0)
+        return tensor_bytes(buffer)
+
+    def agree(self, error: TrainError | None) -> None:
+        """Raise on every rank if any rank has an error, so that none waits for one that gave up.
+
+        Rank 0 prints the first error for all.
+        """
+        own = None if error is None else [error.message, error.exit_code]
+        failures = [
+            (rank, *found) for rank, found in enumerate(self.gather(own)) if found is not None
+        ]
+        if not failures:
+            return
+        rank, message, exit_code = failures[0]
+        if len(failures) < self.place.world_size and rank != 0:
+            message = f"rank {rank}: {message}"
+        if self.leads:
+            complain(message)
+        if self.backend is not None:
+            # torchrun ends all ranks when the first exits: rank 0 must have printed by then.
+            with contextlib.suppress(RuntimeError):
+                torch.distributed.barrier()
+        raise TrainError(message, exit_code, reported=True)
+
+    @contextlib.contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Run a block that may raise TrainError on some ranks only, then agree."""
+        error = None
+        try:
+            yield
+        except TrainError as raised:
+            error = raised
+        self.agree(error)
+
+    def on_rank0(self, work: Callable[[], None]) -> None:
+        """Do `work` on rank 0 only; when it raises TrainError, all ranks do."""
+        with self.agreement():
+            if self.leads:
+                work()
+
+    def close(self) -> None:
+        """Leave the process group.
+
+        The caller has dropped its DDP model by then. What remains of it is freed before the group's
+        threads end: otherwise torch 2.13 with gloo sometimes aborts the process (SIGABRT).
+        """
+        gc.collect()
+        if self.backend is not None:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+            self.backend = None
+
+
+def choose_backend(wanted: str, place: Place) -> str:
+    """`nccl` or `gloo`; `auto` means nccl where each rank of the node has its own GPU."""
+    if wanted == "gloo":
+        return "gloo"
+    if not torch.cuda.is_available():
+        missing = "torch finds no usable CUDA device"
+    elif place.distributed and not torch.distributed.is_nccl_available():
+        missing = "this torch was built without NCCL"
+    elif torch.cuda.device_count() < place.local_world_size:
+        missing = f"{torch.cuda.device_count()} GPUs for {place.local_world_size} ranks"
+    else:
+        return "nccl"
+    if wanted == "nccl":
+        raise TrainError(f"--backend nccl: {missing} on {place.host}", BAD_INPUT)
+    return "gloo"
+
+
+def _check_same_backend(store: Any, place: Place, backend: str) -> None:
+    """Fail on every rank when they chose differently: they would wait for each other in vain."""
+    keys = [f"ddp_train/backend/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], f"{backend} on {place.host}")
+    choices = [found.decode() for found in store.multi_get(keys)]
+    for rank, choice in enumerate(choices):
+        if choice.split()[0] != choices[0].split()[0]:
+            raise TrainError(
+                f"the ranks disagree on the backend: rank 0 would use {choices[0]}, rank {rank}"
+                f" {choice}; repair the GPU set-up or pass --backend gloo",
+                BAD_INPUT,
+            )
+
+
+def connect(place: Place, wanted: str) -> Group:
+    """Join the job's process group, or stand alone when `place` is not distributed."""
+    backend = choose_backend(wanted, place)
+    if backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+        device = torch.device("cuda", place.local_rank)
+    else:
+        device = torch.device("cpu")
+    if not place.distributed:
+        return Group(place, device, None)
+    if not torch.distributed.is_available():
+        raise TrainError("this torch was built without torch.distributed")
+    try:
+        meeting = torch.distributed.rendezvous(
+            "env://", place.rank, place.world_size, timeout=TIMEOUT
+        )
+        store, _, _ = next(iter(meeting))
+        store.set_timeout(TIMEOUT)
+        _check_same_backend(store, place, backend)
+        torch.distributed.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=TIMEOUT,
+            device_id=device if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise TrainError(f"cannot join the process group: {one_line(error)}") from error
+    return Group(place, device, backend)

@@ -1,0 +1,77 @@
+"""Files that are either old or new, never half written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from .errors import TrainError, os_reason
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.tmp."
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed runs left beside `path`."""
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(_prefix(path)):
+            with contextlib.suppress(OSError):
+                entry.unlink()
+
+
+def write_temporary(path: Path, payload: bytes) -> Path:
+    """Write `payload` to a new file beside `path`, on disk when this returns; raises OSError."""
+    temporary = path.with_name(f"{_prefix(path)}{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(payload)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return temporary
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring renames in `folder` to disk, where its file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def require_writable(path: Path, what: str) -> None:
+    """Raise TrainError unless a file can be written beside `path` and put in its place.
+
+    Asked before training, so that the answer does not come after hours of it.
+    """
+    problem = None
+    if path.is_dir():
+        problem = "is a folder"
+    elif path.exists() and not path.is_file():
+        # Renaming over /dev/null would replace the device.
+        problem = "is not a regular file"
+    elif not path.parent.is_dir():
+        problem = f"the folder {path.parent} does not exist"
+    else:
+        try:
+            write_temporary(path, b"").unlink()
+        except OSError as error:
+            problem = os_reason(error)
+    if problem is not None:
+        raise TrainError(f"cannot write {what} {path}: {problem}")
+
+
+def replace_file(path: Path, payload: bytes, what: str) -> None:
+    """Put `payload` at `path`, all or nothing."""
+    try:
+        write_temporary(path, payload).replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise TrainError(f"cannot write {what} {path}: {os_reason(error)}") from None

@@ -1,0 +1,261 @@
+"""One training run, from joining the group to the report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .args import Arguments
+from .data import DataSet, load_data
+from .distributed import Group, connect
+from .errors import BAD_INPUT, TrainError
+from .files import require_writable
+from .models import batch_loss, build_model, build_optimizer
+from .output import complain, say
+from .place import Place
+from .report import FORMAT, describe_rank, rank_table, write_report
+from .selfcheck import check_allreduce, require_exact
+from .snapshot import Found, SnapshotFile, apply_snapshot, from_bytes, make_snapshot, to_bytes
+from .tensors import model_digest
+
+
+@dataclass
+class Clock:
+    """Durations in seconds; `started` is time.perf_counter() when the program began."""
+
+    started: float
+    import_torch: float
+    rendezvous: float = 0.0
+    train: float = 0.0
+
+    def as_report(self) -> dict[str, float]:
+        """The report's `seconds`, in milliseconds' resolution."""
+        seconds = {
+            "import_torch": self.import_torch,
+            "rendezvous": self.rendezvous,
+            "train": self.train,
+            "total": time.perf_counter() - self.started,
+        }
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+
+class Trainer:
+    """A model, its data and its optimizer on one rank.
+
+    `model` is the bare model; `step_model` is the same one, wrapped in DDP when there is a group.
+    """
+
+    def __init__(
+        self, arguments: Arguments, group: Group, data: DataSet, model: Any, optimizer: Any
+    ) -> None:
+        self.arguments = arguments
+        self.group = group
+        self.data = data
+        self.model = model
+        self.optimizer = optimizer
+        self.step_model = model
+        if group.backend is not None:
+            ids = [group.device.index] if group.device.type == "cuda" else None
+            self.step_model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        self.sampler = torch.utils.data.distributed.DistributedSampler(
+            data,  # only its length is asked for
+            num_replicas=group.place.world_size,
+            rank=group.place.rank,
+            shuffle=True,
+            seed=arguments.seed,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps per epoch, the same on every rank."""
+        return math.ceil(len(self.sampler) / self.arguments.batch_size)
+
+    def run_epoch(self, epoch: int) -> float:
+        """Train for one epoch; returns the mean loss over the samples of all ranks."""
+        self.sampler.set_epoch(epoch)
+        order = list(self.sampler)
+        size = self.arguments.batch_size
+        # float64, and summed on the device: a .item() in each step would wait for the GPU.
+        totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
+        for start in range(0, len(order), size):
+            inputs, targets = self.data.batch(order[start : start + size], self.group.device)
+            self.optimizer.zero_grad()
+            loss = batch_loss(self.step_model(inputs), targets, self.data.classes)
+            loss.backward()
+            self.optimizer.step()
+            totals[0] += loss.detach().to(torch.float64) * len(targets)
+            totals[1] += len(targets)
+        loss_sum, count = self.group.sum_over_ranks(totals).tolist()
+        say(
+            f"[RANK {self.group.place.rank}] Epoch {epoch} | Batchsize: {min(size, len(order))}"
+            f" | Steps: {self.steps} | Loss: {loss_sum / count:.6f}"
+        )
+        return float(loss_sum / count)
+
+
+def _join(arguments: Arguments, place: Place, clock: Clock) -> tuple[Group, dict[str, Any]]:
+    """Join the group, print the table of ranks, and check that they can work together."""
+    began = time.perf_counter()
+    group = connect(place, arguments.backend)
+    entry = describe_rank(group)
+    ranks = group.gather(entry)
+    clock.rendezvous = time.perf_counter() - began
+    if group.leads:
+        say(rank_table(ranks))
+    with group.agreement():
+        _require_same(group.gather(_shared(arguments)), "command lines")
+    entry["allreduce"] = check_allreduce(group)
+    with _judged(arguments, group):
+        require_exact(entry["allreduce"], place.host)
+    return group, entry
+
+
+def _shared(arguments: Arguments) -> dict[str, Any]:
+    """What all ranks must have been told alike; each node may have files of its own."""
+    files = ("checkpoint_path", "report")
+    return {name: value for name, value in asdict(arguments).items() if name not in files}
+
+
+@contextlib.contextmanager
+def _judged(arguments: Arguments, group: Group) -> Iterator[None]:
+    """A self-check: fatal when run by hand; with --report its reader judges, so training goes on."""
+    if arguments.report is None:
+        with group.agreement():
+            yield
+        return
+    try:
+        yield
+    except TrainError as error:
+        complain(error.message)
+
+
+def _require_same(values: list[Any], what: str) -> None:
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise TrainError(f"the {what} of rank 0 and rank {rank} differ", BAD_INPUT)
+
+
+def _load_data(arguments: Arguments, group: Group) -> DataSet:
+    with group.agreement():
+        data = load_data(arguments)
+    with group.agreement():
+        # Each node may read its own copy.
+        _require_same(group.gather(data.digest()), "data sets")
+    return data
+
+
+def _resume(
+    arguments: Arguments, group: Group, store: SnapshotFile, model: Any
+) -> tuple[Found, Any]:
+    """Rank 0 looks for a snapshot and hands it to all ranks; returns it and the optimizer."""
+    found = Found(None, None)
+    if group.leads:
+        found = store.find(model, arguments.model)
+    # An empty dictionary stands for "none": every rank takes part either way.
+    payload = group.broadcast(to_bytes(found.snapshot or {}) if group.leads else None)
+    snapshot = from_bytes(payload)
+    if not snapshot:
+        return found, build_optimizer(model, arguments.lr)
+    optimizer = apply_snapshot(snapshot, model, arguments.lr)
+    if group.leads:
+        say(f"Resuming training from snapshot at Epoch {snapshot['EPOCHS_RUN']}")
+    return Found(snapshot, found.path, found.rejected), optimizer
+
+
+def _prepare_files(arguments: Arguments, store: SnapshotFile) -> None:
+    store.prepare()
+    if arguments.report is not None:
+        require_writable(Path(arguments.report), "report")
+
+
+def _train(
+    trainer: Trainer, store: SnapshotFile, start: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train from epoch `start` to the last; returns the report's `losses` and `snapshots`."""
+    arguments, group = trainer.arguments, trainer.group
+    losses: list[dict[str, Any]] = []
+    saved: list[dict[str, Any]] = []
+    for epoch in range(start, arguments.total_epochs):
+        loss = trainer.run_epoch(epoch)
+        with group.agreement():
+            if not math.isfinite(loss):
+                raise TrainError(
+                    f"the loss is {loss} in epoch {epoch}: training diverged, try a smaller --lr"
+                )
+        losses.append({"epoch": epoch, "loss": loss})
+        if epoch % arguments.save_every == 0 or epoch == arguments.total_epochs - 1:
+            group.on_rank0(_saver(trainer, store, epoch))
+            saved.append({"epoch": epoch, "path": arguments.checkpoint_path})
+    return losses, saved
+
+
+def _saver(trainer: Trainer, store: SnapshotFile, epoch: int) -> Callable[[], None]:
+    def save() -> None:
+        store.save(
+            make_snapshot(trainer.model, trainer.optimizer, trainer.arguments.model, epoch + 1)
+        )
+        say(f"Epoch {epoch} | Training snapshot saved at {trainer.arguments.checkpoint_path}")
+
+    return save
+
+
+def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
+    """Everything up to the report; returns the group, which is still joined.
+
+    The DDP model lives in this function only, so that it is gone when the group is left.
+    """
+    group, entry = _join(arguments, place, clock)
+    store = SnapshotFile(arguments.checkpoint_path)
+    group.on_rank0(lambda: _prepare_files(arguments, store))
+    data = _load_data(arguments, group)
+    torch.manual_seed(arguments.seed)
+    model = build_model(arguments.model, data.classes).to(group.device)
+    found, optimizer = _resume(arguments, group, store, model)
+    start = 0 if found.snapshot is None else int(found.snapshot["EPOCHS_RUN"])
+    trainer = Trainer(arguments, group, data, model, optimizer)
+    if start >= arguments.total_epochs and group.leads:
+        say(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
+    began = time.perf_counter()
+    losses, saved = _train(trainer, store, start)
+    clock.train = time.perf_counter() - began
+    entry["parameters_digest"] = model_digest(model)
+    ranks = group.gather(entry)
+    report = {
+        "format": FORMAT,
+        "status": "finished",
+        "world_size": place.world_size,
+        "backend": group.backend,
+        "ranks": ranks,
+        "model": arguments.model,
+        "data": arguments.data,
+        "seed": arguments.seed,
+        "batch_size": arguments.batch_size,
+        "dataset_size": len(data),
+        "steps_per_epoch": trainer.steps,
+        "start_epoch": start,
+        "resumed_from": found.path,
+        "rejected_snapshots": found.rejected,
+        "total_epochs": arguments.total_epochs,
+        "losses": losses,
+        "snapshots": saved,
+        "seconds": clock.as_report(),
+    }
+    if arguments.report is not None:
+        target = arguments.report
+        group.on_rank0(lambda: write_report(target, report))
+    with _judged(arguments, group):
+        if len({rank["parameters_digest"] for rank in ranks}) > 1:
+            raise TrainError("the ranks' parameters differ after training")
+    return group
+
+
+def run(arguments: Arguments, place: Place, clock: Clock) -> None:
+    """Run the training; raises TrainError, on all ranks alike, for foreseen failures."""
+    _work(arguments, place, clock).close()

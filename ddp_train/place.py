@@ -1,0 +1,87 @@
+"""Where this process stands among the others, as its launcher says in the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import BAD_INPUT, TrainError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks count from 0; `group_rank` is the node's, `restart_count` torchrun's on this node."""
+
+    rank: int
+    local_rank: int
+    group_rank: int
+    local_world_size: int
+    world_size: int
+    restart_count: int
+    host: str
+    distributed: bool
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = -1
+    if value < 0:
+        shown = "is not set" if text is None else f"is {text!r}, not a number of 0 or more"
+        raise TrainError(
+            f"environment variable {name} {shown}: start the job with torchrun", BAD_INPUT
+        )
+    return value
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """The place from torchrun's variables; without RANK and WORLD_SIZE, one process on its own."""
+    host = socket.gethostname()
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return Place(0, 0, 0, 1, 1, 0, host, distributed=False)
+    rank = _number(environ, "RANK")
+    world_size = _number(environ, "WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
+    place = Place(
+        rank=rank,
+        local_rank=_number(environ, "LOCAL_RANK"),
+        group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
+        local_world_size=local_world_size,
+        world_size=world_size,
+        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        host=host,
+        distributed=True,
+    )
+    if rank >= world_size or place.local_rank >= local_world_size:
+        raise TrainError(
+            f"RANK {rank} of WORLD_SIZE {world_size}, LOCAL_RANK {place.local_rank} of"
+            f" LOCAL_WORLD_SIZE {local_world_size} cannot be: start the job with torchrun",
+            BAD_INPUT,
+        )
+    return place
+
+
+def die_with_parent(environ: Mapping[str, str]) -> None:
+    """Under torchrun on Linux, have the kernel kill this rank when torchrun dies.
+
+    torchrun stops its ranks itself unless it was killed with SIGKILL (an out-of-memory kill, a
+    batch system's last resort); the ranks would then hold their node. A kernel that cannot do this
+    is no reason to fail.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ or not sys.platform.startswith("linux"):
+        return
+    try:
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    except (OSError, AttributeError):
+        return

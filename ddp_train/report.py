@@ -1,0 +1,66 @@
+"""The JSON report of a finished run, and what each rank tells about itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __file__ as package_file
+from .distributed import Group
+from .files import replace_file
+
+FORMAT = 1
+
+
+def describe_rank(group: Group) -> dict[str, Any]:
+    """This rank's entry in the report, without the results of its checks."""
+    place = group.place
+    return {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "group_rank": place.group_rank,
+        "local_world_size": place.local_world_size,
+        "world_size": place.world_size,
+        "host": place.host,
+        "pid": os.getpid(),
+        "device": str(group.device),
+        "restart_count": place.restart_count,
+        "sys_executable": sys.executable,
+        "sys_prefix": sys.prefix,
+        "python_version": platform.python_version(),
+        "torch_version": str(torch.__version__),
+        "torch_file": torch.__file__,
+        "torch_cuda": torch.version.cuda,
+        "ddp_train_file": str(Path(package_file).resolve()),
+        "gloo_ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+def rank_table(ranks: list[dict[str, Any]]) -> str:
+    """The ranks, one a line, under torchrun's names for their numbers."""
+    columns = (
+        ("LOCAL_RANK", "local_rank"),
+        ("RANK", "rank"),
+        ("GROUP_RANK", "group_rank"),
+        ("LOCAL_WORLD_SIZE", "local_world_size"),
+        ("WORLD_SIZE", "world_size"),
+        ("host", "host"),
+        ("device", "device"),
+    )
+    rows = [[title for title, _ in columns]]
+    rows += [[str(rank[key]) for _, key in columns] for rank in ranks]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_report(path: str, report: dict[str, Any]) -> None:
+    """Write `report` to `path`, all or nothing; raises TrainError."""
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    replace_file(Path(path), text.encode(), "report")
