@@ -12,6 +12,8 @@ from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, HostError
 
+# How much of a failed tool's output a message shows.
+TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,11 +107,13 @@ def run(
         err.decode(errors="replace"),
     )
     if check and done.returncode != 0:
-        raise failure(f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}")
+        raise failure(
+            f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}"
+        )
     return done
 
 
-def tail(done: subprocess.CompletedProcess[str], lines: int = 30) -> str:
+def tail(done: subprocess.CompletedProcess[str], lines: int = TAIL_LINES) -> str:
     """The last `lines` lines a tool printed, standard error first, indented."""
     text = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return "\n".join("  " + line for line in text[-lines:])

@@ -1,0 +1,106 @@
+"""The command line: one module a command, imported when the command is run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+
+import click
+
+from envbuild import __version__
+from envbuild.errors import EnvbuildError
+
+# command → (module, one line for --help). Help must not import what the commands need.
+COMMANDS = {
+    "list": ("recipes", "List the recipes that can be built."),
+    "show": ("recipes", "Show one recipe as it was understood."),
+    "lock": ("lock", "Resolve recipes and write or check their locks."),
+    "plan": ("plan", "Show what a build would do, in order, with digests."),
+    "venv": ("venv", "Build a verified virtual environment."),
+    "verify": ("verify", "Train in an artifact and judge it again."),
+}
+
+
+class _Commands(click.Group):
+    """A group that imports a command's module only when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"envbuild.cli.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name}_command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, 1)
+            ctx.fail(
+                f"no command {args[0]!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + f" Commands: {', '.join(COMMANDS)}"
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Examples:  envbuild venv pt_cpu   ·   envbuild lock pt_cpu --upgrade=numpy   ·   "
+    "envbuild verify build/pt_cpu/cpu-x86_64/venv --faults",
+)
+@click.version_option(__version__, prog_name="envbuild")
+def cli() -> None:
+    """Compile one recipe into PyTorch environments, each proven by distributed training.
+
+    Results go to standard output, everything else to standard error.
+    Exit codes: 0 done, 2 usage or recipe, 3 lock, 4 build, 5 verification failed,
+    6 a tool or permission this host lacks, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Entry point of the `envbuild` command: every foreseen failure is one message and its exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        cli.main(standalone_mode=False)
+        code = 0
+    except click.exceptions.Exit as done:
+        code = done.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("envbuild: interrupted", err=True)
+        code = 130
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except EnvbuildError as error:
+        _show(error)
+        code = error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def _show(error: EnvbuildError) -> None:
+    click.echo(click.style("error: ", fg="red", bold=True) + error.message, err=True)
+    if error.hint:
+        click.echo(click.style("  hint: ", fg="green") + error.hint, err=True)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

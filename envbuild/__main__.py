@@ -1,0 +1,5 @@
+"""`python -m envbuild`."""
+
+from envbuild.cli import main
+
+main()

@@ -1,0 +1,54 @@
+"""Which processor every ELF file of an artifact is for (System V ABI, ELF header, e_machine)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envbuild.artifacts.installed import walk_files
+
+MACHINES = {
+    3: "i386",
+    40: "arm",
+    62: "x86_64",
+    183: "aarch64",
+    243: "riscv64",
+    21: "ppc64",
+    22: "s390x",
+}
+# Headers of code for a GPU are ELF too (NVIDIA's cubin, AMD's code objects); they are not for the processor.
+_ACCELERATORS = frozenset({190, 224})
+
+
+@dataclass(slots=True)
+class ElfReport:
+    """Counts of ELF files by machine name, and the files that are not for the wanted one."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    foreign: list[tuple[str, str]] = field(default_factory=list)
+
+
+def scan_elf(folder: Path, wanted: int) -> ElfReport:
+    """Read the header of every regular file below `folder`; `wanted` is the e_machine to find."""
+    report = ElfReport()
+    for path in walk_files(folder):
+        machine = elf_machine(path)
+        if machine is None or machine in _ACCELERATORS:
+            continue
+        name = MACHINES.get(machine, f"machine {machine}")
+        report.counts[name] = report.counts.get(name, 0) + 1
+        if machine != wanted:
+            report.foreign.append((path, name))
+    return report
+
+
+def elf_machine(path: str) -> int | None:
+    """The e_machine of the ELF file at `path`, None for any other file."""
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            head = stream.read(20)
+    except OSError:
+        return None
+    if len(head) < 20 or head[:4] != b"\x7fELF":
+        return None
+    return int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")

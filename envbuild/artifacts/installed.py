@@ -1,0 +1,143 @@
+"""What is installed in a site-packages folder, and whether it is what its installer recorded.
+
+The RECORD file (PyPA "Recording installed projects", PEP 376 and 627) names every file of a
+distribution with its sha256 and size.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envbuild.names import normalise
+
+# Files that an installer adds for itself; they tell of its run, not of the distribution.
+_INSTALLER_FILES = ("/uv_cache.json", "/INSTALLER", "/REQUESTED", "/direct_url.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One installed distribution; `record` is the sha256 of its sorted RECORD."""
+
+    name: str
+    version: str
+    record: str
+
+
+def distributions(site_packages: Path) -> dict[str, Distribution]:
+    """Every distribution in `site_packages` by normalised name, from its .dist-info folder.
+
+    Of a name that is there twice, the one whose RECORD is not the expected one would hide; it is kept
+    under "name (second)" so that any comparison sees it.
+    """
+    found: dict[str, Distribution] = {}
+    with os.scandir(site_packages) as entries:
+        names = sorted(
+            entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))
+        )
+    for folder in names:
+        stem = folder.rsplit(".", 1)[0]
+        raw, _, version = stem.partition("-")
+        name = normalise(raw)
+        record = _record_digest(site_packages / folder / "RECORD")
+        key = f"{name} (second)" if name in found else name
+        found[key] = Distribution(name, version, record)
+    return found
+
+
+def names_and_versions(site_packages: Path) -> dict[str, str]:
+    """The quick form of `distributions`: normalised name → version, from folder names alone."""
+    found: dict[str, str] = {}
+    for entry in os.listdir(site_packages):
+        if entry.endswith(".dist-info"):
+            raw, _, version = entry[: -len(".dist-info")].partition("-")
+            found[normalise(raw)] = version
+    return found
+
+
+def _record_digest(record: Path) -> str:
+    try:
+        with record.open("rb") as stream:
+            lines = stream.read().splitlines()
+    except OSError:
+        return "missing"
+    kept = [
+        line
+        for line in lines
+        if not line.split(b",", 1)[0].decode(errors="replace").endswith(_INSTALLER_FILES)
+    ]
+    return "sha256:" + hashlib.sha256(b"\n".join(sorted(kept))).hexdigest()
+
+
+@dataclass(slots=True)
+class FileReport:
+    """Every file compared with the RECORDs. Paths are relative to site-packages."""
+
+    files: int = 0
+    bytes: int = 0
+    missing: list[str] = field(default_factory=list)
+    altered: list[str] = field(default_factory=list)
+    unowned: list[str] = field(default_factory=list)
+
+
+def check_files(site_packages: Path) -> FileReport:
+    """Read every file that a RECORD names and compare size and sha256; list files that none names.
+
+    __pycache__ is left out: Python writes and renews it by itself.
+    """
+    report = FileReport()
+    owned: set[str] = set()
+    for folder in sorted(site_packages.glob("*.dist-info")):
+        for relative, expected, size in _record_entries(folder / "RECORD"):
+            path = os.path.normpath(os.path.join(site_packages, relative))
+            owned.add(path)
+            if not expected:
+                continue
+            state = _compare(path, expected, size)
+            if state is not None:
+                (report.missing if state == "missing" else report.altered).append(relative)
+            report.files += 1
+            report.bytes += size or 0
+    root = os.fspath(site_packages)
+    for path in walk_files(site_packages):
+        if path not in owned and "/__pycache__/" not in path:
+            report.unowned.append(os.path.relpath(path, root))
+    return report
+
+
+def walk_files(folder: Path) -> Iterator[str]:
+    """The path of every file and link below `folder`, in a fixed order, links not followed."""
+    for parent, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            yield os.path.join(parent, name)
+
+
+def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
+    try:
+        with record.open(newline="", encoding="utf-8") as stream:
+            for row in csv.reader(stream):
+                if row:
+                    size = int(row[2]) if len(row) > 2 and row[2].isdigit() else None
+                    yield row[0], row[1] if len(row) > 1 else "", size
+    except OSError:
+        return
+
+
+def _compare(path: str, expected: str, size: int | None) -> str | None:
+    algorithm, _, wanted = expected.partition("=")
+    try:
+        with open(path, "rb") as stream:
+            if size is not None and os.fstat(stream.fileno()).st_size != size:
+                return "altered"
+            digest = hashlib.file_digest(stream, algorithm).digest()
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError):
+        return "altered"
+    return None if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == wanted else "altered"

@@ -1,0 +1,120 @@
+"""Put a finished folder into its place in one step, and clean up after a run that was killed.
+
+While a folder is made it lies beside its place as `.NAME.envbuild-XXXX`. It is exchanged with the old
+one by renameat2(2) RENAME_EXCHANGE, so that the place always holds the old folder or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from envbuild.errors import BuildError, EnvbuildError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the right to build at `place`; a second builder waits, saying so.
+
+    The lock is flock(2) on the parent folder: it leaves no file behind and ends with the process.
+    Where the file system has no flock the build goes on without; the exchange itself stays atomic.
+    """
+    with writing(place.parent):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another envbuild is building in {place.parent}; waiting for it …")
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        recover(place)
+        yield
+    finally:
+        os.close(folder)
+
+
+def recover(place: Path) -> None:
+    """Remove what a killed run left beside `place`; put an old folder back where a swap was cut in two."""
+    for leftover in place.parent.glob(f".{place.name}.envbuild-*"):
+        if leftover.name.endswith("-old") and not place.exists():
+            leftover.rename(place)
+        else:
+            remove(leftover)
+
+
+def staging(place: Path) -> Path:
+    """A new empty folder beside `place`. Raises BuildError when it cannot be made."""
+    with writing(place.parent):
+        return Path(tempfile.mkdtemp(prefix=f".{place.name}.envbuild-", dir=place.parent))
+
+
+def swap_in(staged: Path, place: Path) -> None:
+    """Move `staged` to `place`; what was there before is removed. Raises BuildError."""
+    with writing(place.parent):
+        staged.chmod(0o755)
+        if not place.exists():
+            staged.rename(place)
+            return
+        if not _exchange(staged, place):
+            # Two renames where the file system cannot exchange (NFS): `recover` undoes a cut between.
+            old = staged.with_name(f"{staged.name}-old")
+            place.rename(old)
+            staged.rename(place)
+            staged = old
+    remove(staged)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder or file; what cannot be removed is left for the next run."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        folder.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(where: Path, failure: type[EnvbuildError] = BuildError) -> Iterator[None]:
+    """Turn the operating system's refusals while writing to `where` into one clear message."""
+    try:
+        yield
+    except OSError as error:
+        raise failure(f"{where}: {error.strerror or error}", write_hint(error.errno)) from error
+
+
+def write_hint(number: int | None) -> str:
+    """What to change when writing failed with errno `number`."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "free some room, or choose another place with --out (and ENVBUILD_STORE for the store)"
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "choose a place that you may write with --out (and ENVBUILD_STORE for the store)"
+    return "choose another place with --out"
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths in one step; False where kernel, C library or file system cannot."""
+    rename = getattr(_libc, "renameat2", None)
+    if rename is None:
+        return False
+    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if result == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,78 @@
+"""`envbuild.json` inside an environment: what it was made from, so that it can be checked alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.installed import Distribution
+from envbuild.errors import BuildError
+
+FILE = "envbuild.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A built environment. `digest` covers what is installed; `plan_digest` what was asked for.
+
+    `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution, `verify` the
+    recipe's [verify] table as it was when the environment was built.
+    """
+
+    artifact: str
+    recipe: str
+    recipe_digest: str
+    lock_digest: str
+    plan_digest: str
+    target: str
+    python: str
+    python_version: str
+    interpreter: str
+    packages: tuple[tuple[str, str, str], ...]
+    verify: dict[str, Any] = field(default_factory=dict)
+    envbuild: str = ""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over interpreter version and every distribution's recorded content."""
+        content = [
+            self.artifact,
+            self.target,
+            self.python_version,
+            [list(p) for p in self.packages],
+        ]
+        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def render(self) -> str:
+        """The text of the state file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+
+def packages_of(found: Iterable[Distribution]) -> tuple[tuple[str, str, str], ...]:
+    """`found` as a State keeps it, in the order of names."""
+    return tuple(sorted((d.name, d.version, d.record) for d in found))
+
+
+def read_state(folder: Path) -> State | None:
+    """The state of the environment in `folder`; None when envbuild did not make it.
+
+    Raises BuildError when the file is there and cannot be understood.
+    """
+    path = folder / FILE
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("format") != FORMAT:
+            raise ValueError("another format")
+        data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
+        return State(**data)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BuildError(
+            f"{path}: cannot be understood: {error}", "build the environment again"
+        ) from error

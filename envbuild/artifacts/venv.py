@@ -1,0 +1,263 @@
+"""A virtual environment from a plan: uv underneath, wheels from the store, in place in one step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from envbuild import __version__, process
+from envbuild.artifacts import installed, place
+from envbuild.artifacts.interpreter import explain_missing
+from envbuild.artifacts.links import link_mode
+from envbuild.artifacts.state import FILE, State, packages_of, read_state
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, HostError, UsageError
+from envbuild.layers.trainer import Trainer
+from envbuild.lock.format import requirements
+from envbuild.plan.plan import Plan
+from envbuild.recipe.targets import Target, host_arch
+
+KIND = "venv"
+
+
+def default_path(recipe: str, target: str) -> Path:
+    """Where a venv is built when --out does not say."""
+    return Path("build") / recipe / target / "venv"
+
+
+def probe(target: Target) -> None:
+    """Raise HostError when this host cannot hold a venv for `target`."""
+    if target.arch != host_arch():
+        raise HostError(
+            f"a venv for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
+            f"run envbuild on an {target.arch} node (a job on the cluster), or choose a target for "
+            f"{host_arch()} with --target",
+        )
+
+
+def check_place(path: Path) -> State | None:
+    """The environment already at `path`, None when the place is free.
+
+    Raises UsageError when something stands there that envbuild did not make.
+    """
+    state = read_state(path)
+    if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(
+            f"{path} exists and was not made by envbuild; it is left as it is",
+            "remove it, or choose another place with --out",
+        )
+    return state
+
+
+def is_current(path: Path, state: State, plan: Plan, python: str | None) -> bool:
+    """Whether the environment at `path` is what `plan` asks for, judged quickly (names and versions)."""
+    if state.plan_digest != plan.digest or not interpreter(path).exists():
+        return False
+    if python is not None and _home(python) not in (None, _home(state.interpreter)):
+        return False
+    try:
+        found = installed.names_and_versions(site_packages(path, state.python))
+    except OSError:
+        return False
+    return found == {name: version for name, version, _ in state.packages}
+
+
+def build(
+    plan: Plan,
+    trainer: Trainer,
+    environment: Environment,
+    staged: Path,
+    *,
+    python: str | None,
+    offline: bool,
+) -> State:
+    """Make the environment of `plan` in the empty folder `staged` and return its state.
+
+    `python` is an interpreter's path or version (default: the plan's version). Raises BuildError,
+    LockError (a wheel that no source has) or HostError (no fitting interpreter).
+    """
+    env = environment.uv_environment()
+    # --relocatable: the folder is made beside its place and moved, so no script may hold its path.
+    creating = process.start(
+        [environment.uv, "venv", "--relocatable", "--allow-existing", "--no-project", "--no-config",
+         "--quiet", "--python", python or plan.python, staged],
+        env=env,
+    )  # fmt: skip
+    try:
+        with place.writing(environment.store.root):
+            wheels = _wheels(plan, trainer, environment, offline)
+    except BaseException:
+        process.stop([creating])
+        raise
+    _finish_venv(creating, plan, python, environment)
+    _check_version(staged, plan, python)
+    _install(plan, trainer, wheels, environment, env, staged)
+    found = installed.distributions(site_packages(staged, plan.python))
+    _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
+    state = State(
+        artifact=KIND,
+        recipe=plan.recipe,
+        recipe_digest=plan.recipe_digest,
+        lock_digest=plan.lock_digest,
+        plan_digest=plan.digest,
+        target=plan.target,
+        python=plan.python,
+        python_version=_config(staged).get("version_info", plan.python),
+        interpreter=os.path.realpath(interpreter(staged)),
+        packages=packages_of(found.values()),
+        verify=plan.verify_settings(),
+        envbuild=__version__,
+    )
+    with place.writing(staged):
+        (staged / FILE).write_text(state.render(), encoding="utf-8")
+    return state
+
+
+def site_packages(path: Path, python: str) -> Path:
+    """The folder of installed packages in the venv at `path` for Python `python` ("3.11")."""
+    return path / "lib" / f"python{python}" / "site-packages"
+
+
+def interpreter(path: Path) -> Path:
+    """The venv's python."""
+    return path / "bin" / "python"
+
+
+def command(path: Path, program: str, *arguments: str) -> list[str]:
+    """The command line that runs `program` (torchrun, python) inside the venv at `path`."""
+    return [os.fspath(path.absolute() / "bin" / program), *arguments]
+
+
+def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables for running inside the venv: as after `activate`, without a caller's Python settings."""
+    dropped = (
+        "PYTHONHOME",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "PYTHONDONTWRITEBYTECODE",
+        "__PYVENV_LAUNCHER__",
+    )
+    result = {name: value for name, value in env.items() if name not in dropped}
+    result["VIRTUAL_ENV"] = os.fspath(path.absolute())
+    result["PATH"] = f"{path.absolute() / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+    return result
+
+
+def _wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[Path]:
+    from envbuild.store.fetch import Wanted, locate_wheels
+
+    wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
+    found = locate_wheels(
+        wanted, environment.store, environment.pip, environment.site, plan.indexes,
+        offline=offline, env=environment.variables,
+    )  # fmt: skip
+    own = environment.store.put(
+        "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel
+    )
+    return [*found.values(), own]
+
+
+def _finish_venv(
+    creating: subprocess.Popen[bytes], plan: Plan, python: str | None, environment: Environment
+) -> None:
+    try:
+        _, stderr = creating.communicate()
+    except BaseException:
+        process.stop([creating])
+        raise
+    if creating.returncode == 0:
+        return
+    text = stderr.decode(errors="replace").strip()
+    if (
+        "No interpreter found" in text
+        or "No virtual environment or" in text
+        or "not found" in text.lower()
+    ):
+        raise explain_missing(python or plan.python, environment, text)
+    raise BuildError(
+        f"uv venv failed (exit {creating.returncode}):\n  {text}", place.write_hint(None)
+    )
+
+
+def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
+    version = _config(staged).get("version_info", "")
+    if ".".join(version.split(".")[:2]) != plan.python:
+        raise HostError(
+            f"--python {python} is Python {version}; recipe {plan.recipe} wants Python {plan.python}",
+            f"give a Python {plan.python}, or change `python` in the recipe and lock it again",
+        )
+
+
+def _install(
+    plan: Plan,
+    trainer: Trainer,
+    wheels: list[Path],
+    environment: Environment,
+    env: Mapping[str, str],
+    staged: Path,
+) -> None:
+    wanted = staged / ".requirements.txt"
+    own = f"ddp-train=={trainer.version} --hash=sha256:{_sha256(trainer)}\n"
+    with place.writing(staged):
+        wanted.write_text(requirements(plan.packages) + own)
+    command: list[str | Path] = [
+        environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
+        "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", wanted,
+        "--link-mode", link_mode(environment.store.uv_cache, staged),
+    ]  # fmt: skip
+    for folder in dict.fromkeys(wheel.parent for wheel in wheels):
+        command += ["--find-links", folder]
+    if plan.compile_bytecode:
+        command.append("--compile-bytecode")
+    done = process.run(command, env=env, check=False)
+    if done.returncode != 0:
+        raise BuildError(
+            f"uv could not install the locked wheels:\n{process.tail(done)}", _install_hint(done)
+        )
+    wanted.unlink()
+
+
+def _install_hint(done: subprocess.CompletedProcess[str]) -> str:
+    text = done.stderr.lower()
+    if "no space left" in text or "quota" in text:
+        return place.write_hint(28)
+    if "read-only file system" in text or "permission denied" in text:
+        return place.write_hint(30)
+    if "hash mismatch" in text:
+        return "a wheel changed since it was locked; remove it from its source, or lock again"
+    return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
+
+
+def _check_installed(plan: Plan, trainer: Trainer, found: Mapping[str, str]) -> None:
+    wanted = {package.name: package.version for package in plan.packages}
+    wanted["ddp-train"] = trainer.version
+    wrong = [
+        f"{n}: locked {v}, installed {found.get(n, 'nothing')}"
+        for n, v in wanted.items()
+        if found.get(n) != v
+    ]
+    wrong += [f"{n}: installed {v}, not locked" for n, v in found.items() if n not in wanted]
+    if wrong:
+        raise BuildError(
+            "what uv installed is not what is locked:\n  " + "\n  ".join(sorted(wrong))
+        )
+
+
+def _config(path: Path) -> dict[str, str]:
+    """pyvenv.cfg (PEP 405) as a dictionary."""
+    lines = (path / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("=") for line in lines)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _home(python: str) -> str | None:
+    """The real path of an interpreter given by path, None when given by version."""
+    return os.path.realpath(python) if os.sep in python else None
+
+
+def _sha256(trainer: Trainer) -> str:
+    import hashlib
+
+    return hashlib.sha256(trainer.wheel()).hexdigest()

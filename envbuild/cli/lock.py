@@ -1,0 +1,134 @@
+"""`envbuild lock`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from envbuild.cli.common import offline_option, open_recipe, say
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import LockError, UsageError
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+_ALL = "*"
+
+
+@click.command("lock")
+@click.argument("recipes", nargs=-1, metavar="RECIPE…")
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
+)
+@click.option(
+    "--upgrade", "upgrades", multiple=True, is_flag=False, flag_value=_ALL, metavar="[PKG]",
+    help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
+)  # fmt: skip
+@click.option(
+    "--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale."
+)
+@click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
+@click.option(
+    "--export", type=click.Choice(["pylock"]), help="Also write the lock as PEP 751 pylock files."
+)
+@click.option(
+    "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
+    help="Folder for exported files. Default: here.",
+)  # fmt: skip
+@offline_option
+def lock_command(
+    recipes: tuple[str, ...],
+    targets: tuple[str, ...],
+    upgrades: tuple[str, ...],
+    check: bool,
+    dry_run: bool,
+    export: str | None,
+    export_dir: Path,
+    offline: bool,
+) -> None:
+    """Resolve RECIPE… for all their targets, from any host, and write the locks.
+
+    A lock holds exact versions and the sha256 of the wheels that fit its target, no URLs. pip's
+    configuration says where packages come from; the recipe may add indexes.
+
+    \b
+    Examples:
+      envbuild lock pt_cpu
+      envbuild lock pt_cpu --target cpu-aarch64 --upgrade=numpy
+      envbuild lock pt_cpu pt_minimal --check
+      envbuild lock pt_cpu --export pylock
+    """
+    from envbuild.lock.manage import update_lock
+
+    if not recipes:
+        taken = (
+            f"; --upgrade took {upgrades[-1]!r} as a package: write --upgrade last"
+            if upgrades
+            else ""
+        )
+        raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
+    environment = load_environment()
+    work = [
+        (loaded, target)
+        for loaded in (open_recipe(name, environment) for name in recipes)
+        for target in _targets(loaded, targets)
+    ]
+    if check:
+        _check(work)
+        return
+    upgrade = None if _ALL in upgrades else upgrades
+    for loaded, target in work:
+        say(f"{loaded.recipe.name} {target.name}: resolving …")
+        resolution = update_lock(
+            loaded,
+            target,
+            environment,
+            upgrade=upgrade,
+            offline=offline,
+            say=say,
+            write=not dry_run,
+        )
+        if export and not dry_run:
+            click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
+
+
+def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:
+    if names:
+        return [loaded.target(name)[0] for name in names]
+    return [Target.parse(name) for name in loaded.recipe.targets]
+
+
+def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
+    from envbuild.lock.accelerator import check_accelerator
+    from envbuild.lock.manage import inspect_lock
+
+    faults = []
+    for loaded, target in work:
+        state = inspect_lock(loaded, target)
+        if state.fault is not None or state.lock is None:
+            faults.append(f"{state.path}: {state.fault}")
+            continue
+        check_accelerator(target, state.lock.packages, str(state.path))
+        say(f"{state.path}: current")
+    if faults:
+        raise LockError(
+            "\n".join(faults), "run `envbuild lock` with the same recipes and commit the result"
+        )
+
+
+def _export(
+    pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment
+) -> Path:
+    """Write a PEP 751 file. Unlike the lock it names the URLs that this site resolved to."""
+    from envbuild.artifacts.place import writing
+    from envbuild.files import write_atomically
+    from envbuild.lock.export import without_credentials
+
+    # PEP 751: pylock.NAME.toml, no dots in NAME.
+    name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace(
+        "pylock-", "pylock.", 1
+    )
+    path = folder / (name.removesuffix("-toml") + ".toml")
+    with writing(folder, LockError):
+        write_atomically(path, without_credentials(pylock))
+    return path

@@ -1,0 +1,54 @@
+"""`envbuild plan`."""
+
+from __future__ import annotations
+
+import click
+
+from envbuild.cli.common import (
+    json_option,
+    locked_option,
+    offline_option,
+    open_recipe,
+    print_json,
+    say,
+    target_option,
+)
+from envbuild.environment import load_environment
+from envbuild.make import prepare
+from envbuild.plan.plan import Plan
+
+
+@click.command("plan")
+@click.argument("recipe")
+@target_option
+@click.option("--artifact", type=click.Choice(["venv"]), default="venv", show_default=True)
+@locked_option
+@offline_option
+@json_option
+def plan_command(
+    recipe: str, target: str | None, artifact: str, locked: bool, offline: bool, as_json: bool
+) -> None:
+    """Show what building RECIPE would do: ordered layers, each with a digest of all that decides it.
+
+    \b
+    Examples:
+      envbuild plan pt_cpu
+      envbuild plan pt_cpu --target cpu-aarch64 --json
+    """
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    wanted, _ = loaded.target(target)
+    plan, _ = prepare(
+        loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say
+    )
+    if as_json:
+        print_json(plan.as_json())
+        return
+    show(plan)
+
+
+def show(plan: Plan) -> None:
+    """Print a plan for people."""
+    click.echo(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}")
+    for number, layer in enumerate(plan.layers, start=1):
+        click.echo(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…")

@@ -1,0 +1,97 @@
+"""`envbuild list` and `envbuild show`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from envbuild.cli.common import json_option, open_recipe, print_json
+from envbuild.environment import load_environment
+
+
+@click.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the recipes that can be built by name, and where each was found.
+
+    \b
+    Examples:
+      envbuild list
+      envbuild list --json | jq -r '.recipes[].name'
+    """
+    from envbuild.recipe.find import list_recipes, search_folders
+
+    environment = load_environment()
+    entries = list_recipes(search_folders(environment.site.recipe_folders))
+    if as_json:
+        rows = [
+            {
+                "name": entry.name,
+                "path": str(entry.path),
+                "description": entry.loaded.recipe.description if entry.loaded else None,
+                "targets": list(entry.loaded.recipe.targets) if entry.loaded else [],
+                "error": entry.error.message if entry.error else None,
+            }
+            for entry in entries
+        ]
+        print_json({"recipes": rows})
+        return
+    width = max((len(entry.name) for entry in entries), default=0)
+    for entry in entries:
+        if entry.loaded:
+            recipe = entry.loaded.recipe
+            text = f"{recipe.description}  [{', '.join(recipe.targets)}]"
+        else:
+            text = f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"
+        click.echo(f"{entry.name:<{width}}  {text}  {entry.path}")
+
+
+@click.command("show")
+@click.argument("recipe")
+@json_option
+def show_command(recipe: str, as_json: bool) -> None:
+    """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
+
+    \b
+    Examples:
+      envbuild show pt_cpu
+      envbuild show ./my/recipe.toml --json
+    """
+    from envbuild.lock.manage import inspect_lock
+    from envbuild.recipe.targets import Target
+
+    loaded = open_recipe(recipe, load_environment())
+    locks = {name: inspect_lock(loaded, Target.parse(name)) for name in loaded.recipe.targets}
+    if as_json:
+        print_json(
+            {
+                **asdict(loaded.recipe),
+                "path": str(loaded.path),
+                "digest": loaded.digest,
+                "locks": {
+                    name: {
+                        "path": str(state.path),
+                        "current": state.fault is None,
+                        "fault": state.fault,
+                    }
+                    for name, state in locks.items()
+                },
+            }
+        )
+        return
+    table = loaded.recipe
+    click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
+    click.echo(f"  python {table.python}\n  requirements {', '.join(table.requirements) or 'none'}")
+    for name, target in table.targets.items():
+        click.echo(f"  target {name}: {', '.join(target.requirements) or 'nothing more'}")
+        for index in target.indexes:
+            click.echo(f"    index {index}")
+        state = locks[name]
+        packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
+        click.echo(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
+    verify = table.verify
+    click.echo(
+        f"  verified on {verify.nodes} nodes × {verify.nproc_per_node} ranks, {verify.epochs} epochs, "
+        f"model {verify.model}"
+    )

@@ -1,0 +1,60 @@
+"""Everything about where envbuild runs that resolving, fetching and building need, in one value."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.errors import HostError
+from envbuild.site.pip_config import PipConfig, load_pip_config
+from envbuild.site.settings import Site, load_site
+from envbuild.site.uv_config import uv_environment, uv_settings
+from envbuild.store.store import Store
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The process environment, the site's settings, pip's configuration and the store."""
+
+    variables: Mapping[str, str]
+    site: Site
+    pip: PipConfig
+    store: Store
+
+    @functools.cached_property
+    def uv(self) -> str:
+        """The uv program that came with envbuild. Raises HostError when there is none."""
+        from uv import find_uv_bin
+
+        try:
+            return os.fspath(find_uv_bin())
+        except FileNotFoundError as error:
+            raise HostError(
+                "uv's program is missing", "reinstall envbuild: pip install envbuild"
+            ) from error
+
+    def uv_environment(self) -> dict[str, str]:
+        """The variables for a run of uv; its cache lies in the store."""
+        return uv_environment(self.pip, self.variables, self.store.uv_cache)
+
+    def write_uv_settings(self, path: Path, indexes: Sequence[str]) -> None:
+        """Write uv's configuration to `path`, readable by its owner alone: index URLs may hold passwords."""
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(uv_settings(self.pip, indexes))
+
+    def probe(self, index: str) -> str | None:
+        """None when the package index answers, else why not (credentials hidden)."""
+        from envbuild.store.fetch import probe_index
+
+        return probe_index(index, self.pip, self.variables)
+
+
+def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the site's settings and pip's configuration. Raises RecipeError on a faulty file."""
+    known = dict(os.environ if variables is None else variables)
+    site = load_site(known)
+    return Environment(known, site, load_pip_config(known), Store(site.store))

@@ -1,0 +1,87 @@
+"""The bundled trainer as a wheel, so that it is installed in every artifact like any other package."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild import __version__
+from envbuild.errors import BuildError
+
+NAME = "ddp-train"
+_DIST_INFO = f"ddp_train-{__version__}.dist-info"
+_WHEEL = "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_METADATA = f"""Metadata-Version: 2.1
+Name: ddp-train
+Version: {__version__}
+Summary: A small PyTorch DistributedDataParallel trainer, used to prove environments
+License: Apache-2.0
+Requires-Python: >=3.9
+Requires-Dist: torch
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer's files by path inside the wheel, and the sha256 over them."""
+
+    files: tuple[tuple[str, bytes], ...]
+
+    @property
+    def version(self) -> str:
+        return __version__
+
+    @property
+    def file_name(self) -> str:
+        return f"ddp_train-{__version__}-py3-none-any.whl"
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, content in self.files:
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
+        return "sha256:" + digest.hexdigest()
+
+    def wheel(self) -> bytes:
+        """The wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
+        entries = [
+            *self.files,
+            (f"{_DIST_INFO}/METADATA", _METADATA.encode()),
+            (f"{_DIST_INFO}/WHEEL", _WHEEL.encode()),
+        ]
+        record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in entries)
+        entries.append((f"{_DIST_INFO}/RECORD", f"{record}{_DIST_INFO}/RECORD,,\n".encode()))
+        buffer = io.BytesIO()
+        # Stored, not deflated: the same bytes whatever zlib Python was built with.
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in entries:
+                info = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
+                info.external_attr = 0o100644 << 16
+                archive.writestr(info, data)
+        return buffer.getvalue()
+
+
+def load_trainer() -> Trainer:
+    """Read the trainer that came with this envbuild. Raises BuildError when its files are missing."""
+    here = Path(__file__).resolve().parent.parent
+    bundled, checkout = here / "_bundled" / "ddp_train", here.parent / "ddp_train"
+    folder = bundled if bundled.is_dir() else checkout
+    if not (folder / "__main__.py").is_file():
+        raise BuildError(f"the trainer is missing from {folder}", "reinstall envbuild")
+    sources = sorted(path for path in folder.rglob("*.py"))
+    return Trainer(
+        tuple(
+            (f"ddp_train/{path.relative_to(folder).as_posix()}", path.read_bytes())
+            for path in sources
+        )
+    )
+
+
+def _record_hash(data: bytes) -> str:
+    encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
+    return f"sha256={encoded.decode()}"

@@ -1,0 +1,190 @@
+"""The wheel lock: one hash-pinned requirements file for each target.
+
+The format is pip's requirements file in hash-checking mode (pip documentation, "Secure installs"), so
+that `pip install --require-hashes`, `uv pip sync` and a Dockerfile read it as it is. What envbuild
+needs besides stands in comments at its top. It never holds a URL: which index or mirror serves a
+hash is the site's affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.errors import LockError
+from envbuild.names import normalise
+
+FORMAT = 1
+_HEADER = re.compile(r"#\s*(recipe|target|python|platform|recipe-digest)\s*:\s*(\S+)\s*$")
+_PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
+_FIRST_LINE = "# envbuild lock, format "
+
+
+@dataclass(frozen=True, slots=True)
+class LockedPackage:
+    """One distribution: normalised `name` (PEP 503), exact `version`, sha256 of each fitting wheel."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """What a target resolved to. `recipe_digest` covers all of the recipe that decides a resolution."""
+
+    recipe: str
+    target: str
+    python: str
+    platform: str
+    recipe_digest: str
+    packages: tuple[LockedPackage, ...]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of what will be installed, independent of comments and layout."""
+        content = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
+        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def version(self, name: str) -> str | None:
+        """The locked version of the distribution `name`, or None."""
+        return next((p.version for p in self.packages if p.name == name), None)
+
+
+def lock_file_name(target: str) -> str:
+    """The file that holds the lock of `target`, beside the recipe."""
+    return f"{target}.requirements.txt"
+
+
+def render(lock: Lock) -> str:
+    """The text of the lock file; `parse` gives back an equal lock."""
+    head = [
+        f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
+        f"# recipe: {lock.recipe}",
+        f"# target: {lock.target}",
+        f"# python: {lock.python}",
+        f"# platform: {lock.platform}",
+        f"# recipe-digest: {lock.recipe_digest}",
+    ]
+    return "\n".join(head) + "\n" + requirements(lock.packages)
+
+
+def requirements(packages: Sequence[LockedPackage]) -> str:
+    """`packages` as the lines of a requirements file, without the header."""
+    lines: list[str] = []
+    for package in packages:
+        parts = [f"{package.name}=={package.version}"]
+        parts += [f"--hash=sha256:{digest}" for digest in package.hashes]
+        lines.append(" \\\n    ".join(parts))
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def parse(text: str, source: str) -> Lock:
+    """Read a lock file's text; `source` names it in messages.
+
+    Raises LockError with every faulty line: not a pin, no sha256, a package twice, a header missing.
+    """
+    header: dict[str, str] = {}
+    packages: dict[str, LockedPackage] = {}
+    faults: list[str] = []
+    if not text.startswith(_FIRST_LINE):
+        raise LockError(
+            f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again"
+        )
+    found = text[len(_FIRST_LINE) :].partition(";")[0].strip()
+    if found != str(FORMAT):
+        raise LockError(
+            f"{source}: lock format {found!r}; this envbuild reads format {FORMAT}",
+            "use the envbuild that made it, or make it again with `envbuild lock`",
+        )
+    for number, line in _logical_lines(text):
+        if line.startswith("#"):
+            if match := _HEADER.match(line):
+                header[match[1]] = match[2]
+            continue
+        pin = _PIN.match(line)
+        if not pin:
+            faults.append(
+                f"{source}:{number}: expected name==version --hash=sha256:…, got {line!r}"
+            )
+            continue
+        name, words = normalise(pin[1]), pin[3].split()
+        hashes = [match[1] for word in words if (match := _HASH.match(word))]
+        if not words or len(hashes) != len(words):
+            faults.append(
+                f"{source}:{number}: {pin[1]} needs --hash=sha256: and 64 hex digits, only"
+            )
+        elif name in packages:
+            faults.append(f"{source}:{number}: {pin[1]} is locked twice")
+        else:
+            packages[name] = LockedPackage(name, pin[2], tuple(hashes))
+    wanted = ("recipe", "target", "python", "platform", "recipe-digest")
+    faults += [
+        f"{source}: the header line '# {key}: …' is missing" for key in wanted if key not in header
+    ]
+    if faults:
+        raise LockError(
+            "\n".join(faults), "locks are not edited by hand: run `envbuild lock` again"
+        )
+    return Lock(
+        recipe=header["recipe"],
+        target=header["target"],
+        python=header["python"],
+        platform=header["platform"],
+        recipe_digest=header["recipe-digest"],
+        packages=tuple(packages.values()),
+    )
+
+
+def _logical_lines(text: str) -> list[tuple[int, str]]:
+    """Lines joined at a trailing backslash, with the number of the first; blank ones left out."""
+    joined: list[tuple[int, str]] = []
+    pending: tuple[int, str] | None = None
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        start, line = (pending[0], f"{pending[1]} {line}") if pending else (number, line)
+        if line.endswith("\\"):
+            pending = (start, line[:-1].rstrip())
+            continue
+        pending = None
+        if line:
+            joined.append((start, line))
+    if pending:
+        joined.append(pending)
+    return joined
+
+
+def read(path: Path) -> Lock | None:
+    """The lock in `path`, None when there is no such file. Raises LockError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LockError(f"{path}: cannot be read: {error}") from error
+    return parse(text, str(path))
+
+
+def changes(old: Lock | None, new: Lock) -> list[str]:
+    """What an update changed, one line a package, in the order of names."""
+    before = {p.name: p for p in old.packages} if old else {}
+    after = {p.name: p for p in new.packages}
+    lines: list[str] = []
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name), after.get(name)
+        if was is None and now is not None:
+            lines.append(f"+ {name} {now.version}")
+        elif now is None and was is not None:
+            lines.append(f"- {name} {was.version}")
+        elif was and now and was.version != now.version:
+            lines.append(f"~ {name} {was.version} -> {now.version}")
+        elif was and now and set(was.hashes) != set(now.hashes):
+            lines.append(
+                f"~ {name} {now.version} (other files: {len(was.hashes)} -> {len(now.hashes)} hashes)"
+            )
+    return lines

@@ -1,0 +1,202 @@
+"""Resolve a recipe's requirements for one target with uv, from any host."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from envbuild import process
+from envbuild.environment import Environment
+from envbuild.errors import LockError
+from envbuild.lock.accelerator import check_accelerator
+from envbuild.lock.format import Lock, LockedPackage
+from envbuild.names import normalise
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """A fresh lock, the same resolution as PEP 751 text, and notes that the user should see."""
+
+    lock: Lock
+    pylock: str
+    notes: tuple[str, ...]
+
+
+def resolve(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    keep: Lock | None = None,
+    offline: bool = False,
+) -> Resolution:
+    """Resolve `target` of `recipe`; versions pinned in `keep` are preferred where they still fit.
+
+    Raises LockError with uv's explanation when nothing satisfies the requirements, when a file
+    has no sha256, or when the result is for another accelerator than the target's.
+    """
+    table = recipe.recipe.targets[target.name]
+    python, platform = recipe.recipe.python, target.platform(table.glibc)
+    indexes, notes = _reachable(table.indexes, environment, offline)
+    with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
+        work = Path(folder)
+        wanted = [*recipe.recipe.requirements, *table.requirements]
+        (work / "requirements.in").write_text("\n".join(wanted) + "\n")
+        (work / "constraints.txt").write_text("\n".join(recipe.recipe.constraints) + "\n")
+        pylock = work / "pylock.toml"
+        pylock.write_text(_preferences(keep.packages if keep else ()))
+        environment.write_uv_settings(work / "uv.toml", indexes)
+        command: list[str | Path] = [
+            environment.uv, "pip", "compile", work / "requirements.in",
+            "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
+            "--python-version", python, "--python-platform", platform,
+            "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", pylock,
+            "--no-header", "--no-annotate", "--quiet",
+        ]  # fmt: skip
+        done = process.run(
+            [*command, "--offline"] if offline else command,
+            env=environment.uv_environment(),
+            cwd=work,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise LockError(
+                f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
+                + "".join(f"\n  note: {note}" for note in notes),
+                _hint(done.stderr, notes, offline),
+            )
+        text = pylock.read_text(encoding="utf-8")
+    files = list(_fitting_files(tomllib.loads(text), python, platform, str(recipe.path)))
+    lock = Lock(
+        recipe=recipe.recipe.name,
+        target=target.name,
+        python=python,
+        platform=platform,
+        recipe_digest=recipe.resolution_digest(target),
+        packages=tuple(files),
+    )
+    check_accelerator(target, lock.packages, str(recipe.path))
+    return Resolution(lock, text, tuple(notes))
+
+
+def without(lock: Lock, names: Iterable[str]) -> Lock:
+    """`lock` less `names`: what is left is preferred, what is taken out is free to move.
+
+    Raises LockError when a name is not in the lock.
+    """
+    moving = {normalise(name) for name in names}
+    unknown = moving - {package.name for package in lock.packages}
+    if unknown:
+        known = ", ".join(package.name for package in lock.packages)
+        raise LockError(
+            f"--upgrade: {', '.join(sorted(unknown))} is not in the lock of {lock.recipe} ({lock.target})",
+            f"locked are: {known}",
+        )
+    return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving))
+
+
+def _reachable(
+    indexes: Sequence[str], environment: Environment, offline: bool
+) -> tuple[list[str], list[str]]:
+    """The recipe's indexes that answer, through the first mirror that does; a note for each other."""
+    if offline:
+        return [], [f"offline: {index} was not asked" for index in indexes]
+    answering: list[str] = []
+    notes: list[str] = []
+    for index in indexes:
+        refusals: list[str] = []
+        for candidate in environment.site.mirrored(index):
+            refusal = environment.probe(candidate)
+            if refusal is None:
+                answering.append(candidate)
+                break
+            refusals.append(refusal)
+        else:
+            notes.append(f"index {index} cannot be reached and was left out: {'; '.join(refusals)}")
+    return answering, notes
+
+
+def _preferences(packages: Iterable[LockedPackage]) -> str:
+    """A PEP 751 file naming versions alone: uv prefers what its output file already holds."""
+    lines = ['lock-version = "1.0"', 'created-by = "envbuild"']
+    packages = list(packages)
+    if not packages:
+        lines.append("packages = []")
+    for package in packages:
+        lines += ["", "[[packages]]", f'name = "{package.name}"', f'version = "{package.version}"']
+    return "\n".join(lines) + "\n"
+
+
+def _fitting_files(
+    pylock: Mapping[str, Any], python: str, platform: str, source: str
+) -> Iterator[LockedPackage]:
+    """Each package of a PEP 751 file with the hashes of the wheels that install on the target."""
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    tags = frozenset(compatible_tags(python, platform))
+    for package in sorted(pylock.get("packages", []), key=lambda entry: str(entry["name"])):
+        hashes: set[str] = set()
+        for wheel in package.get("wheels", []):
+            file_name = str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rsplit(
+                "/", 1
+            )[-1]
+            try:
+                fits = bool(parse_wheel_filename(_unquote(file_name))[3] & tags)
+            except InvalidWheelFilename:
+                fits = False
+            digest = wheel.get("hashes", {}).get("sha256")
+            if fits and digest:
+                hashes.add(str(digest))
+        if not hashes:
+            raise LockError(
+                f"{source}: {package['name']}=={package.get('version', '?')} has no wheel with a sha256"
+                f" for python {python} on {platform}",
+                "pin a version that publishes such a wheel, or serve one from your index or find-links",
+            )
+        yield LockedPackage(
+            normalise(package["name"]), str(package["version"]), tuple(sorted(hashes))
+        )
+
+
+def _unquote(name: str) -> str:
+    from urllib.parse import unquote
+
+    return unquote(name).split("#", 1)[0].split("?", 1)[0]
+
+
+def compatible_tags(python: str, platform: str) -> Iterator[Any]:
+    """The wheel tags (PEP 425, PEP 600) that install on CPython `python` and `ARCH-manylinux_2_N`."""
+    from packaging import tags
+
+    arch, _, minor = platform.partition("-manylinux_2_")
+    legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+    platforms: list[str] = []
+    for glibc in range(int(minor), 4, -1):
+        platforms.append(f"manylinux_2_{glibc}_{arch}")
+        if glibc in legacy:
+            platforms.append(f"{legacy[glibc]}_{arch}")
+    platforms.append(f"linux_{arch}")
+    version = tuple(int(part) for part in python.split("."))
+    yield from tags.cpython_tags(version, platforms=platforms)
+    yield from tags.compatible_tags(version, f"cp{version[0]}{version[1]}", platforms)
+
+
+def _hint(stderr: str, notes: Sequence[str], offline: bool) -> str:
+    """What usually cures a failed resolution, judged by what uv printed."""
+    if offline:
+        return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
+    if re.search(r"dns error|Connect|timed out|certificate|invalid peer", stderr, re.IGNORECASE):
+        return (
+            "check the network, pip's index-url, proxy and cert (envbuild reads pip's configuration and "
+            "SSL_CERT_FILE), or name a mirror in site.toml"
+        )
+    if notes:
+        return "a version that only the unreachable index has can be served from pip's find-links instead"
+    return "loosen or correct the requirement that uv names above"

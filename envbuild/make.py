@@ -1,0 +1,223 @@
+"""The way through the house: recipe → lock → plan → artifact → verified → receipt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts import place, venv
+from envbuild.artifacts.state import State
+from envbuild.environment import Environment
+from envbuild.errors import VerificationError
+from envbuild.layers.trainer import Trainer, load_trainer
+from envbuild.lock.manage import ensure_lock
+from envbuild.plan.plan import Plan, make_plan
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished artifact. `receipt` is None where verification was left out; `built` and `verified`
+    tell whether this run did so or found it done."""
+
+    path: Path
+    digest: str
+    target: str
+    receipt: Path | None
+    seconds: float
+    built: bool
+    verified: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "path": str(self.path.absolute()),
+            "digest": self.digest,
+            "receipt": str(self.receipt.absolute()) if self.receipt else None,
+            "target": self.target,
+            "seconds": round(self.seconds, 3),
+            "built": self.built,
+            "verified": self.verified,
+        }
+
+
+def prepare(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    artifact: str,
+    locked: bool,
+    offline: bool,
+    say: Say,
+    compile_bytecode: bool = False,
+) -> tuple[Plan, Trainer]:
+    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer."""
+    lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
+    trainer = load_trainer()
+    plan = make_plan(
+        loaded.recipe,
+        loaded.digest,
+        lock,
+        target,
+        artifact=artifact,
+        trainer_version=trainer.version,
+        trainer_digest=trainer.digest,
+        compile_bytecode=compile_bytecode,
+    )
+    return plan, trainer
+
+
+def make_venv(
+    plan: Plan,
+    trainer: Trainer,
+    environment: Environment,
+    path: Path,
+    say: Say,
+    *,
+    python: str | None = None,
+    offline: bool = False,
+    verify: bool = True,
+    faults: bool = False,
+) -> Result:
+    """Build and verify the venv of `plan` at `path`; what is current already is left alone.
+
+    The new environment takes its place only after it passed. When it fails, the old one stays, the
+    failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
+    """
+    started = time.monotonic()
+    venv.check_place(path)
+    with place.exclusive(path, say):
+        state = venv.check_place(path)
+        current = state is not None and venv.is_current(path, state, plan, python)
+        if state is not None and current:
+            verified = False
+            if verify and not _has_receipt(path, state, plan, faults):
+                _verify(path, path, state, plan, environment, say, faults)
+                verified = True
+            return _result(path, state, started, built=False, verified=verified, verify=verify)
+        _say_why(path, state, plan, say)
+        staged = place.staging(path)
+        try:
+            state = venv.build(plan, trainer, environment, staged, python=python, offline=offline)
+            if verify:
+                _verify(staged, path, state, plan, environment, say, faults)
+            else:
+                _forget_receipt(path)
+            place.swap_in(staged, path)
+        except BaseException:
+            place.remove(staged)
+            raise
+    return _result(path, state, started, built=True, verified=verify, verify=verify)
+
+
+def verify_artifact(
+    path: Path, environment: Environment, say: Say, overrides: dict[str, Any]
+) -> tuple[State, dict[str, Any]]:
+    """Verify the artifact at `path` again and write its receipt, passing or not.
+
+    Returns the artifact's state and the receipt. Raises UsageError when nothing of ours is there.
+    """
+    from envbuild.verify.receipt import make_receipt, write_receipt
+    from envbuild.verify.run import verify
+    from envbuild.verify.subject import open_subject
+
+    subject = open_subject(path)
+    settings = _settings(subject.state.verify, overrides)
+    verdict = verify(subject, settings, environment.variables, say, logs=_logs(path))
+    receipt = make_receipt(subject, verdict, path)
+    receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
+    with place.writing(path.parent):
+        write_receipt(receipt, path)
+    return subject.state, receipt
+
+
+def _verify(
+    where: Path,
+    final: Path,
+    state: State,
+    plan: Plan,
+    environment: Environment,
+    say: Say,
+    faults: bool,
+) -> None:
+    from envbuild.verify.explain import failures
+    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
+    from envbuild.verify.run import verify
+    from envbuild.verify.subject import venv_subject
+
+    subject = venv_subject(where, state)
+    settings = _settings(plan.verify_settings(), {"faults": faults})
+    verdict = verify(subject, settings, environment.variables, say, logs=_logs(final))
+    with place.writing(final.parent):
+        if verdict.passed:
+            write_receipt(make_receipt(subject, verdict, final), final)
+            say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
+            return
+        failed = final
+        if where != final:
+            failed = final.with_name(f"{final.name}.failed")
+            place.swap_in(where, failed)
+        write_receipt(make_receipt(subject, verdict, failed), failed)
+    kept = f"{final} is as it was; " if where != final and final.exists() else ""
+    raise VerificationError(
+        failures(verdict.checks),
+        f"{kept}what failed is {failed}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}",
+    )
+
+
+def _settings(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    from envbuild.verify.run import Settings
+
+    known = {field.name for field in fields(Settings)}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return Settings(**{name: value for name, value in {**table, **given}.items() if name in known})
+
+
+def _has_receipt(path: Path, state: State, plan: Plan, faults: bool) -> bool:
+    """Whether a passing receipt for this content, with the recipe's settings, lies beside `path`."""
+    from envbuild.verify.receipt import passing_receipt
+
+    receipt = passing_receipt(path, state.digest)
+    if receipt is None:
+        return False
+    settings = dict(receipt["settings"])
+    had_faults = settings.pop("faults", False)
+    wanted = {name: value for name, value in plan.verify_settings().items() if name in settings}
+    return settings == wanted and (had_faults or not faults)
+
+
+def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
+    if state is None:
+        say(f"{path}: building {plan.recipe} for {plan.target}, {len(plan.packages)} packages")
+    elif state.plan_digest != plan.digest:
+        say(f"{path}: the plan changed since it was built; building again")
+    else:
+        say(f"{path}: no longer what was built (packages or interpreter); building again")
+
+
+def _forget_receipt(path: Path) -> None:
+    from envbuild.verify.receipt import receipt_path
+
+    with place.writing(path.parent):
+        receipt_path(path).unlink(missing_ok=True)
+
+
+def _result(
+    path: Path, state: State, started: float, *, built: bool, verified: bool, verify: bool
+) -> Result:
+    from envbuild.verify.receipt import receipt_path
+
+    seconds = time.monotonic() - started
+    receipt = receipt_path(path) if verify else None
+    return Result(path, state.digest, state.target, receipt, seconds, built, verified)
+
+
+def _logs(path: Path) -> Path:
+    return path.with_name(f"{path.name}.verify-logs")

@@ -1,0 +1,243 @@
+"""What pip would use on this machine: its configuration files and PIP_* variables, in pip's own order.
+
+pip's documentation ("Configuration" topic guide) defines the files, their order and the rule that
+`[install]` beats `[global]` and an environment variable beats every file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from envbuild.errors import RecipeError
+
+# Sections that concern fetching, weakest first; the environment comes after them.
+_SECTIONS = ("global", "download", "install")
+_ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+_USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
+
+
+def redact(text: str) -> str:
+    """`text` with the password, or a lone token, of every URL in it replaced by `****`."""
+
+    def hide(match: re.Match[str]) -> str:
+        user, colon, _secret = match.group()[:-1].partition(":")
+        return f"{user}:****@" if colon else "****@"
+
+    return _USERINFO.sub(hide, text)
+
+
+@dataclass(frozen=True, repr=False)
+class PipConfig:
+    """pip's settings that decide where files come from.
+
+    `index_url` None means the client's own default index. `sources` names the file or variable that
+    each set value came from. `repr()` hides credentials.
+    """
+
+    index_url: str | None = None
+    extra_index_urls: tuple[str, ...] = ()
+    find_links: tuple[str, ...] = ()
+    no_index: bool = False
+    cert: str | None = None
+    client_cert: str | None = None
+    trusted_hosts: tuple[str, ...] = ()
+    proxy: str | None = None
+    timeout_s: float | None = None
+    retries: int | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return redact(f"PipConfig({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    value: str
+    source: str  # a file, or the name of a variable
+    where: str  # the same with the line, for messages
+
+
+def load_pip_config(
+    env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")
+) -> PipConfig:
+    """Read pip's configuration as pip run with `env` by the Python at `prefix` would.
+
+    Raises RecipeError, naming file and line, for a file that cannot be read or a value of the wrong kind.
+    """
+    settings = _merged(env, prefix, etc)
+    home = _home(env)
+
+    def text(name: str) -> str | None:
+        return settings[name].value.strip() if name in settings else None
+
+    def words(name: str) -> tuple[str, ...]:
+        return tuple(settings[name].value.split()) if name in settings else ()
+
+    def path(name: str) -> str | None:
+        value = text(name)
+        return str(_local_path(value, home)) if value else None
+
+    return PipConfig(
+        index_url=text("index-url"),
+        extra_index_urls=words("extra-index-url"),
+        find_links=tuple(_find_link(word, home) for word in words("find-links")),
+        no_index=_boolean(settings.get("no-index")),
+        cert=path("cert"),
+        client_cert=path("client-cert"),
+        trusted_hosts=words("trusted-host"),
+        proxy=text("proxy"),
+        timeout_s=_number(settings.get("timeout")),
+        retries=_count(settings.get("retries")),
+        sources={name: setting.source for name, setting in sorted(settings.items())},
+    )
+
+
+def ca_bundle(pip: PipConfig, env: Mapping[str, str]) -> str | None:
+    """The file of certificate authorities to trust, or None for the client's own: pip's `cert` first,
+    then the variables that pip's HTTP library reads, then the one that OpenSSL reads."""
+    variables = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
+    return pip.cert or next((env[name] for name in variables if env.get(name)), None)
+
+
+def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Setting]:
+    """The winning setting of each name. As in pip, files are merged per section before the sections
+    are, so `[install]` of a weak file beats `[global]` of a strong one; empty values are ignored."""
+    by_section: dict[str, dict[str, _Setting]] = {section: {} for section in _SECTIONS}
+    for path in _files(env, prefix, etc):
+        for section, name, setting in _read(path):
+            if section in by_section:
+                by_section[section][name] = setting
+    merged: dict[str, _Setting] = {}
+    for section in _SECTIONS:
+        merged.update({name: s for name, s in by_section[section].items() if s.value.strip()})
+    for variable, value in env.items():
+        if variable.startswith("PIP_") and value.strip():
+            merged[_name(variable[4:])] = _Setting(value, variable, variable)
+    wanted = {
+        *("index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert"),
+        *("trusted-host", "proxy", "timeout", "retries"),
+    }
+    return {name: setting for name, setting in merged.items() if name in wanted}
+
+
+def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
+    """The existing configuration files, weakest first."""
+    chosen = env.get("PIP_CONFIG_FILE")
+    if chosen == os.devnull:
+        return
+    home = _home(env)
+    shared = (env.get("XDG_CONFIG_DIRS") or str(etc / "xdg")).split(os.pathsep)
+    places = [Path(folder, "pip/pip.conf") for folder in shared if folder] + [etc / "pip.conf"]
+    if not (chosen and Path(chosen).exists()):  # pip leaves the user's files out for a chosen one
+        user = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
+        places += [home / ".pip/pip.conf", user / "pip/pip.conf"]
+    # The active environment is the one whose pip the user configures; it may not be envbuild's own.
+    places += [Path(folder, "pip.conf") for folder in (prefix, env.get("VIRTUAL_ENV")) if folder]
+    places += [Path(chosen)] if chosen else []
+    yield from (place for place in dict.fromkeys(places) if place.exists())
+
+
+def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
+    """(section, option, setting) of one file. Raises RecipeError when it is not pip's INI dialect."""
+    import configparser
+
+    parser = configparser.RawConfigParser()
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from error
+    try:
+        parser.read_string(text, str(path))
+    except configparser.Error as error:
+        # Not str(error): it quotes the line, which may hold a password.
+        line, what = _mistake(error)
+        raise RecipeError(
+            f"{path}:{line}: {what}", "pip cannot read this file either; correct or remove it"
+        ) from None
+    for section in parser.sections():
+        for option, value in parser.items(section):
+            line = _line_of(text, section, option)
+            yield section, _name(option), _Setting(value or "", str(path), f"{path}:{line}")
+
+
+def _mistake(error: Exception) -> tuple[int, str]:
+    import configparser
+
+    match error:
+        case configparser.MissingSectionHeaderError():
+            return error.lineno, "an option before any [section]"
+        case configparser.DuplicateSectionError():
+            return error.lineno or 1, f"section [{error.section}] stands twice"
+        case configparser.DuplicateOptionError():
+            return error.lineno or 1, f"option {error.option!r} stands twice in [{error.section}]"
+        case configparser.ParsingError():
+            return error.errors[0][0], "neither [section] nor `option = value`"
+    return 1, type(error).__name__
+
+
+def _line_of(text: str, section: str, option: str) -> int:
+    """The line where `option` of `section` begins: configparser does not keep it."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\[(.+)\]", line):
+            current = header[1]
+        elif current == section and re.split(r"[=:]", line)[0].strip().lower() == option:
+            return number
+    return 1
+
+
+def _name(option: str) -> str:
+    name = option.lower().replace("_", "-").removeprefix("--")
+    return _ALIASES.get(name, name)
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    return Path(env["HOME"]) if env.get("HOME") else Path.home()
+
+
+def _local_path(value: str, home: Path) -> Path:
+    """`value` as an absolute path: `~` is the user's home, a relative path starts where we run."""
+    if value == "~" or value.startswith("~/"):
+        return home / value[2:]
+    return Path(os.path.abspath(os.path.expanduser(value)))
+
+
+def _find_link(word: str, home: Path) -> str:
+    return word if "://" in word or word.startswith("file:") else str(_local_path(word, home))
+
+
+def _boolean(setting: _Setting | None) -> bool:
+    if setting is None or setting.value.strip().lower() in _FALSE:
+        return False
+    if setting.value.strip().lower() in _TRUE:
+        return True
+    raise RecipeError(
+        f"{setting.where}: no-index takes true or false, not {setting.value.strip()!r}"
+    )
+
+
+def _number(setting: _Setting | None) -> float | None:
+    if setting is None:
+        return None
+    try:
+        value = float(setting.value)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise RecipeError(f"{setting.where}: timeout takes seconds, not {setting.value.strip()!r}")
+    return value
+
+
+def _count(setting: _Setting | None) -> int | None:
+    if setting is None:
+        return None
+    if not setting.value.strip().isdecimal():
+        raise RecipeError(f"{setting.where}: retries takes a count, not {setting.value.strip()!r}")
+    return int(setting.value)

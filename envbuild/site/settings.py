@@ -1,0 +1,90 @@
+"""`site.toml`: where a site keeps its caches and recipes, and which mirrors it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envbuild.toml import decode, read
+
+if TYPE_CHECKING:
+    from envbuild.toml import Document
+
+
+def _url_problem(url: str) -> str | None:
+    return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFile:
+    """What one site.toml says."""
+
+    store: str | None = field(
+        default=None, metadata={"doc": "Folder of the store.", "example": "/scratch/envbuild"}
+    )
+    recipes: tuple[str, ...] = field(
+        default=(), metadata={"doc": "Folders with more recipes, searched in this order."}
+    )
+    mirrors: dict[str, tuple[str, ...]] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "URL prefix of an index → prefixes tried before it, in this order.",
+            "key_check": _url_problem,
+            "check": _url_problem,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The site's settings, merged. `recipe_folders` may name folders that do not exist."""
+
+    store: Path
+    recipe_folders: tuple[Path, ...]
+    mirrors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def mirrored(self, url: str) -> list[str]:
+        """The URLs to try for `url`, in order: those of its longest matching mirror prefix, then itself."""
+        for prefix, replacements in sorted(self.mirrors, key=lambda row: -len(row[0])):
+            if url == prefix or url.startswith(prefix.rstrip("/") + "/"):
+                rest = url[len(prefix.rstrip("/")) :]
+                return [*(replacement.rstrip("/") + rest for replacement in replacements), url]
+        return [url]
+
+
+def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
+    """The settings of $ENVBUILD_SITE, else of /etc/envbuild/site.toml with the user's own over it.
+
+    The store is $ENVBUILD_STORE, else what a site.toml says, else the user's cache folder. Raises
+    RecipeError with all mistakes of a faulty file, or when $ENVBUILD_SITE names none.
+    """
+    home = Path(env.get("HOME") or Path.home())
+    config = Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "envbuild"
+    if named := env.get("ENVBUILD_SITE"):
+        documents = [read(Path(named))]
+    else:
+        places = (etc / "envbuild" / "site.toml", config / "site.toml")
+        documents = [read(path) for path in places if path.is_file()]
+    store: Path | None = None
+    recipes: list[Path] = [etc / "envbuild" / "recipes"]
+    mirrors: dict[str, tuple[str, ...]] = {}
+    for document in documents:
+        settings = decode(document, SiteFile)
+        if settings.store is not None:
+            store = _path(settings.store, document, home)
+        recipes += [_path(folder, document, home) for folder in settings.recipes]
+        mirrors |= settings.mirrors
+    if chosen := env.get("ENVBUILD_STORE"):
+        store = Path(chosen)
+    if store is None:
+        store = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "envbuild"
+    return Site(store.absolute(), tuple(recipes), tuple(mirrors.items()))
+
+
+def _path(value: str, document: Document, home: Path) -> Path:
+    """A path of site.toml: ~ is the home folder, a relative one begins at the file."""
+    if value == "~" or value.startswith("~/"):
+        return home / value[2:]
+    return document.path.absolute().parent / value

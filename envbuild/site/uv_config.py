@@ -1,0 +1,91 @@
+"""Make uv resolve from the same places as pip: a rendered uv.toml and the environment to run uv in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from envbuild.site.pip_config import PipConfig, ca_bundle
+
+# uv's variables that stay: they decide how uv works (speed, credentials, links, where its Pythons
+# are), never what it resolves. Every other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
+# UV_PRERELEASE, UV_CONFIG_FILE, ...) would give two users two locks of one recipe.
+_KEPT = frozenset(
+    {
+        "UV_CREDENTIALS_DIR",
+        "UV_HTTP_RETRIES",
+        "UV_HTTP_TIMEOUT",
+        "UV_KEYRING_PROVIDER",
+        "UV_LINK_MODE",
+        "UV_NATIVE_TLS",
+        "UV_REQUEST_TIMEOUT",
+        "UV_SYSTEM_CERTS",
+    }
+)
+_KEPT_PREFIXES = ("UV_CONCURRENT_", "UV_PYTHON_")
+# An active environment or a module path of the caller must not leak into what uv inspects.
+_DROPPED = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME"})
+
+
+def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable[str] = ()) -> str:
+    """The text of a uv.toml that gives uv the `indexes` a recipe names and then what pip is told to use.
+
+    Indexes in `unreachable` are left out. The text may hold credentials: write it to a file that only
+    its owner can read, never on a command line.
+    """
+    lines = [
+        # pip takes the best version from all indexes together. uv's default stops at the first index
+        # that knows a name, so a recipe index holding one old copy would hide every newer version.
+        # Files are locked by hash afterwards, which is what guards against a name on the wrong index.
+        'index-strategy = "unsafe-best-match"',
+    ]
+    if pip.no_index:
+        lines.append("no-index = true")
+    if pip.find_links:
+        lines.append(f"find-links = {_toml(list(pip.find_links))}")
+    if pip.trusted_hosts:
+        lines.append(f"allow-insecure-host = {_toml(list(pip.trusted_hosts))}")
+    if not pip.no_index:
+        skipped = set(unreachable)
+        for url in dict.fromkeys([*indexes, *pip.extra_index_urls]):
+            if url not in skipped and url != pip.index_url:
+                lines += ["", "[[index]]", f"url = {_toml(url)}"]
+        if pip.index_url is not None:
+            lines += ["", "[[index]]", f"url = {_toml(pip.index_url)}", "default = true"]
+    return "\n".join(lines) + "\n"
+
+
+def uv_environment(pip: PipConfig, env: Mapping[str, str], cache_dir: Path) -> dict[str, str]:
+    """The environment for running uv: `env` without what would change a resolution, with pip's
+    certificates, proxy, timeout and retries, and with uv's cache at `cache_dir`."""
+    result = {name: value for name, value in env.items() if _kept(name)}
+    result |= {
+        "UV_CACHE_DIR": str(cache_dir),
+        "UV_PYTHON_DOWNLOADS": "never",
+        "UV_NO_PROGRESS": "1",
+    }
+    if bundle := ca_bundle(pip, env):
+        result["SSL_CERT_FILE"] = bundle
+    if pip.client_cert:
+        result["SSL_CLIENT_CERT"] = pip.client_cert
+    if pip.proxy:
+        # uv reads the lower-case names first, as curl does.
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            result[name] = pip.proxy
+    if pip.timeout_s is not None:
+        result.setdefault("UV_HTTP_TIMEOUT", str(max(1, round(pip.timeout_s))))
+    if pip.retries is not None:
+        result.setdefault("UV_HTTP_RETRIES", str(pip.retries))
+    return result
+
+
+def _kept(name: str) -> bool:
+    if name.startswith("UV_"):
+        return name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    return name not in _DROPPED
+
+
+def _toml(value: str | list[str]) -> str:
+    """`value` in TOML, whose basic strings and arrays are JSON's as long as no surrogate is escaped."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,215 @@
+"""The one fetcher: every locked wheel by its hash, from wherever the site has it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.errors import BuildError
+from envbuild.progress import transfer
+from envbuild.site.pip_config import PipConfig
+from envbuild.site.settings import Site
+from envbuild.store.client import Client, Mismatch, NotFound, Unreachable, alone
+from envbuild.store.sources import Link, Source, list_folder, local_folders, matches, remote_sources
+from envbuild.store.store import Store
+
+_PARALLEL = 8
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A locked wheel: normalised name, version, and the sha256 (hex) that it may have."""
+
+    name: str
+    version: str
+    hashes: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version}"
+
+
+def locate_wheels(
+    wanted: Sequence[Wanted],
+    store: Store,
+    pip: PipConfig,
+    site: Site,
+    indexes: Sequence[str],
+    *,
+    offline: bool,
+    env: Mapping[str, str],
+) -> dict[Wanted, Path]:
+    """A file with the right content for each of `wanted`: store, then find-links, then indexes.
+
+    Files in local find-links folders are used where they lie. An index that cannot be reached is an
+    error only when a wheel was found nowhere. Raises BuildError naming each such wheel with what
+    every source answered.
+    """
+    found: dict[Wanted, Path] = {}
+    answers: dict[Wanted, list[str]] = {wheel: [] for wheel in wanted}
+    folders = [(folder, list_folder(folder)) for folder in local_folders(pip)]
+    for wheel in wanted:
+        path = _in_store(wheel, store) or _in_folders(wheel, folders, store, answers[wheel])
+        if path is not None:
+            found[wheel] = path
+    missing = [wheel for wheel in wanted if wheel not in found]
+    if missing:
+        sources = remote_sources(pip, site, indexes, offline, _default_index)
+        found |= _fetch_all(missing, sources, Client(pip, env), store, answers)
+    missing = [wheel for wheel in wanted if wheel not in found]
+    if missing:
+        raise _not_found(missing, answers, offline)
+    return {wheel: found[wheel] for wheel in wanted}
+
+
+def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
+    """None when the package index at `url` answers at all, else why it does not."""
+    source = Source(url, is_index=True)
+    # One try: an index that is down is left out of a resolution, and said.
+    impatient = Client(_once(pip), env)
+    try:
+        source.links("torch", impatient)
+    except Unreachable as error:
+        return str(error)
+    return None
+
+
+def _once(pip: PipConfig) -> PipConfig:
+    from dataclasses import replace
+
+    return replace(pip, retries=0)
+
+
+def _default_index() -> str:
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
+    return str(PYPI_SIMPLE_ENDPOINT)
+
+
+def _in_store(wheel: Wanted, store: Store) -> Path | None:
+    for digest in sorted(wheel.hashes):
+        if path := store.find_wheel(digest):
+            return path
+    return None
+
+
+def _in_folders(
+    wheel: Wanted, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
+) -> Path | None:
+    for folder, names in folders:
+        candidates = [name for name in names if matches(name, wheel.name, wheel.version)]
+        others = []
+        for name in candidates:
+            try:
+                digest = store.file_digest(folder / name)
+            except OSError as error:
+                answers.append(f"{folder}: {name} cannot be read: {error.strerror}")
+                continue
+            if digest in wheel.hashes:
+                return folder / name
+            others.append(f"{name} has another hash, sha256:{digest}")
+        answers.append(f"{folder}: {'; '.join(others) or 'not there'}")
+    return None
+
+
+def _fetch_all(
+    missing: Sequence[Wanted],
+    sources: Sequence[Source],
+    client: Client,
+    store: Store,
+    answers: Mapping[Wanted, list[str]],
+) -> dict[Wanted, Path]:
+    """Fetch in parallel; an error other than a source's refusal, or Ctrl-C, stops all at the next chunk."""
+    if not sources:
+        return {}
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    store.folder("partial")
+    found: dict[Wanted, Path] = {}
+    pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="fetch")
+    try:
+        with transfer(f"looking for {len(missing)} wheels", None) as moved:
+            tasks = {
+                pool.submit(_fetch_one, wheel, sources, client, store, answers[wheel], moved): wheel
+                for wheel in missing
+            }
+            pending = set(tasks)
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when="FIRST_COMPLETED")
+                for task in done:
+                    path = task.result()
+                    if path is not None:
+                        found[tasks[task]] = path
+    finally:
+        client.stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _fetch_one(
+    wheel: Wanted,
+    sources: Sequence[Source],
+    client: Client,
+    store: Store,
+    answers: list[str],
+    moved: Advance,
+) -> Path | None:
+    for source in sources:
+        try:
+            links = [
+                link
+                for link in source.links(wheel.name, client)
+                if matches(link.filename, wheel.name, wheel.version)
+            ]
+        except Unreachable as error:
+            answers.append(f"{source.name}: cannot be used: {error}")
+            continue
+        good = [link for link in links if link.sha256 in wheel.hashes or link.sha256 is None]
+        for link in sorted(good, key=lambda link: link.sha256 is None):
+            try:
+                return _download(link, wheel, client, store, moved)
+            except Mismatch as error:
+                answers.append(f"{source.name}: hash mismatch: {link.filename} has sha256:{error}")
+            except (NotFound, Unreachable) as error:
+                answers.append(f"{source.name}: {link.filename}: {error}")
+            except OSError as error:
+                raise store.unwritable(error) from error
+        if not good:
+            seen = ", ".join(f"{link.filename} sha256:{link.sha256}" for link in links[:3])
+            answers.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
+    return None
+
+
+def _download(link: Link, wheel: Wanted, client: Client, store: Store, moved: Advance) -> Path:
+    key = (
+        link.sha256
+        or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
+    )
+    with alone(store.folder("partial") / key, client.stop) as partial:
+        if known := _in_store(wheel, store):  # another process was quicker
+            return known
+        digest = client.download(link.url, partial, wheel.hashes, moved)
+        path = store.adopt(partial, digest, link.filename)
+    with contextlib.suppress(OSError):
+        partial.with_suffix(".lock").unlink()
+    return path
+
+
+def _not_found(
+    missing: Sequence[Wanted], answers: Mapping[Wanted, list[str]], offline: bool
+) -> BuildError:
+    lines = []
+    for wheel in missing:
+        lines.append(f"{wheel}: no source has a file with the locked hash")
+        lines += [f"    wanted sha256:{digest}" for digest in sorted(wheel.hashes)[:3]]
+        lines += [f"    {answer}" for answer in answers[wheel]] or ["    no source is configured"]
+    hint = (
+        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
+        if offline
+        else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
+        "files were replaced"
+    )
+    return BuildError("\n".join(lines), hint)

@@ -1,0 +1,149 @@
+"""Where wheels may be had: find-links folders and pages, package indexes, mirrors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from envbuild.names import normalise
+from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.settings import Site
+from envbuild.store.client import Client, NotFound, Unreachable, with_credentials_of
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A file on a page: its name, where it is, and its sha256 where the page says it."""
+
+    filename: str
+    url: str
+    sha256: str | None
+
+
+@dataclass
+class Source:
+    """A page of links for each project (an index), or one page for all (find-links).
+
+    Pages are asked for once and kept, the refusal of a whole source too, so that ten wheels do not
+    wait ten times for one dead index.
+    """
+
+    url: str
+    is_index: bool
+    refusal: str | None = None
+    _pages: dict[str, list[Link]] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def name(self) -> str:
+        return redact(self.url)
+
+    def links(self, project: str, client: Client) -> list[Link]:
+        """The files of `project` (normalised name). Raises NotFound or Unreachable."""
+        page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
+        with self._guard:
+            lock = self._locks.setdefault(page, threading.Lock())
+        with lock:
+            if self.refusal is not None:
+                raise Unreachable(self.refusal)
+            if page not in self._pages:
+                try:
+                    self._pages[page] = list(read_page(page, project, client))
+                except NotFound:
+                    self._pages[page] = []
+                except Unreachable as error:
+                    self.refusal = str(error)
+                    raise
+            return self._pages[page]
+
+
+def read_page(url: str, project: str, client: Client) -> Iterator[Link]:
+    """The links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
+
+    Raises NotFound or Unreachable.
+    """
+    from pypi_simple import ProjectPage, UnsupportedContentTypeError, UnsupportedRepoVersionError
+
+    try:
+        if url.startswith("file:"):
+            folder = Path(unquote(urlsplit(url).path))
+            html = folder / "index.html" if folder.is_dir() else folder
+            try:
+                text = html.read_text(encoding="utf-8", errors="replace")
+            except OSError as error:
+                raise NotFound(str(error)) from None
+            page = ProjectPage.from_html(project, text, base_url=url)
+        else:
+            page = ProjectPage.from_response(client.page(url), project)
+    except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
+        raise Unreachable(f"not a package index: {str(error).splitlines()[0]}") from None
+    for package in page.packages:
+        link = with_credentials_of(package.url.partition("#")[0], url)
+        yield Link(package.filename, link, package.digests.get("sha256"))
+
+
+def matches(filename: str, name: str, version: str) -> bool:
+    """Whether `filename` is a wheel of this project and version (binary distribution format)."""
+    if not filename.endswith(".whl"):
+        return False
+    parts = filename[: -len(".whl")].split("-")
+    if len(parts) not in (5, 6) or normalise(parts[0]) != name:
+        return False
+    found = unquote(parts[1])
+    if found == version.replace("-", "_"):
+        return True
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(found.replace("_", "+", 1) if "+" not in found else found) == Version(
+            version
+        )
+    except InvalidVersion:
+        return False
+
+
+def local_folders(pip: PipConfig) -> list[Path]:
+    """The find-links entries that are folders here."""
+    folders = []
+    for entry in pip.find_links:
+        path = Path(unquote(urlsplit(entry).path)) if entry.startswith("file:") else Path(entry)
+        if "://" not in entry.removeprefix("file://") and path.is_dir():
+            folders.append(path)
+    return folders
+
+
+def list_folder(folder: Path) -> list[str]:
+    """The names of the wheels in a folder."""
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(".whl")]
+    except OSError:
+        return []
+
+
+def remote_sources(
+    pip: PipConfig,
+    site: Site,
+    indexes: Sequence[str],
+    offline: bool,
+    default_index: Callable[[], str],
+) -> list[Source]:
+    """All sources but local folders, in the order to ask: find-links pages, the recipe's indexes through
+    the site's mirrors, pip's index, pip's further ones. Offline, those on this machine's disks only.
+    """
+    folders = {os.fspath(path) for path in local_folders(pip)}
+    sources = [
+        Source(entry if "://" in entry else Path(entry).absolute().as_uri(), is_index=False)
+        for entry in pip.find_links
+        if entry not in folders
+        and not (entry.startswith("file:") and unquote(urlsplit(entry).path) in folders)
+    ]
+    if not pip.no_index:
+        named = [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
+        urls = dict.fromkeys(url for index in named for url in site.mirrored(index))
+        sources += [Source(url, is_index=True) for url in urls]
+    return [source for source in sources if not offline or source.url.startswith("file:")]

@@ -1,0 +1,112 @@
+"""The store: files by content under one folder, shared by all recipes, safe for several processes.
+
+wheels/<sha256>/<file name>    wheels, as they were published
+trainer/<sha256>/<file name>   the bundled trainer as a wheel
+partial/                       downloads under way; a later call goes on where one was cut
+digests/                       sha256 of find-links files, by path, size, time and inode
+uv/                            uv's cache: unpacked wheels, from which environments are linked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.errors import BuildError
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The store at `root`. Folders are made when first needed."""
+
+    root: Path
+
+    @property
+    def uv_cache(self) -> Path:
+        """uv's cache folder, made if missing. Raises BuildError when it cannot be."""
+        return self.folder("uv")
+
+    def folder(self, *parts: str) -> Path:
+        """A folder of the store, made if missing. Raises BuildError when it cannot be."""
+        path = self.root.joinpath(*parts)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return path
+
+    def unwritable(self, error: OSError) -> BuildError:
+        """The error for a store that refuses a write."""
+        return BuildError(
+            f"the store {self.root} cannot be written: {error.strerror}",
+            "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
+        )
+
+    def find_wheel(self, sha256: str) -> Path | None:
+        """The wheel with this content, None when the store has none."""
+        with contextlib.suppress(OSError):
+            for path in (self.root / "wheels" / sha256).iterdir():
+                if path.suffix == ".whl":
+                    return path
+        return None
+
+    def adopt(self, temporary: Path, sha256: str, name: str) -> Path:
+        """Move a finished download, whose content has this digest, into its place."""
+        place = self.folder("wheels", sha256) / name
+        try:
+            os.replace(temporary, place)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return place
+
+    def put(self, kind: str, digest: str, name: str, make: Callable[[], bytes]) -> Path:
+        """The file `kind`/`digest`/`name`, written from `make` when it is not there yet."""
+        place = self.root / kind / digest / name
+        if place.is_file():
+            return place
+        folder = self.folder(kind, digest)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(make())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, place)
+        except OSError as error:
+            raise self.unwritable(error) from error
+        return place
+
+    def file_digest(self, path: Path) -> str:
+        """The sha256 of a local file; remembered by path, size, time and inode. Raises OSError."""
+        real = os.path.realpath(path)
+        stat = os.stat(real)
+        key = [real, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        note = self.root / "digests" / hashlib.sha256(os.fsencode(real)).hexdigest()
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(note.read_text(encoding="utf-8"))
+            if isinstance(known, list) and known[:-1] == key:
+                return str(known[-1])
+        with open(real, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        with contextlib.suppress(
+            OSError, BuildError
+        ):  # a store that is read-only costs time, no more
+            self.folder("digests")
+            temporary = note.with_name(f".{note.name}.{os.getpid()}.{time.monotonic_ns()}")
+            temporary.write_text(json.dumps([*key, digest]), encoding="utf-8")
+            os.replace(temporary, note)
+        return digest
+
+    def clean_stale(self, days: float = 7) -> None:
+        """Remove downloads that nobody went on with for `days` days."""
+        limit = time.time() - days * 86400
+        with contextlib.suppress(OSError):
+            for path in (self.root / "partial").iterdir():
+                if path.stat().st_mtime < limit:
+                    path.unlink(missing_ok=True)

@@ -1,0 +1,23 @@
+"""Strict TOML: files decoded into frozen dataclasses, every mistake reported with its line.
+
+`read` parses a file, `decode` turns it into an instance of a dataclass, `json_schema` describes
+that dataclass to editors. A field may be a str, bool, int, float, Literal, another dataclass,
+`tuple[X, ...]`, `dict[str, X]` or `X | None` (which TOML expresses by leaving the key out), and
+its `field(metadata=...)` may hold:
+
+    doc        what the key means           example    a good value, for the schema
+    pattern    regular expression           choices    the accepted values
+    minimum    least number                 check      function: value -> what is wrong, or None
+    min_items  least number of entries      key_check  the same, for the keys of a dict
+
+pattern, choices, minimum and check apply to each entry of a tuple or a dict.
+"""
+
+from __future__ import annotations
+
+from envbuild.toml.decode import Problem, closest, decode, nearest
+from envbuild.toml.document import Document, read
+from envbuild.toml.scanner import Keys
+from envbuild.toml.schema import json_schema
+
+__all__ = ["Document", "Keys", "Problem", "closest", "decode", "json_schema", "nearest", "read"]

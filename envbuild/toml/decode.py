@@ -1,0 +1,177 @@
+"""TOML data into frozen dataclasses, every mistake reported with its position."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from envbuild.errors import EnvbuildError, RecipeError
+from envbuild.toml.document import Document
+from envbuild.toml.scanner import Keys
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Table = TypeVar("Table", bound=DataclassInstance)
+
+Problem = tuple[Keys, str]
+
+# The name of each TOML type, and of its JSON Schema counterpart.
+KINDS: dict[type, tuple[str, str]] = {
+    bool: ("a boolean", "boolean"),
+    int: ("an integer", "integer"),
+    float: ("a number", "number"),
+    str: ("a string", "string"),
+    list: ("an array", "array"),
+    dict: ("a table", "object"),
+}
+
+
+def decode(
+    document: Document,
+    cls: type[Table],
+    *,
+    check: Callable[[Document], Iterable[Problem]] | None = None,
+    error: type[EnvbuildError] = RecipeError,
+) -> Table:
+    """Turn the document into an instance of the dataclass `cls`.
+
+    `check` may find mistakes that concern several keys at once; it sees data that has not been
+    validated. Raises `error` whose message has one `FILE:LINE:COL: ...` line for each mistake.
+    """
+    problems: list[Problem] = []
+    result: Table = _decode(cls, {}, document.data, (), problems)
+    problems.extend(check(document) if check else ())
+    if not problems:
+        return result
+    lines = {
+        (document.position(keys), f"{document.where(*keys)}: {what}") for keys, what in problems
+    }
+    raise error("\n".join(text for _, text in sorted(lines)))
+
+
+def _decode(
+    hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problems: list[Problem]
+) -> Any:
+    """`value` as the type `hint` wants it; what is wrong with it goes to `problems`."""
+    base, inner = shape_of(hint)
+    kind = {tuple: list}.get(base, dict if dataclasses.is_dataclass(base) else base)
+    given = type(value)  # exact: a bool is an int to isinstance
+    if given is int and kind is float and value.bit_length() <= 64:
+        value = float(value)
+    elif given is not kind:
+        got = KINDS.get(given, ("a date or time",))[0]
+        _add(problems, keys, f"expected {_expected(hint)}, got {got}")
+        return None
+    if dataclasses.is_dataclass(base):
+        return _decode_table(base, value, keys, problems)
+    if base not in (tuple, dict):
+        rules = {**rules, "choices": inner} if inner else rules
+        _add(problems, keys, _scalar_problem(base, rules, value))
+        return value
+    if len(value) < rules.get("min_items", 0):
+        _add(problems, keys, f"expected at least {rules['min_items']}, got {len(value)}")
+    if base is tuple:
+        return tuple(_decode(inner, rules, v, (*keys, i), problems) for i, v in enumerate(value))
+    for key in value if "key_check" in rules else ():
+        _add(problems, (*keys, key), rules["key_check"](key))
+    return {key: _decode(inner, rules, v, (*keys, key), problems) for key, v in value.items()}
+
+
+def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Problem]) -> Any:
+    """An instance of the dataclass `cls`, or None when there are problems."""
+    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
+    for key in value.keys() - fields.keys():
+        place = f"in [{_dotted(keys)}]" if keys else "at the top level"
+        problems.append(((*keys, key), f"unknown key {key!r} {place}{nearest(key, fields)}"))
+    found: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in value:
+            found[name] = _decode(hints[name], field.metadata, value[name], (*keys, name), problems)
+        elif is_required(field):
+            problems.append((keys, f"missing key {_label((*keys, name))}"))
+    return None if problems else cls(**found)
+
+
+def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | None:
+    if base is float and not math.isfinite(value):
+        return f"expected a finite number, got {value}"
+    if "choices" in rules and value not in rules["choices"]:
+        return f"{value!r} is not accepted{nearest(value, rules['choices'])}"
+    if "minimum" in rules and value < rules["minimum"]:
+        return f"expected at least {rules['minimum']}, got {value}"
+    # Before the pattern, whose message repeats the value: a check may know that it is secret.
+    found: str | None = rules["check"](value) if "check" in rules else None
+    # fullmatch, since "$" alone lets a final newline pass.
+    if found is None and "pattern" in rules and not re.fullmatch(rules["pattern"], value):
+        return f"{value!r} does not match {rules['pattern']}"
+    return found
+
+
+def _add(problems: list[Problem], keys: Keys, what: str | None) -> None:
+    if what is not None:
+        problems.append((keys, f"{_label(keys)}: {what}"))
+
+
+def shape_of(hint: Any) -> tuple[Any, Any]:
+    """A type hint as its base (scalar, dataclass, tuple or dict) and its entry type or choices."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return shape_of(next(arg for arg in args if arg is not type(None)))
+    if origin is Literal:
+        return type(args[0]), args
+    if origin is tuple:
+        return tuple, args[0]
+    if origin is dict:
+        return dict, args[1]
+    return hint, None
+
+
+def _expected(hint: Any) -> str:
+    base, inner = shape_of(hint)
+    if base is tuple:
+        return f"an array of {_expected(inner).split(' ', 1)[1]}s"
+    return KINDS.get(base, ("a table",))[0]
+
+
+@lru_cache(maxsize=64)
+def hints_of(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _label(keys: Keys) -> str:
+    """How a message names a key: `'nodes' in [verify]`, `'requirements[2]'`."""
+    cut = len(keys)
+    while cut > 1 and isinstance(keys[cut - 1], int):
+        cut -= 1
+    name = str(keys[cut - 1]) + "".join(f"[{index}]" for index in keys[cut:])
+    return f"{name!r} in [{_dotted(keys[: cut - 1])}]" if cut > 1 else repr(name)
+
+
+def _dotted(keys: Keys) -> str:
+    return ".".join(
+        str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else repr(key) for key in keys
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `word` most likely means, if any is like it."""
+    import difflib  # only a mistake pays for it
+
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
+def nearest(word: Any, accepted: Iterable[Any]) -> str:
+    """`; did you mean 'x'? Accepted: x, y`: the tail of a message about an unknown `word`."""
+    known = [str(name) for name in accepted]
+    meant, names = closest(str(word), known), ", ".join(known)
+    return f"; did you mean {meant!r}? Accepted: {names}" if meant else f"; accepted: {names}"

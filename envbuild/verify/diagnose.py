@@ -1,0 +1,33 @@
+"""From what torchrun and gloo print when a launch fails to what usually causes it."""
+
+from __future__ import annotations
+
+import re
+
+# Order matters: the first that matches is the deeper cause. Each was seen in real runs of torch 2.13.
+_KNOWN = (
+    (r"No space left on device|Disk quota exceeded", "the disk is full"),
+    (r"ModuleNotFoundError: No module named '([\w.]+)'", "a module is missing from the artifact: add it to the recipe"),
+    (r"ImportError: .*cannot open shared object file|OSError: .*cannot open shared object file",
+     "a shared library is missing on this host (libgomp, libstdc++): install it, or load its module"),
+    (r"version `GLIBC\w*_[\d.]+' not found",
+     "this host's C library is older than the wheels need: set `glibc` in the recipe's target and lock again"),
+    (r"EADDRINUSE|[Aa]ddress already in use", "another program took the rendezvous port in between: run it again"),
+    (r"RendezvousTimeoutError", "not every node joined in time: torchrun did not start on each of them, or they "
+     "cannot reach the endpoint"),
+    (r"gaierror|Name or service not known|failed to resolve", "a host name cannot be resolved: give addresses"),
+    (r"connectFullMesh failed", "ranks advertised an address that the others cannot reach: set GLOO_SOCKET_IFNAME to "
+     "the interface of the cluster's network"),
+    (r"Unable to find address for: |Unable to find interface", "GLOO_SOCKET_IFNAME names no interface of this host"),
+    (r"terminate called without an active exception", "torch aborted while leaving: see docs/verification.md"),
+    (r"Killed|signal 9 \(SIGKILL\)", "a process was killed: memory limit of the job or node, or somebody's kill -9"),
+    (r"ddp_train: error: (.*)", "the trainer refused its input, see the line above"),
+)  # fmt: skip
+
+
+def usual_cause(log: str) -> str:
+    """What usually causes a launch to end with this log."""
+    for pattern, cause in _KNOWN:
+        if re.search(pattern, log):
+            return cause
+    return "see the log: its last lines are above, all of it is in the folder named below"

@@ -1,0 +1,197 @@
+"""Start one torchrun agent for each node of a job and wait for all of them.
+
+On one host the nodes are simulated: every agent has its own node identity and they meet at a c10d
+rendezvous on a free loopback port. The endpoint form is the one that works whatever /etc/hosts says:
+the agent that hosts the store is named (`is_host`), and each agent gives its own address.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+from envbuild import process
+from envbuild.verify.subject import Subject
+
+_ADDRESS = "127.0.0.1"
+_POLL_S = 0.05
+# Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
+_JOB_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+)
+_JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to train: the trainer's arguments, on `nodes` × `nproc_per_node` ranks."""
+
+    name: str
+    arguments: tuple[str, ...]
+    nodes: int
+    nproc_per_node: int
+    timeout_s: float
+    max_restarts: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.nproc_per_node
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a job: exit codes by node, the reports of every rank 0, and all that was printed."""
+
+    returncodes: list[int | None]
+    reports: list[dict[str, Any]]
+    log: str
+    seconds: float
+    timed_out: bool
+    command: list[str]
+
+    @property
+    def finished(self) -> bool:
+        return not self.timed_out and all(code == 0 for code in self.returncodes)
+
+
+@dataclass(slots=True)
+class Running:
+    """A job under way; `wait` ends it."""
+
+    job: Job
+    run_id: str
+    work: Path
+    started: float
+    command: list[str]
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def log(self) -> str:
+        """Everything that the nodes printed so far."""
+        texts = [
+            _read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))
+        ]
+        return "\n".join(texts)
+
+    def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
+        """Wait for every node. Past the job's time, or after an interruption, all are stopped."""
+        deadline = self.started + self.job.timeout_s
+        try:
+            while any(child.poll() is None for child in self.children):
+                if time.monotonic() > deadline:
+                    break
+                if on_poll is not None:
+                    on_poll(self)
+                time.sleep(_POLL_S)
+            timed_out = any(child.poll() is None for child in self.children)
+        finally:
+            process.stop(self.children)
+        return Outcome(
+            returncodes=[child.returncode for child in self.children],
+            reports=self._reports(),
+            log=self.log(),
+            seconds=time.monotonic() - self.started,
+            timed_out=timed_out,
+            command=self.command,
+        )
+
+    def _reports(self) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self.work.glob(f"{self.job.name}-report*.json")):
+            try:
+                found.append(json.loads(path.read_text(encoding="utf-8")))
+            except ValueError:
+                found.append({"unreadable": path.name})
+        return found
+
+
+def start_job(job: Job, subject: Subject, work: Path, env: Mapping[str, str]) -> Running:
+    """Start `job` in `subject`: a torchrun agent a node, or the bare trainer when `nodes` is 0."""
+    variables = _variables(subject, env)
+    run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
+    running = Running(job, run_id, work, time.monotonic(), [])
+    endpoint = f"{_ADDRESS}:{free_port()}"
+    try:
+        for node in range(max(1, job.nodes)):
+            report = work / f"{job.name}-report{node}.json"
+            trainer = ["-m", "ddp_train", *job.arguments, "--report", str(report)]
+            if job.nodes == 0:
+                command = subject.command("python", trainer)
+            else:
+                command = subject.command(
+                    "torchrun", [*_agent(job, node, endpoint, run_id), *trainer]
+                )
+            running.command = running.command or [subject.relative(part) for part in command]
+            with (work / f"{job.name}-node{node}.log").open("wb") as log:
+                # SIGTERM on our death: torchrun passes it on to the ranks before it ends.
+                running.children.append(
+                    process.start(
+                        command,
+                        env=variables,
+                        cwd=work,
+                        stdout=log.fileno(),
+                        stderr=log.fileno(),
+                        death_signal=SIGTERM,
+                    )
+                )
+    except BaseException:
+        process.stop(running.children)
+        raise
+    return running
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind((_ADDRESS, 0))
+        return int(probe.getsockname()[1])
+
+
+def _agent(job: Job, node: int, endpoint: str, run_id: str) -> list[str]:
+    limit = int(job.timeout_s)
+    return [
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.nproc_per_node}",
+        f"--max-restarts={job.max_restarts}",
+        f"--rdzv-id={run_id}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-conf=is_host={int(node == 0)},join_timeout={limit},read_timeout={limit}",
+        f"--local-addr={_ADDRESS}",
+        "--monitor-interval=0.1",
+    ]
+
+
+def _variables(subject: Subject, env: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
+    }
+    variables = subject.launch_environment(kept)
+    variables["GLOO_SOCKET_IFNAME"] = "lo"
+    # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
+    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    variables["OMP_NUM_THREADS"] = "1"
+    variables["PYTHONUNBUFFERED"] = "1"
+    return variables
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,85 @@
+"""The receipt: what was verified, how, with what evidence. Its JSON Schema is docs/receipt.schema.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from envbuild import __version__
+from envbuild.files import write_atomically
+from envbuild.verify.run import Verdict
+from envbuild.verify.subject import Subject
+
+FORMAT = 1
+
+
+def receipt_path(artifact: Path) -> Path:
+    """Where the receipt of `artifact` lies: beside it."""
+    return artifact.with_name(f"{artifact.name}.receipt.json")
+
+
+def make_receipt(subject: Subject, verdict: Verdict, path: Path) -> dict[str, Any]:
+    """The receipt of `subject`, whose final place is `path`. Holds no environment variables."""
+    state = subject.state
+    versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
+    return {
+        "format": FORMAT,
+        "passed": verdict.passed,
+        "artifact": {
+            "kind": state.artifact,
+            "path": os.fspath(path.absolute()),
+            "digest": state.digest,
+        },
+        "recipe": {"name": state.recipe, "digest": state.recipe_digest},
+        "lock": {"digest": state.lock_digest},
+        "plan": {"digest": state.plan_digest},
+        "target": state.target,
+        "runtime": "host",
+        "settings": asdict(verdict.settings),
+        "versions": {
+            "envbuild": __version__,
+            "python": versions.get("python"),
+            "torch": versions.get("torch"),
+            "torch_cuda": versions.get("torch_cuda"),
+        },
+        "host": _host(),
+        "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(verdict.seconds, 3),
+        "checks": [asdict(check) for check in verdict.checks],
+    }
+
+
+def write_receipt(receipt: dict[str, Any], path: Path) -> None:
+    """Write the receipt of the artifact at `path` atomically. Raises OSError."""
+    write_atomically(receipt_path(path), json.dumps(receipt, indent=1) + "\n")
+
+
+def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
+    """The receipt beside `path` when it passed and is for the artifact with `digest`, else None."""
+    try:
+        receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
+        good = (
+            receipt["format"] == FORMAT
+            and receipt["passed"]
+            and receipt["artifact"]["digest"] == digest
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return receipt if good else None
+
+
+def _host() -> dict[str, Any]:
+    uname = os.uname()
+    libc, version = platform.libc_ver()
+    return {
+        "name": uname.nodename,
+        "kernel": uname.release,
+        "arch": uname.machine,
+        "libc": f"{libc} {version}".strip(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }

@@ -1,0 +1,74 @@
+"""Checks that read the artifact's files: nothing is run."""
+
+from __future__ import annotations
+
+from envbuild.artifacts.elf import MACHINES, scan_elf
+from envbuild.artifacts.installed import check_files, distributions
+from envbuild.verify.model import Check, judge
+from envbuild.verify.subject import Subject
+
+_SHOWN = 5
+
+
+def check_installed(subject: Subject) -> Check:
+    """Every distribution is the locked one, and every file is as its wheel delivered it."""
+    found = {
+        d.name if key == d.name else key: d
+        for key, d in distributions(subject.site_packages).items()
+    }
+    wanted = {name: (version, record) for name, version, record in subject.state.packages}
+    wrong: list[str] = []
+    for name in sorted(wanted.keys() | found.keys()):
+        version, record = wanted.get(name, ("nothing", ""))
+        now = found.get(name)
+        if now is None or now.version != version:
+            wrong.append(f"{name}: locked {version}, installed {now.version if now else 'nothing'}")
+        elif now.record != record:
+            wrong.append(f"{name} {version}: its RECORD is not the one that was installed")
+    files = check_files(subject.site_packages)
+    for what, paths in (
+        ("altered", files.altered),
+        ("missing", files.missing),
+        ("unowned", files.unowned),
+    ):
+        wrong += [f"{what} file {path}" for path in paths[:_SHOWN]]
+        if len(paths) > _SHOWN:
+            wrong.append(f"{len(paths) - _SHOWN} more {what} files")
+    return judge(
+        "installed",
+        "installed = locked",
+        not wrong,
+        seen="; ".join(wrong)
+        or f"{len(found)} packages, {files.files} files, {files.bytes} bytes, all as locked",
+        expected=f"{len(wanted)} packages exactly as locked, every file with its recorded sha256",
+        cause="something was installed, upgraded or edited after the build (pip install inside the venv, a "
+        "partial copy, a full disk); build it again, and put additions into the recipe",
+        evidence={
+            "packages": {name: d.version for name, d in sorted(found.items())},
+            "files": files.files,
+            "bytes": files.bytes,
+            "altered": files.altered[:50],
+            "missing": files.missing[:50],
+            "unowned": files.unowned[:50],
+        },
+    )
+
+
+def check_architecture(subject: Subject) -> Check:
+    """Every ELF file is for the target's processor."""
+    report = scan_elf(subject.root, subject.target.elf_machine)
+    wanted = MACHINES[subject.target.elf_machine]
+    shown = [f"{subject.relative(path)} is {machine}" for path, machine in report.foreign]
+    return judge(
+        "architecture",
+        "architecture of every ELF file",
+        not shown and bool(report.counts),
+        seen="; ".join(shown[:_SHOWN])
+        + (f"; {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+        or ", ".join(f"{count} files for {name}" for name, count in report.counts.items())
+        or "no ELF file at all",
+        expected=f"every ELF file for {wanted}",
+        cause="a wheel tagged for any platform carries a library of another one, or the environment was "
+        "copied from a node of another architecture (login x86_64, compute aarch64)",
+        evidence={"counts": report.counts, "foreign": shown[:50]},
+    )

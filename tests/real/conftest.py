@@ -1,0 +1,112 @@
+"""Fixtures of the real tests: the command as users run it, and one verified environment for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Command:
+    """`envbuild` run in one folder with its own store. Variables of `env` go over the machine's."""
+
+    folder: Path
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.line(*arguments),
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self.variables(env),
+        )
+        assert "Traceback (most recent call last)" not in done.stderr.split("    seen:")[0], (
+            done.stderr
+        )
+        return done
+
+    def start(self, *arguments: str | Path, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=self.folder, env=self.variables(env),
+        )  # fmt: skip
+
+    def line(self, *arguments: str | Path) -> list[str]:
+        return [sys.executable, "-m", "envbuild", *map(str, arguments)]
+
+    def variables(self, env: dict[str, str]) -> dict[str, str]:
+        return {**os.environ, **self.env, **env}
+
+    def json(self, *arguments: str | Path, **env: str) -> dict[str, Any]:
+        done = self(*arguments, "--json", **env)
+        assert done.returncode == 0, done.stderr
+        loaded: dict[str, Any] = json.loads(done.stdout)
+        return loaded
+
+
+@pytest.fixture(scope="session")
+def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that begins empty: the tests see what a fresh machine sees."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def envbuild(tmp_path: Path, session_store: Path) -> Command:
+    """The command in an empty folder, on the session's store."""
+    return Command(tmp_path, {"ENVBUILD_STORE": str(session_store)})
+
+
+@pytest.fixture(scope="session")
+def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild venv pt_cpu`, built and verified once; what `--json` printed, and the command's folder."""
+    folder = tmp_path_factory.mktemp("pt_cpu")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
+    return {**command.json("venv", "pt_cpu", "--locked"), "command": command}
+
+
+WheelMaker = Callable[..., Path]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Command:
+    """The command with its own store, where pip knows one find-links folder and no index at all."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (tmp_path / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {wheels}\n")
+    env = {
+        "ENVBUILD_STORE": str(tmp_path / "store"),
+        "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+        "PIP_FIND_LINKS": str(wheels),
+        "PIP_NO_INDEX": "1",
+    }
+    return Command(tmp_path, env)
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Say each skipped real test with its reason, whatever the verbosity."""
+    for report in terminalreporter.stats.get("skipped", []):
+        terminalreporter.write_line(f"skipped: {report.nodeid}: {report.longrepr[2]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Where every real test should run (FAIL_ON_SKIP), a skipped one fails the session."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if (
+        os.environ.get("FAIL_ON_SKIP")
+        and reporter
+        and reporter.stats.get("skipped")
+        and exitstatus == 0
+    ):
+        session.exitstatus = 1

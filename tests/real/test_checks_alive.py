@@ -1,0 +1,247 @@
+"""Every check of a verification is alive: break exactly one thing, see exactly that check fail.
+
+What is broken is broken from outside, in a real launch: a `sitecustomize` module on the path of the
+launched processes changes torch or the trainer in some or all ranks, or files of the environment are
+touched. The product knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envbuild.verify import launch
+from envbuild.verify.model import Check
+from envbuild.verify.run import Settings, verify
+from envbuild.verify.subject import Subject, open_subject
+
+from .conftest import Command
+
+SETTINGS = Settings(nodes=2, nproc_per_node=1, epochs=4)
+
+# In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use.
+BREAKS = {
+    "gradient sync off": (
+        "parameters",
+        """
+        if rank is not None:
+            import torch
+            ddp = torch.nn.parallel.DistributedDataParallel
+            forward = ddp.forward
+            def unsynchronised(self, *args, **kwargs):
+                self.require_backward_grad_sync = False
+                return forward(self, *args, **kwargs)
+            ddp.forward = unsynchronised
+        """,
+    ),
+    "a rank with another seed": (
+        "curve",
+        """
+        if rank == "1":
+            import torch.utils.data.distributed as distributed
+            import torch
+            randperm = torch.randperm
+            def other(n, *, generator=None, **kwargs):
+                return randperm(n, generator=torch.Generator().manual_seed(987), **kwargs)
+            torch.randperm = other
+        """,
+    ),
+    "an inexact all-reduce on one rank": (
+        "allreduce",
+        """
+        if rank == "1":
+            import torch
+            all_reduce = torch.distributed.all_reduce
+            def inexact(tensor, *args, **kwargs):
+                result = all_reduce(tensor, *args, **kwargs)
+                if tensor.numel() == 1023:
+                    tensor[17] += 1
+                return result
+            torch.distributed.all_reduce = inexact
+        """,
+    ),
+    "an optimizer that does not step": (
+        "loss",
+        """
+        if rank is not None or "ddp_train" in sys.orig_argv:
+            import torch
+            torch.optim.SGD.step = lambda self, closure=None: None
+        """,
+    ),
+    "a snapshot cut short on its way to the disk": (
+        "snapshot",
+        """
+        if rank == "0":
+            replace = os.replace
+            def cut(source, target, **kwargs):
+                replace(source, target, **kwargs)
+                if str(target).endswith("train.pt"):
+                    os.truncate(target, os.path.getsize(target) // 2)
+            os.replace = cut
+        """,
+    ),
+    "a snapshot that forgets an epoch": (
+        "resume",
+        """
+        if rank == "0":
+            import torch
+            save = torch.save
+            def forgetful(value, *args, **kwargs):
+                return save({**value, "EPOCHS_RUN": value["EPOCHS_RUN"] - 1}, *args, **kwargs)
+            torch.save = forgetful
+        """,
+    ),
+    "another torch than the locked one": (
+        "versions",
+        """
+        if rank is not None:
+            import torch
+            torch.__version__ = "1.0.0"
+        """,
+    ),
+    "a rank that dies at start": (
+        "launch",
+        """
+        if rank == "1":
+            os._exit(7)
+        """,
+    ),
+    "a second launch that fails": (
+        "relaunch",
+        """
+        if rank == "1" and any("resume-report" in word for word in sys.orig_argv):
+            os._exit(7)
+        """,
+    ),
+    "a reference process that fails": (
+        "reference",
+        """
+        if rank is None and any("reference-report" in word for word in sys.orig_argv):
+            os._exit(7)
+        """,
+    ),
+}
+
+
+def run_checks(
+    subject: Subject, tmp_path: Path, code: str = "", settings: Settings = SETTINGS
+) -> list[Check]:
+    """Verify `subject` with `code` as the launched processes' sitecustomize."""
+    folder = tmp_path / "broken"
+    folder.mkdir(exist_ok=True)
+    head = 'import os, sys\nrank = os.environ.get("RANK")\n'
+    (folder / "sitecustomize.py").write_text(head + textwrap.dedent(code))
+    inner = subject.launch_environment
+
+    def environment(env: Mapping[str, str]) -> dict[str, str]:
+        return {**inner(env), "PYTHONPATH": str(folder)}
+
+    broken = dataclasses.replace(subject, launch_environment=environment)
+    return list(verify(broken, settings, os.environ, print, logs=tmp_path / "logs").checks)
+
+
+def failed(checks: list[Check]) -> list[str]:
+    return [check.name for check in checks if check.status == "fail"]
+
+
+@pytest.fixture
+def subject(pt_cpu: dict[str, Any]) -> Subject:
+    return open_subject(Path(pt_cpu["path"]))
+
+
+def test_nothing_broken_nothing_fails(subject: Subject, tmp_path: Path) -> None:
+    checks = run_checks(subject, tmp_path)
+    assert [check.status for check in checks] == ["pass"] * len(checks), checks
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_exactly_the_broken_thing_fails(name: str, subject: Subject, tmp_path: Path) -> None:
+    check, code = BREAKS[name]
+    checks = run_checks(subject, tmp_path, code)
+    assert failed(checks) == [check], [(c.name, c.seen) for c in checks]
+    failure = next(c for c in checks if c.status == "fail")
+    assert failure.seen and failure.expected and failure.cause
+    assert (tmp_path / "logs").is_dir()
+
+
+def test_nodes_that_meet_only_themselves(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = launch._agent
+
+    def alone(job: launch.Job, node: int, endpoint: str, run_id: str) -> list[str]:
+        own = f"127.0.0.1:{launch.free_port()}"
+        words = agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}")
+        return words
+
+    monkeypatch.setattr(launch, "_agent", alone)
+    assert failed(run_checks(subject, tmp_path)) == ["world"]
+
+
+def test_no_restart_is_seen(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = launch._agent
+
+    def final(job: launch.Job, *rest: Any) -> list[str]:
+        return agent(dataclasses.replace(job, max_restarts=0), *rest)
+
+    monkeypatch.setattr(launch, "_agent", final)
+    settings = dataclasses.replace(SETTINGS, faults=True, timeout_s=60)
+    assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
+
+
+@pytest.mark.parametrize("change", ["edited", "swapped", "added"])
+def test_a_package_that_is_not_the_locked_one(
+    change: str, envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
+    packages = tmp_path / "v/lib/python3.11/site-packages"
+    if change == "edited":
+        # Not in place: the file is a hardlink into the store.
+        file = packages / "tqdm" / "std.py"
+        text = file.read_bytes() + b"\n"
+        file.unlink()
+        file.write_bytes(text)
+    elif change == "swapped":
+        old = next(packages.glob("tqdm-*.dist-info"))
+        shutil.move(old, old.with_name("tqdm-0.0.1.dist-info"))
+    else:
+        (packages / "startup.pth").write_text("import os")
+    done = envbuild("verify", "v", "--nodes", "1", "--epochs", "2")
+    assert done.returncode == 5 and "1 of 13 checks failed\n  installed" in done.stderr, done.stderr
+
+
+def test_a_library_of_another_architecture(
+    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    """A wheel tagged for any platform that carries an aarch64 (or x86_64) library: locked, yet wrong."""
+    from lab.wheels import make_recipe, make_wheel
+
+    from envbuild.recipe.targets import host_arch
+
+    here = host_arch()
+    machine = {"x86_64": 183, "aarch64": 62}[here]
+    library = b"\x7fELF\x02\x01" + b"\0" * 12 + machine.to_bytes(2, "little") + b"\0" * 44
+    make_wheel(tmp_path / "wheels", "foreign-lib", files={"foreign_lib/native.so": library})
+    pin = {"x86_64": "torch==2.13.0+cpu", "aarch64": "torch==2.10.0"}[here]
+    make_recipe(
+        tmp_path / "recipes",
+        "foreign",
+        [pin, "numpy==2.2.6", "foreign-lib"],
+        targets=f"[targets.cpu-{here}]",
+    )
+    links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}"
+    done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=links)
+    assert done.returncode == 5, done.stderr
+    assert "1 of 13 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
+    assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/torchrun").exists()
+    assert (tmp_path / "v.failed.receipt.json").exists()

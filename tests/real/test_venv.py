@@ -1,0 +1,140 @@
+"""`envbuild venv pt_cpu` as a user runs it: built from the lock, verified, receipted, kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from .conftest import REPOSITORY, Command
+
+CHECKS = {
+    "installed", "architecture", "launch", "world", "versions", "allreduce", "parameters", "snapshot",
+    "relaunch", "resume", "reference", "loss", "curve",
+}  # fmt: skip
+
+
+def test_the_receipt_lists_every_check_with_evidence(pt_cpu: dict[str, Any]) -> None:
+    receipt = json.loads(Path(pt_cpu["receipt"]).read_text())
+    schema = json.loads((REPOSITORY / "docs" / "receipt.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(receipt)
+    assert receipt["passed"] and receipt["artifact"]["digest"] == pt_cpu["digest"]
+    assert {check["name"] for check in receipt["checks"]} == CHECKS
+    assert all(check["status"] == "pass" and check["evidence"] for check in receipt["checks"])
+    assert Path(pt_cpu["path"], "bin", "torchrun").exists()
+    assert Path(receipt["artifact"]["path"]) == Path(pt_cpu["path"])
+    assert not list(Path(pt_cpu["path"]).parent.glob(".*")), "nothing is left beside the venv"
+
+
+def test_the_receipt_and_the_state_hold_no_secret_of_the_environment(
+    envbuild: Command, pt_cpu: dict[str, Any]
+) -> None:
+    secret = "s3cr3t-t0ken"
+    path = pt_cpu["path"]
+    done = envbuild("verify", path, "--epochs", "2", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="")
+    assert done.returncode == 0, done.stderr
+    for file in (Path(pt_cpu["receipt"]), Path(path, "envbuild.json")):
+        assert secret not in file.read_text()
+    assert secret not in done.stdout + done.stderr
+
+
+def test_a_second_call_changes_nothing(pt_cpu: dict[str, Any]) -> None:
+    before = os.stat(Path(pt_cpu["path"]) / "envbuild.json"), Path(pt_cpu["receipt"]).read_bytes()
+    command: Command = pt_cpu["command"]
+    again = command.json("venv", "pt_cpu")
+    assert (again["built"], again["verified"], again["digest"]) == (False, False, pt_cpu["digest"])
+    assert "nothing changed" in command("venv", "pt_cpu").stderr
+    after = os.stat(Path(pt_cpu["path"]) / "envbuild.json"), Path(pt_cpu["receipt"]).read_bytes()
+    assert before[0].st_ino == after[0].st_ino and before[1] == after[1]
+
+
+def test_two_builds_have_one_digest(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
+    other = envbuild.json(
+        "venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline"
+    )
+    assert other["digest"] == pt_cpu["digest"] and other["receipt"] is None
+    assert other["built"] and not other["verified"]
+
+
+def test_a_moved_venv_still_runs(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
+    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "one", "--offline")
+    shutil.move(tmp_path / "one", tmp_path / "two")
+    done = subprocess.run(
+        [tmp_path / "two" / "bin" / "torchrun", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--nproc-per-node" in done.stdout
+
+
+def test_an_extra_package_means_building_again(
+    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
+    info = tmp_path / "v/lib/python3.11/site-packages/extra-1.0.dist-info"
+    info.mkdir()
+    assert envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")["built"]
+    assert not info.exists()
+
+
+def test_faults_are_survived(pt_cpu: dict[str, Any]) -> None:
+    command: Command = pt_cpu["command"]
+    done = command.json("verify", pt_cpu["path"], "--faults")
+    assert done["passed"]
+    receipt = json.loads(Path(done["receipt"]).read_text())
+    restart = next(check for check in receipt["checks"] if check["name"] == "restart")
+    assert restart["evidence"]["killed"]["pid"] and restart["evidence"]["start_epoch"] > 0
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (3, 1)])
+def test_other_worlds(pt_cpu: dict[str, Any], nodes: int, ranks: int) -> None:
+    command: Command = pt_cpu["command"]
+    done = command(
+        "verify",
+        pt_cpu["path"],
+        "--nodes",
+        str(nodes),
+        "--nproc-per-node",
+        str(ranks),
+        "--epochs",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == pt_cpu["path"]
+
+
+def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_store: Path) -> None:
+    """The wheel carries the recipes and the trainer; nothing of the checkout is used."""
+    uv = shutil.which("uv") or str(Path(os.sys.executable).parent / "uv")  # type: ignore[attr-defined]
+    env = {**os.environ, "ENVBUILD_STORE": str(session_store)}
+    subprocess.run(
+        [uv, "build", "-q", "--wheel", "-o", tmp_path / "dist", REPOSITORY], check=True, env=env
+    )
+    subprocess.run([uv, "venv", "-q", tmp_path / "tool"], check=True, env=env)
+    wheel = next((tmp_path / "dist").glob("*.whl"))
+    python = tmp_path / "tool" / "bin" / "python"
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, wheel], check=True, env=env)
+    folder = tmp_path / "anywhere"
+    folder.mkdir()
+    program = tmp_path / "tool" / "bin" / "envbuild"
+    listed = subprocess.run([program, "list"], capture_output=True, text=True, cwd=folder, env=env)
+    assert "pt_cpu" in listed.stdout and "_bundled" in listed.stdout, listed.stderr
+    built = subprocess.run(
+        [program, "venv", "pt_minimal", "--locked", "--no-verify"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=env,
+    )
+    assert built.returncode == 0, built.stderr
+    assert (folder / "build/pt_minimal").is_dir()
+    help_text = subprocess.run(
+        [folder / built.stdout.strip() / "bin/python", "-m", "ddp_train", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert "TOTAL_EPOCHS" in help_text.stdout.upper()

@@ -1,0 +1,280 @@
+"""What goes wrong while a venv is built: one clear message, the old venv kept, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.wheels import make_recipe, make_wheel
+
+from .conftest import Command
+
+PACKAGES = ("alpha", "beta", "gamma")
+
+
+@pytest.fixture
+def small(lab: Command) -> Command:
+    """A recipe `small` of three tiny wheels, locked."""
+    for name in PACKAGES:
+        make_wheel(
+            lab.folder / "wheels",
+            name,
+            files={f"{name}/part{n}.py": b"x = 1\n" * n for n in range(30)},
+        )
+    make_recipe(lab.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
+    assert lab("lock", "small").returncode == 0
+    return lab
+
+
+def build(command: Command, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return command("venv", "small", "--no-verify", "--out", "v", *arguments, **env)
+
+
+def content(command: Command) -> set[str]:
+    packages = command.folder / "v/lib/python3.11/site-packages"
+    return {path.name.partition("-")[0] for path in packages.glob("*.dist-info")}
+
+
+def change_recipe(command: Command) -> None:
+    """Now the recipe wants only alpha."""
+    make_recipe(command.folder / "recipes", "small", ["alpha==1.0"])
+    assert command("lock", "small").returncode == 0
+
+
+def litter(command: Command) -> list[str]:
+    return [path.name for path in command.folder.iterdir() if path.name.startswith(".")]
+
+
+def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
+    assert build(small).returncode == 0
+    both = [{"alpha", "beta", "gamma", "ddp_train"}, {"alpha", "ddp_train"}]
+    seen = [content(small)]
+    started = time.monotonic()
+    assert build(small).returncode == 0
+    full = time.monotonic() - started + 0.5
+    wide = True
+    for moment in random.Random(7).sample(range(100), 24):
+        if wide:
+            change_recipe(small)
+        else:
+            make_recipe(small.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
+            assert small("lock", "small").returncode == 0
+        child = small.start("venv", "small", "--no-verify", "--out", "v")
+        time.sleep(full * moment / 100)
+        child.kill()
+        child.communicate()
+        assert content(small) in both
+        run = subprocess.run(
+            [small.folder / "v/bin/python", "-c", "import alpha; print(alpha.__version__)"],
+            capture_output=True,
+            text=True,
+        )
+        assert run.stdout == "1.0\n", run.stderr
+        seen.append(content(small))
+        wide = not wide
+    assert build(small).returncode == 0
+    assert litter(small) == []
+    assert both[0] in seen and both[1] in seen, "the kills never hit both sides of the swap"
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
+    for delay in (0.1, 0.25, 0.4):
+        child = small.start("venv", "small", "--no-verify", "--out", "v")
+        time.sleep(delay)
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate()
+        if child.returncode == 0:
+            continue
+        assert child.returncode == 130 and "Traceback" not in stderr, stderr
+        assert litter(small) == []
+
+
+def test_ctrl_c_during_verification_stops_the_ranks(pt_cpu: dict[str, Any]) -> None:
+    command: Command = pt_cpu["command"]
+    child = command.start("verify", pt_cpu["path"], "--epochs", "2000")
+    deadline = time.monotonic() + 60
+    while not ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks_of(pt_cpu["path"]), "no rank ever started"
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130 and "interrupted" in stderr, stderr
+    deadline = time.monotonic() + 10
+    while ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ranks_of(pt_cpu["path"]) == []
+
+
+def test_kill_9_during_verification_stops_the_ranks_too(pt_cpu: dict[str, Any]) -> None:
+    command: Command = pt_cpu["command"]
+    child = command.start("verify", pt_cpu["path"], "--epochs", "2000")
+    deadline = time.monotonic() + 60
+    while len(ranks_of(pt_cpu["path"])) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.kill()
+    child.communicate()
+    deadline = time.monotonic() + 40
+    while ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ranks_of(pt_cpu["path"]) == []
+
+
+def ranks_of(path: str) -> list[int]:
+    """Processes of the trainer that run from the venv at `path`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].startswith(path.encode()) and b"ddp_train" in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_full_disk(small: Command) -> None:
+    place = small.folder / "tiny"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", place], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        done = small("venv", "small", "--no-verify", "--out", "tiny/v")
+        assert done.returncode == 4 and "No space left on device" in done.stderr, done.stderr
+        assert "free some room" in done.stderr
+        assert list(place.iterdir()) == []
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_read_only_store(small: Command) -> None:
+    store = small.folder / "sealed"
+    store.mkdir()
+    bound = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", store], capture_output=True
+    )
+    if bound.returncode != 0:
+        pytest.skip("a read-only mount needs root")
+    try:
+        done = build(small, ENVBUILD_STORE=str(store))
+        assert (
+            done.returncode == 4 and str(store) in done.stderr and "ENVBUILD_STORE" in done.stderr
+        ), done.stderr
+    finally:
+        subprocess.run(["umount", store], check=True)
+
+
+def test_a_read_only_place(small: Command) -> None:
+    place = small.folder / "sealed"
+    place.mkdir()
+    bound = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", place], capture_output=True
+    )
+    if bound.returncode != 0:
+        pytest.skip("a read-only mount needs root")
+    try:
+        done = small("venv", "small", "--no-verify", "--out", "sealed/v")
+        assert (
+            done.returncode == 4
+            and "Read-only file system" in done.stderr
+            and "--out" in done.stderr
+        )
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_no_network_and_nothing_in_the_store(small: Command) -> None:
+    for wheel in (small.folder / "wheels").iterdir():
+        wheel.unlink()
+    env = {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
+    (small.folder / "pip.conf").write_text("")
+    done = build(small, **env)
+    assert done.returncode in (3, 4) and "alpha" in done.stderr, done.stderr
+    assert "127.0.0.1:9" in done.stderr and "refused" in done.stderr.lower()
+    assert not (small.folder / "v").exists() and litter(small) == []
+
+
+def test_a_wheel_that_is_not_the_locked_one(small: Command) -> None:
+    make_wheel(small.folder / "wheels", "beta", files={"beta/evil.py": b"import os\n"})
+    done = build(small)
+    assert done.returncode in (3, 4) and "beta" in done.stderr, done.stderr
+    assert "hash" in done.stderr.lower() and not (small.folder / "v").exists()
+
+
+def test_a_missing_interpreter_lists_what_there_is(small: Command) -> None:
+    done = build(small, "--python", "3.99")
+    assert done.returncode == 6 and "no Python 3.99" in done.stderr, done.stderr
+    assert "3.11" in done.stderr and "--python" in done.stderr
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python3"])
+def test_an_interpreter_that_is_none(small: Command, python: str) -> None:
+    done = build(small, "--python", python)
+    assert done.returncode == 6 and python in done.stderr, done.stderr
+    assert litter(small) == []
+
+
+def test_a_stale_lock_is_refused_when_locked_and_renewed_otherwise(small: Command) -> None:
+    make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "beta==1.0"])
+    refused = build(small, "--locked")
+    assert (
+        refused.returncode == 3
+        and "stale" in refused.stderr
+        and "envbuild lock small" in refused.stderr
+    )
+    renewed = build(small)
+    assert renewed.returncode == 0 and "stale" in renewed.stderr and "- gamma 1.0" in renewed.stderr
+    assert content(small) == {"alpha", "beta", "ddp_train"}
+
+
+def test_offline_and_locked_need_nothing_but_the_store_and_find_links(small: Command) -> None:
+    assert build(small, "--offline", "--locked").returncode == 0
+
+
+def test_two_builds_at_once(small: Command) -> None:
+    children = [small.start("venv", "small", "--no-verify", "--out", "v") for _ in range(3)]
+    results = [(child.communicate()[1], child.returncode) for child in children]
+    assert [code for _, code in results] == [0, 0, 0], results
+    assert sum("building small" in text for text, _ in results) == 1
+    assert content(small) == {"alpha", "beta", "gamma", "ddp_train"}
+    assert litter(small) == []
+
+
+def test_a_failed_build_keeps_the_old_venv(small: Command) -> None:
+    assert build(small).returncode == 0
+    make_wheel(small.folder / "wheels", "beta", "2.0")
+    make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "beta==2.0"])
+    assert small("lock", "small").returncode == 0
+    make_wheel(small.folder / "wheels", "beta", "2.0", files={"beta/evil.py": b""})
+    assert build(small).returncode in (3, 4)
+    assert content(small) == {"alpha", "beta", "gamma", "ddp_train"}
+
+
+def test_a_recipe_with_five_mistakes_reports_all_five(lab: Command) -> None:
+    folder = lab.folder / "recipes" / "bad"
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(
+        'name = "bad"\n'
+        "description = 3\n"
+        'python = "three"\n'
+        'requirments = ["numpy"]\n'
+        'requirements = ["-r other.txt"]\n'
+        "[targets.cpu-x86-64]\n"
+    )
+    done = lab("venv", "bad")
+    assert done.returncode == 2, done.stderr
+    where = [f"recipe.toml:{line}:" for line in (2, 3, 4, 5, 6)]
+    assert all(place in done.stderr for place in where), done.stderr
+    assert "did you mean 'requirements'" in done.stderr
+    assert os.listdir(lab.folder / "recipes" / "bad") == ["recipe.toml"]

@@ -1,0 +1,127 @@
+"""The command line: light to start, clear to misuse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "torch",
+    "docker",
+    "conda_lock",
+    "rattler",
+    "requests",
+    "pypi_simple",
+    "rich",
+    "packaging",
+    "jsonschema",
+)
+
+
+def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    command = [sys.executable, "-m", "envbuild", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env}
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["venv", "--help"], ["list"], ["show", "pt_cpu"]]
+)
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        f"import sys; sys.argv = ['envbuild', *{arguments!r}]\n"
+        "from envbuild.cli import main\n"
+        "try:\n    main()\n"
+        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_lists_every_command_with_examples() -> None:
+    from envbuild.cli import COMMANDS
+
+    assert all(name in run("--help").stdout for name in COMMANDS)
+    for name in COMMANDS:
+        done = run(name, "--help")
+        assert done.returncode == 0 and "Examples:" in done.stdout, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["vnev", "pt_cpu"], 2, "did you mean 'venv'"),
+        (["venv"], 2, "RECIPE"),
+        (["venv", "pt_cpuu"], 2, "pt_cpu"),
+        (["venv", "pt_cpu", "--target", "cpu-x86-64"], 2, "cpu-x86_64"),
+        (["plan", "pt_cpu", "--target", "cu126-x86_64"], 2, "cpu-x86_64"),
+        (["lock"], 2, "no recipe was named"),
+        (["lock", "--upgrade", "pt_cpu"], 2, "--upgrade took 'pt_cpu' as a package"),
+        (["lock", "pt_cpu", "--upgrade=nonesuch", "--offline"], 3, "nonesuch"),
+        (["verify", "nowhere"], 2, "does not exist"),
+        (["verify", "."], 2, "not an artifact"),
+        (["venv", "pt_cpu", "--nope"], 2, "--nope"),
+    ],
+)
+def test_misuse_is_one_clear_message(
+    arguments: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_venv_for_another_architecture_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    import platform
+
+    other = "cpu-aarch64" if platform.machine() == "x86_64" else "cpu-x86_64"
+    done = run("venv", "pt_cpu", "--target", other, cwd=tmp_path)
+    assert done.returncode == 6 and other in done.stderr and "hint:" in done.stderr
+
+
+def test_a_place_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.tex").write_text("years")
+    done = run("venv", "pt_cpu", "--out", str(theirs), cwd=tmp_path)
+    assert done.returncode == 2 and "not made by envbuild" in done.stderr
+    assert (theirs / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])
+def test_the_plan_is_the_same_each_time_and_for_any_target(target: str, tmp_path: Path) -> None:
+    done = [
+        run("plan", "pt_cpu", "--target", target, "--json", "--locked", cwd=tmp_path)
+        for _ in range(2)
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    plan = json.loads(done[0].stdout)
+    assert plan["target"] == target and plan["layers"][0]["kind"] == "python"
+    assert plan["layers"][-1]["name"] == "ddp-train"
+    names = [layer["name"] for layer in plan["layers"] if layer["kind"] == "wheel"]
+    assert "torch" in names and not [name for name in names if name.startswith("nvidia")]
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    done = run(
+        "venv",
+        "pt_cpu",
+        "--dry-run",
+        "--locked",
+        cwd=tmp_path,
+        ENVBUILD_STORE=str(tmp_path / "store"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("venv") and list(tmp_path.iterdir()) == []
+
+
+def test_locks_that_are_shipped_are_current() -> None:
+    done = run("lock", "pt_cpu", "pt_minimal", "--check")
+    assert done.returncode == 0, done.stderr

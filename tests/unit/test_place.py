@@ -1,0 +1,93 @@
+"""A folder appears in its place whole or not at all, and killed runs leave nothing for long."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from envbuild.artifacts import place
+from envbuild.errors import BuildError
+
+
+def fill(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "content").write_text(text)
+    return folder
+
+
+def test_a_new_folder_takes_its_place(tmp_path: Path) -> None:
+    target = tmp_path / "venv"
+    place.swap_in(fill(place.staging(target), "new"), target)
+    assert (target / "content").read_text() == "new"
+    assert os.listdir(tmp_path) == ["venv"]
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_old_folder_is_replaced(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(place, "_exchange", lambda one, other: False)
+    target = fill(tmp_path / "venv", "old")
+    place.swap_in(fill(place.staging(target), "new"), target)
+    assert (target / "content").read_text() == "new"
+    assert os.listdir(tmp_path) == ["venv"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    target = fill(tmp_path / "venv", "old")
+    fill(place.staging(target), "half")
+    with place.exclusive(target, print):
+        assert os.listdir(tmp_path) == ["venv"]
+    assert (target / "content").read_text() == "old"
+
+
+def test_a_swap_cut_in_two_is_undone(tmp_path: Path) -> None:
+    target = tmp_path / "venv"
+    fill(tmp_path / ".venv.envbuild-abc-old", "old")
+    fill(tmp_path / ".venv.envbuild-abc", "new")
+    place.recover(target)
+    assert (target / "content").read_text() == "old"
+    assert os.listdir(tmp_path) == ["venv"]
+
+
+def test_another_artifact_s_leftovers_are_not_touched(tmp_path: Path) -> None:
+    other = fill(tmp_path / ".venv2.envbuild-abc", "theirs")
+    place.recover(tmp_path / "venv")
+    assert other.exists()
+
+
+def test_two_builders_take_turns(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from envbuild.artifacts import place
+        target = Path(sys.argv[1])
+        with place.exclusive(target, lambda text: print(text, flush=True)):
+            running = target.parent / "running"
+            assert not running.exists(), "two at once"
+            running.touch()
+            time.sleep(0.3)
+            running.unlink()
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "venv")]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [child.communicate(timeout=30)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert sum("waiting" in text for text in printed) == 2
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(BuildError, match="file") as caught,
+        place.exclusive(tmp_path / "file" / "sub" / "venv", print),
+    ):
+        pass
+    assert caught.value.hint
