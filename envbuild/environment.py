@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from envbuild import process
 from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
@@ -45,6 +47,24 @@ class Environment:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(uv_settings(self.pip, indexes))
+
+    def default_index(self) -> str:
+        """The index where pip's configuration names none: uv's own default, asked of uv.
+
+        Raises HostError when uv does not tell.
+        """
+        done = process.run(
+            [self.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config",
+             "--offline", "--quiet", "--python", sys.executable],
+            env=self.uv_environment(),
+            check=False,
+        )  # fmt: skip
+        option, _, url = done.stdout.strip().partition(" ")
+        if option != "--index-url":
+            raise HostError(
+                f"uv does not tell its default index:\n{process.tail(done)}", "set pip's index-url"
+            )
+        return url
 
     def probe(self, index: str) -> str | None:
         """None when the package index answers, else why not (credentials hidden)."""

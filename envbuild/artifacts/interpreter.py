@@ -1,12 +1,46 @@
-"""Say which Python interpreters there are when the wanted one is not."""
+"""Which Python interpreter an environment gets, and what there is when there is none."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+from pathlib import Path
 
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import HostError
+from envbuild.files import write_atomically
+
+
+def known_interpreter(version: str, environment: Environment) -> str:
+    """What to ask uv for: the interpreter that it chose last time for this version and PATH, if it is
+    still there, else the version. Looking through version managers' shims costs uv a tenth of a second.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        path, size, time = json.loads(_note(version, environment).read_text(encoding="utf-8"))
+        stat = os.stat(path)
+        if (stat.st_size, stat.st_mtime_ns) == (size, time):
+            return str(path)
+    return version
+
+
+def remember_interpreter(version: str, chosen: Path, environment: Environment) -> None:
+    """Keep which interpreter `chosen`, a venv's python, really is."""
+    note = _note(version, environment)
+    with contextlib.suppress(OSError):
+        path = os.path.realpath(chosen)
+        stat = os.stat(path)
+        text = json.dumps([path, stat.st_size, stat.st_mtime_ns])
+        if not note.is_file() or note.read_text(encoding="utf-8") != text:
+            write_atomically(note, text)
+
+
+def _note(version: str, environment: Environment) -> Path:
+    names = ("PATH", "PYENV_VERSION", "UV_PYTHON_PREFERENCE", "UV_PYTHON_INSTALL_DIR")
+    key = json.dumps([version, *(environment.variables.get(name) for name in names)])
+    return environment.store.root / "pythons" / hashlib.sha256(key.encode()).hexdigest()
 
 
 def explain_missing(wanted: str, environment: Environment, said: str) -> HostError:

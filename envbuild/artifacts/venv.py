@@ -9,7 +9,11 @@ from pathlib import Path
 
 from envbuild import __version__, process
 from envbuild.artifacts import installed, place
-from envbuild.artifacts.interpreter import explain_missing
+from envbuild.artifacts.interpreter import (
+    explain_missing,
+    known_interpreter,
+    remember_interpreter,
+)
 from envbuild.artifacts.links import link_mode
 from envbuild.artifacts.state import FILE, State, packages_of, read_state
 from envbuild.environment import Environment
@@ -82,7 +86,7 @@ def build(
     # --relocatable: the folder is made beside its place and moved, so no script may hold its path.
     creating = process.start(
         [environment.uv, "venv", "--relocatable", "--allow-existing", "--no-project", "--no-config",
-         "--quiet", "--python", python or plan.python, staged],
+         "--quiet", "--python", python or known_interpreter(plan.python, environment), staged],
         env=env,
     )  # fmt: skip
     try:
@@ -93,6 +97,8 @@ def build(
         raise
     _finish_venv(creating, plan, python, environment)
     _check_version(staged, plan, python)
+    if python is None:
+        remember_interpreter(plan.python, interpreter(staged), environment)
     _install(plan, trainer, wheels, environment, env, staged)
     found = installed.distributions(site_packages(staged, plan.python))
     _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
@@ -151,7 +157,7 @@ def _wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: boo
     wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
     found = locate_wheels(
         wanted, environment.store, environment.pip, environment.site, plan.indexes,
-        offline=offline, env=environment.variables,
+        offline=offline, env=environment.variables, default_index=environment.default_index,
     )  # fmt: skip
     own = environment.store.put(
         "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel

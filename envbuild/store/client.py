@@ -24,8 +24,6 @@ _RETRIES = 5
 _TIMEOUT_S = 15.0
 _LONGEST_WAIT_S = 60.0
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
-# Both forms of a project page: PEP 691 JSON first, as it is the quicker to read, then PEP 503 HTML.
-_ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 
 
 class Unreachable(Exception):
@@ -51,7 +49,9 @@ class Client:
 
     def page(self, url: str) -> requests.Response:
         """GET a page. Raises NotFound for 404 and 410, Unreachable for any other refusal."""
-        with self._answer(url, {"Accept": _ACCEPT}) as response:
+        from mousebender.simple import ACCEPT_SUPPORTED
+
+        with self._answer(url, {"Accept": ACCEPT_SUPPORTED}) as response:
             response.content  # noqa: B018 - read inside of the retries' reach
             return response
 

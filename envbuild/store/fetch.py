@@ -41,12 +41,13 @@ def locate_wheels(
     *,
     offline: bool,
     env: Mapping[str, str],
+    default_index: Callable[[], str],
 ) -> dict[Wanted, Path]:
     """A file with the right content for each of `wanted`: store, then find-links, then indexes.
 
     Files in local find-links folders are used where they lie. An index that cannot be reached is an
-    error only when a wheel was found nowhere. Raises BuildError naming each such wheel with what
-    every source answered.
+    error only when a wheel was found nowhere; where pip names none, `default_index` gives the URL.
+    Raises BuildError naming each such wheel with what every source answered.
     """
     found: dict[Wanted, Path] = {}
     answers: dict[Wanted, list[str]] = {wheel: [] for wheel in wanted}
@@ -57,7 +58,7 @@ def locate_wheels(
             found[wheel] = path
     missing = [wheel for wheel in wanted if wheel not in found]
     if missing:
-        sources = remote_sources(pip, site, indexes, offline, _default_index)
+        sources = remote_sources(pip, site, indexes, offline, default_index)
         found |= _fetch_all(missing, sources, Client(pip, env), store, answers)
     missing = [wheel for wheel in wanted if wheel not in found]
     if missing:
@@ -81,12 +82,6 @@ def _once(pip: PipConfig) -> PipConfig:
     from dataclasses import replace
 
     return replace(pip, retries=0)
-
-
-def _default_index() -> str:
-    from pypi_simple import PYPI_SIMPLE_ENDPOINT
-
-    return str(PYPI_SIMPLE_ENDPOINT)
 
 
 def _in_store(wheel: Wanted, store: Store) -> Path | None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
@@ -67,24 +67,35 @@ def read_page(url: str, project: str, client: Client) -> Iterator[Link]:
 
     Raises NotFound or Unreachable.
     """
-    from pypi_simple import ProjectPage, UnsupportedContentTypeError, UnsupportedRepoVersionError
+    from mousebender import simple
 
+    kind = "text/html"
+    if url.startswith("file:"):
+        folder = Path(unquote(urlsplit(url).path))
+        html = folder / "index.html" if folder.is_dir() else folder
+        try:
+            text = html.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise NotFound(str(error)) from None
+    else:
+        response = client.page(url)
+        url, kind = (
+            with_credentials_of(response.url, url),
+            response.headers.get("Content-Type", kind),
+        )
+        text = response.text
     try:
-        if url.startswith("file:"):
-            folder = Path(unquote(urlsplit(url).path))
-            html = folder / "index.html" if folder.is_dir() else folder
-            try:
-                text = html.read_text(encoding="utf-8", errors="replace")
-            except OSError as error:
-                raise NotFound(str(error)) from None
-            page = ProjectPage.from_html(project, text, base_url=url)
-        else:
-            page = ProjectPage.from_response(client.page(url), project)
-    except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
-        raise Unreachable(f"not a package index: {str(error).splitlines()[0]}") from None
-    for package in page.packages:
-        link = with_credentials_of(package.url.partition("#")[0], url)
-        yield Link(package.filename, link, package.digests.get("sha256"))
+        page = simple.parse_project_details(text, kind, project)
+    except (
+        simple.UnsupportedMIMEType,
+        simple.UnsupportedAPIVersion,
+        ValueError,
+        LookupError,
+    ) as error:
+        raise Unreachable(f"not a package index: {str(error).partition(chr(10))[0]}") from None
+    for file in page["files"]:
+        link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
+        yield Link(unquote(file["filename"]), link, file["hashes"].get("sha256"))
 
 
 def matches(filename: str, name: str, version: str) -> bool:

@@ -133,11 +133,11 @@ def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: 
     """Loss by epoch equals that of one process on the same global batches, within `tolerance` (relative)."""
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, reference, strict=False)]
     worst = max(differences, default=float("inf"))
-    same_length = len(losses) == len(reference)
+    good = len(losses) == len(reference) and all(each <= tolerance for each in differences)
     return judge(
         "curve",
         "loss curve equals one process's",
-        same_length and worst <= tolerance,
+        good and bool(losses),
         seen=f"largest relative difference {worst:.3g} over {len(losses)} of {len(reference)} epochs",
         expected=f"at most {tolerance:g} in each epoch",
         cause="ranks trained on other data than their share (a rank with another seed, a sampler without "

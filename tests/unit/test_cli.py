@@ -13,7 +13,7 @@ HEAVY = (
     "conda_lock",
     "rattler",
     "requests",
-    "pypi_simple",
+    "mousebender",
     "rich",
     "packaging",
     "jsonschema",
