@@ -176,15 +176,9 @@ def _finish_venv(
     if creating.returncode == 0:
         return
     text = stderr.decode(errors="replace").strip()
-    if (
-        "No interpreter found" in text
-        or "No virtual environment or" in text
-        or "not found" in text.lower()
-    ):
+    if "interpreter" in text.lower():
         raise explain_missing(python or plan.python, environment, text)
-    raise BuildError(
-        f"uv venv failed (exit {creating.returncode}):\n  {text}", place.write_hint(None)
-    )
+    raise BuildError(f"uv venv failed (exit {creating.returncode}):\n  {text}", _tool_hint(text))
 
 
 def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
@@ -220,13 +214,15 @@ def _install(
     done = process.run(command, env=env, check=False)
     if done.returncode != 0:
         raise BuildError(
-            f"uv could not install the locked wheels:\n{process.tail(done)}", _install_hint(done)
+            f"uv could not install the locked wheels:\n{process.tail(done)}",
+            _tool_hint(done.stderr),
         )
     wanted.unlink()
 
 
-def _install_hint(done: subprocess.CompletedProcess[str]) -> str:
-    text = done.stderr.lower()
+def _tool_hint(said: str) -> str:
+    """What to change, judged by what uv said."""
+    text = said.lower()
     if "no space left" in text or "quota" in text:
         return place.write_hint(28)
     if "read-only file system" in text or "permission denied" in text:

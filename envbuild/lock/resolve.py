@@ -49,10 +49,8 @@ def resolve(
         work = Path(folder)
         wanted = [*recipe.recipe.requirements, *table.requirements]
         (work / "requirements.in").write_text("\n".join(wanted) + "\n")
-        (work / "constraints.txt").write_text("\n".join(recipe.recipe.constraints) + "\n")
-        pylock = work / "pylock.toml"
-        pylock.write_text(_preferences(keep.packages if keep else ()))
         environment.write_uv_settings(work / "uv.toml", indexes)
+        pylock = work / "pylock.toml"
         command: list[str | Path] = [
             environment.uv, "pip", "compile", work / "requirements.in",
             "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
@@ -60,12 +58,18 @@ def resolve(
             "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", pylock,
             "--no-header", "--no-annotate", "--quiet",
         ]  # fmt: skip
-        done = process.run(
-            [*command, "--offline"] if offline else command,
-            env=environment.uv_environment(),
-            cwd=work,
-            check=False,
-        )
+        for pins, preferred in _ways_to_keep(keep):
+            lines = [*recipe.recipe.constraints, *pins]
+            (work / "constraints.txt").write_text("\n".join(lines) + "\n")
+            pylock.write_text(_preferences(preferred))
+            done = process.run(
+                [*command, "--offline"] if offline else command,
+                env=environment.uv_environment(),
+                cwd=work,
+                check=False,
+            )
+            if done.returncode == 0:
+                break
         if done.returncode != 0:
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
@@ -121,6 +125,17 @@ def _reachable(
         else:
             notes.append(f"index {index} cannot be reached and was left out: {'; '.join(refusals)}")
     return answering, notes
+
+
+def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackage, ...]]]:
+    """(constraints, preferences) to try in turn: everything kept as it is; kept where it still fits; free.
+
+    Preferences alone would do, but uv 0.13 takes a preferred version from the first index that has it,
+    even when only another index has a wheel of it that fits the target.
+    """
+    if keep is None:
+        return [([], ())]
+    return [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), ([], ())]
 
 
 def _preferences(packages: Iterable[LockedPackage]) -> str:

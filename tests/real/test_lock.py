@@ -1,0 +1,246 @@
+"""`envbuild lock` with a real uv: any target from any host, no URLs, the accelerator trap."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import http.server
+import shutil
+import subprocess
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab.wheels import make_recipe, make_wheel
+
+from .conftest import REPOSITORY, Command
+
+
+def lock_text(command: Command, name: str, target: str = "cpu-x86_64") -> str:
+    return (command.folder / "recipes" / name / f"{target}.requirements.txt").read_text()
+
+
+def pins(text: str) -> list[str]:
+    return [
+        line.split()[0] for line in text.splitlines() if "==" in line and not line.startswith("#")
+    ]
+
+
+@pytest.fixture
+def two(lab: Command) -> Command:
+    """alpha and beta, each in 1.0 and locked."""
+    for name in ("alpha", "beta"):
+        make_wheel(lab.folder / "wheels", name)
+    make_recipe(lab.folder / "recipes", "two", ["alpha", "beta"])
+    assert lab("lock", "two").returncode == 0
+    for name in ("alpha", "beta"):
+        make_wheel(lab.folder / "wheels", name, "1.1")
+    return lab
+
+
+def test_locked_versions_stay_until_they_are_upgraded(two: Command) -> None:
+    assert "0 changed" in two("lock", "two").stderr
+    one = two("lock", "two", "--upgrade=alpha")
+    assert "~ alpha 1.0 -> 1.1" in one.stderr and "beta" not in one.stderr
+    assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
+    assert two("lock", "two", "--upgrade", "--dry-run").returncode == 0
+    assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
+    assert two("lock", "two", "--upgrade").returncode == 0
+    assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.1"]
+
+
+def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:
+    assert two("lock", "two", "--check").returncode == 0
+    before = lock_text(two, "two")
+    make_recipe(two.folder / "recipes", "two", ["alpha"])
+    done = two("lock", "two", "--check")
+    assert done.returncode == 3 and done.stderr.count("stale") == 2
+    assert lock_text(two, "two") == before
+
+
+def test_a_changed_description_leaves_the_lock_current(two: Command) -> None:
+    recipe = two.folder / "recipes/two/recipe.toml"
+    recipe.write_text(recipe.read_text().replace("a lab recipe", "another"))
+    assert two("lock", "two", "--check").returncode == 0
+
+
+def test_only_hashes_that_fit_the_target_are_locked(lab: Command) -> None:
+    digests = {}
+    for tag in (
+        "cp311-cp311-manylinux_2_28_x86_64",
+        "cp311-cp311-manylinux_2_17_aarch64",
+        "cp312-cp312-manylinux_2_28_x86_64",
+        "cp311-cp311-musllinux_1_2_x86_64",
+        "cp311-cp311-manylinux_2_34_x86_64",
+        "cp39-abi3-manylinux2014_x86_64",
+    ):
+        wheel = make_wheel(
+            lab.folder / "wheels", "native", tag=tag, files={"native/lib.so": tag.encode()}
+        )
+        digests[tag] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    make_recipe(lab.folder / "recipes", "n", ["native"])
+    assert lab("lock", "n").returncode == 0
+    x86, arm = lock_text(lab, "n"), lock_text(lab, "n", "cpu-aarch64")
+    assert digests["cp311-cp311-manylinux_2_28_x86_64"] in x86
+    assert (
+        digests["cp311-cp311-manylinux_2_17_aarch64"] in arm and arm.count("sha256:") == 2
+    )  # and the digest
+    for tag in ("cp312-cp312-manylinux_2_28_x86_64", "cp311-cp311-musllinux_1_2_x86_64",
+                "cp311-cp311-manylinux_2_34_x86_64", "cp311-cp311-manylinux_2_17_aarch64"):  # fmt: skip
+        assert digests[tag] not in x86, tag
+
+
+def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
+    make_wheel(lab.folder / "wheels", "alpha", requires=["beta>=2"])
+    make_wheel(lab.folder / "wheels", "beta")
+    make_recipe(lab.folder / "recipes", "bad", ["alpha", "beta<2"])
+    done = lab("lock", "bad")
+    assert (
+        done.returncode == 3
+        and "alpha" in done.stderr
+        and "beta" in done.stderr
+        and "hint:" in done.stderr
+    )
+    assert not list((lab.folder / "recipes/bad").glob("*.txt"))
+
+
+def test_a_package_without_a_wheel_for_the_target(lab: Command) -> None:
+    make_wheel(lab.folder / "wheels", "native", tag="cp311-cp311-manylinux_2_28_x86_64")
+    make_recipe(lab.folder / "recipes", "n", ["native"], targets="[targets.cpu-aarch64]")
+    done = lab("lock", "n")
+    assert done.returncode == 3 and "native" in done.stderr
+
+
+@pytest.fixture
+def private_index(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """A package index on loopback that wants a password: (URL with it, the password)."""
+    password = "h1dden-w0rd"
+    wanted = "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+    wheel = make_wheel(tmp_path / "served/files", "gamma")
+    page = tmp_path / "served/simple/gamma/index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="../../files/{wheel.name}">{wheel.name}</a>')
+
+    class Guarded(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Authorization") != wanted:
+                self.send_response(401)
+                self.send_header("WWW-Authenticate", "Basic")
+                self.end_headers()
+                return
+            super().do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Guarded, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://me:{password}@127.0.0.1:{server.server_port}/simple", password
+        server.shutdown()
+
+
+def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
+    lab: Command, private_index: tuple[str, str]
+) -> None:
+    url, password = private_index
+    env = {"PIP_INDEX_URL": url, "PIP_NO_INDEX": "0"}
+    (lab.folder / "pip.conf").write_text("")
+    make_recipe(lab.folder / "recipes", "private", ["gamma"])
+    locked = lab("lock", "private", "--export", "pylock", **env)
+    assert locked.returncode == 0, locked.stderr
+    text = lock_text(lab, "private")
+    assert "http" not in text and "127.0.0.1" not in text and password not in text
+    exported = (lab.folder / "pylock.private-cpu-x86_64.toml").read_text()
+    assert password not in exported and tomllib.loads(exported)["packages"][0]["name"] == "gamma"
+    built = lab("venv", "private", "--no-verify", "--out", "v", **env)
+    assert built.returncode == 0, built.stderr
+    wrong = lab(
+        "lock",
+        "private",
+        "--upgrade",
+        **{**env, "PIP_INDEX_URL": url.replace(password, "wr0ng-w0rd")},
+    )
+    assert wrong.returncode == 3
+    for output in (locked, built, wrong):
+        assert password not in output.stdout + output.stderr and "wr0ng-w0rd" not in output.stderr
+    found = subprocess.run(
+        ["grep", "-rl", password, lab.folder / "v", lab.folder / "recipes"], capture_output=True
+    )
+    assert found.stdout == b""
+
+
+def test_an_exported_pylock_is_read_by_uv(two: Command) -> None:
+    done = two("lock", "two", "--target", "cpu-x86_64", "--export", "pylock", "--export-dir", "out")
+    assert done.returncode == 0 and done.stdout.strip() == "out/pylock.two-cpu-x86_64.toml"
+    import sys
+
+    uv = str(Path(sys.executable).parent / "uv")
+    line = [
+        uv,
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-config",
+        "--target",
+        "t",
+        "-r",
+        done.stdout.strip(),
+    ]
+    read = subprocess.run(line, cwd=two.folder, capture_output=True, text=True)
+    assert read.returncode == 0 and "alpha==1.0" in read.stderr, read.stderr
+
+
+def test_a_recipe_that_may_not_be_written_gets_its_lock_under_build(two: Command) -> None:
+    sealed = two.folder / "recipes"
+    bind = [["mount", "--bind", sealed, sealed], ["mount", "-o", "remount,bind,ro", sealed]]
+    (sealed / "two/cpu-x86_64.requirements.txt").unlink()
+    if any(subprocess.run(line, capture_output=True).returncode for line in bind):
+        pytest.skip("a read-only mount needs root")
+    try:
+        done = two("plan", "two", "--target", "cpu-x86_64")
+        assert done.returncode == 0, done.stderr
+        place = two.folder / "build/two/cpu-x86_64/cpu-x86_64.requirements.txt"
+        assert place.is_file() and "build/two" in done.stderr
+        assert "resolving" not in two("plan", "two", "--target", "cpu-x86_64").stderr
+    finally:
+        subprocess.run(["umount", sealed], check=True)
+
+
+# These ask the machine's package index.
+
+
+def test_a_cpu_target_that_resolves_to_cuda_is_an_error(envbuild: Command) -> None:
+    make_recipe(
+        envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cpu-x86_64]"
+    )
+    done = envbuild("lock", "trap", PIP_FIND_LINKS="")
+    assert done.returncode == 3, done.stderr
+    assert "is for CPUs" in done.stderr and "nvidia-" in done.stderr and "whl/cpu" in done.stderr
+    assert not (envbuild.folder / "recipes/trap/cpu-x86_64.requirements.txt").exists()
+
+
+def test_a_cuda_target_that_resolves_to_a_cpu_torch_is_an_error(envbuild: Command) -> None:
+    make_recipe(
+        envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cu126-aarch64]"
+    )
+    done = envbuild("lock", "trap")
+    assert (
+        done.returncode == 3 and "CPU-only build" in done.stderr and "whl/cu126" in done.stderr
+    ), done.stderr
+
+
+@pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])
+def test_a_new_requirement_moves_nothing_else(target: str, envbuild: Command) -> None:
+    shutil.copytree(REPOSITORY / "recipes/pt_minimal", envbuild.folder / "recipes/pt_minimal")
+    recipe = envbuild.folder / "recipes/pt_minimal/recipe.toml"
+    recipe.write_text(
+        recipe.read_text().replace("requirements = [", 'requirements = ["packaging==24.0", ', 1)
+    )
+    done = envbuild("lock", "pt_minimal", "--target", target)
+    assert done.returncode == 0, done.stderr
+    changed = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
+    assert changed == ["+ packaging 24.0"]
