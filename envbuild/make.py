@@ -181,16 +181,21 @@ def _settings(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
 
 
 def _has_receipt(path: Path, state: State, plan: Plan, faults: bool) -> bool:
-    """Whether a passing receipt for this content, with the recipe's settings, lies beside `path`."""
+    """Whether a passing receipt for this content, no less thorough than the recipe asks, lies beside `path`."""
     from envbuild.verify.receipt import passing_receipt
 
     receipt = passing_receipt(path, state.digest)
     if receipt is None:
         return False
-    settings = dict(receipt["settings"])
-    had_faults = settings.pop("faults", False)
-    wanted = {name: value for name, value in plan.verify_settings().items() if name in settings}
-    return settings == wanted and (had_faults or not faults)
+    had, wanted = receipt["settings"], plan.verify_settings()
+    return (
+        had["nodes"] >= wanted["nodes"]
+        and had["nodes"] * had["nproc_per_node"] >= wanted["nodes"] * wanted["nproc_per_node"]
+        and had["epochs"] >= wanted["epochs"]
+        and had["loss_tolerance"] <= wanted["loss_tolerance"]
+        and had["model"] == wanted["model"]
+        and (had["faults"] or not faults)
+    )
 
 
 def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
@@ -27,7 +25,11 @@ _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class Unreachable(Exception):
-    """A server that cannot be used; the text says why, without credentials."""
+    """A request that was not served; the text says why, without credentials."""
+
+
+class Down(Unreachable):
+    """No request to this server can succeed: no connection, or no credentials that it accepts."""
 
 
 class NotFound(Exception):
@@ -47,13 +49,22 @@ class Client:
     stop: threading.Event = field(default_factory=threading.Event)
     _local: threading.local = field(default_factory=threading.local)
 
-    def page(self, url: str) -> requests.Response:
-        """GET a page. Raises NotFound for 404 and 410, Unreachable for any other refusal."""
+    def page(self, url: str, *, patient: bool = True) -> requests.Response:
+        """GET a page, with retries when `patient`. Raises NotFound for 404 and 410, else Unreachable."""
         from mousebender.simple import ACCEPT_SUPPORTED
+        from requests import RequestException
 
-        with self._answer(url, {"Accept": ACCEPT_SUPPORTED}) as response:
-            response.content  # noqa: B018 - read inside of the retries' reach
-            return response
+        retries = self._retries() if patient else 0
+        for attempt in range(retries + 1):
+            try:
+                with self._answer(url, {"Accept": ACCEPT_SUPPORTED}, retries) as response:
+                    response.content  # noqa: B018 - read the body here: it may be cut, too
+                    return response
+            except RequestException as error:
+                cut = _reason(error)
+                if attempt < retries:
+                    self._pause(0.25 * 2**attempt)
+        raise Unreachable(cut)
 
     def download(
         self, url: str, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]
@@ -61,16 +72,21 @@ class Client:
         """Stream `url` into `partial`, going on where an earlier try was cut; returns the sha256.
 
         Raises Mismatch when the content has none of `hashes`, NotFound, Unreachable, or OSError
-        when `partial` cannot be written.
+        when `partial` cannot be written. Only tries that bring nothing new count as retries: a large
+        file over a bad line must not fail for the number of its cuts.
         """
-        last = "the connection was cut"
-        for attempt in range(self._retries() + 1):
-            if attempt:
-                self._pause(min(0.25 * 2**attempt, _LONGEST_WAIT_S))
+        if url.startswith("file:"):
+            return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, moved)
+        last = "the content changed while it was sent"
+        most, tries = 0, -1
+        while tries < self._retries():
             have = partial.stat().st_size if partial.exists() else 0
+            most, tries = max(most, have), 0 if have > most else tries + 1
+            if tries:
+                self._pause(0.25 * 2**tries)
             head = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
             try:
-                with self._answer(url, head) as response:
+                with self._answer(url, head, self._retries()) as response:
                     digest = self._receive(response, partial, have, moved)
             except NotFound:
                 if have:  # 416: what we have is not a beginning of what is there
@@ -111,13 +127,15 @@ class Client:
         return digest.hexdigest()
 
     @contextlib.contextmanager
-    def _answer(self, url: str, headers: Mapping[str, str]) -> Iterator[requests.Response]:
+    def _answer(
+        self, url: str, headers: Mapping[str, str], retries: int
+    ) -> Iterator[requests.Response]:
         """A successful answer to GET. Passing troubles are retried with a pause."""
         from requests import RequestException
 
         plain, credentials = split_credentials(url)
-        for attempt in range(self._retries() + 1):
-            last = attempt == self._retries()
+        for attempt in range(retries + 1):
+            last = attempt == retries
             try:
                 response = self._session().get(
                     plain,
@@ -125,15 +143,14 @@ class Client:
                     auth=credentials,
                     stream=True,
                     timeout=self.pip.timeout_s or _TIMEOUT_S,
-                    verify=self._verify(plain),
                     # Given here, pip's proxy goes before those of the environment.
-                    proxies={"http": self.pip.proxy, "https": self.pip.proxy}
+                    proxies=dict.fromkeys(("http", "https"), self.pip.proxy)
                     if self.pip.proxy
                     else None,
                 )
             except RequestException as error:
                 if last or not _passing(error):
-                    raise Unreachable(_reason(error)) from None
+                    raise Down(_reason(error)) from None
                 self._pause(0.25 * 2**attempt)
                 continue
             with response:
@@ -144,9 +161,9 @@ class Client:
                     yield response
                     return
                 if last or code not in _PASSING:
-                    raise Unreachable(
-                        f"HTTP {code} {response.reason or ''}".strip() + _advice(code)
-                    )
+                    # Object stores say 403 for one file that they lack; 401 is about who asks.
+                    refused = Down if code in (401, 407) else Unreachable
+                    raise refused(f"HTTP {code} {response.reason or ''}".strip() + _advice(code))
                 wait = _retry_after(response.headers.get("Retry-After"))
             self._pause(0.25 * 2**attempt if wait is None else wait)
 
@@ -154,8 +171,20 @@ class Client:
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
             import requests
+            from requests.adapters import HTTPAdapter
+
+            decide = self._verify
+
+            class Adapter(HTTPAdapter):
+                """Judges each hop by its own host: trust must not follow a redirect elsewhere."""
+
+                def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
+                    return super().send(
+                        request, *args, **{**options, "verify": decide(request.url)}
+                    )
 
             session = requests.Session()
+            session.mount("https://", Adapter())
             session.headers["User-Agent"] = "envbuild"
             if self.pip.client_cert:
                 session.cert = self.pip.client_cert
@@ -184,10 +213,26 @@ class _Cut(Exception):
     """A transfer that ended too early."""
 
 
+def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]) -> str:
+    """Copy a file that an index on disk lists, so that the store has it without reading the index again."""
+    try:
+        stream = source.open("rb")
+    except OSError as error:
+        raise NotFound(f"cannot be read: {error.strerror}") from None
+    digest = hashlib.sha256()
+    with stream, partial.open("wb") as copy:
+        while block := stream.read(_CHUNK):
+            copy.write(block)
+            digest.update(block)
+            moved(len(block))
+    if digest.hexdigest() not in hashes:
+        partial.unlink(missing_ok=True)
+        raise Mismatch(digest.hexdigest())
+    return digest.hexdigest()
+
+
 def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
     """`url` without its user part, and that part as (user, password), decoded."""
-    from urllib.parse import unquote
-
     parts = urlsplit(url)
     if "@" not in parts.netloc:
         return url, None
@@ -205,28 +250,8 @@ def with_credentials_of(url: str, index: str) -> str:
     return url
 
 
-@contextlib.contextmanager
-def alone(path: Path, stop: threading.Event) -> Iterator[Path]:
-    """Hold `path` for this download alone (flock); elsewhere, where there is no flock, a private name."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if stop.wait(0.05):
-                    raise KeyboardInterrupt from None
-                continue
-            except OSError:
-                path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-            break
-        yield path
-    finally:
-        os.close(lock)
-
-
 def _passing(error: Exception) -> bool:
-    """Whether trying again may help: not when a name is unknown, a port closed, a certificate refused."""
+    """Whether trying again may help. Not with an unknown name, a refusal, or nobody there in all the timeout."""
     text = repr(error)
     return not any(
         sign in text
@@ -234,6 +259,7 @@ def _passing(error: Exception) -> bool:
             "NameResolution",
             "Name or service",
             "refused",
+            "ConnectTimeout",
             "SSLError",
             "CERTIFICATE",
             "InvalidURL",
@@ -253,11 +279,8 @@ def _reason(error: Exception) -> str:
 
 
 def _advice(code: int) -> str:
-    return (
-        " (credentials? netrc and user:password@ in pip's index-url are read)"
-        if code in (401, 403)
-        else ""
-    )
+    advice = " (credentials? netrc and user:password@ in pip's index-url are read)"
+    return advice if code in (401, 403) else ""
 
 
 def _retry_after(value: str | None) -> float | None:

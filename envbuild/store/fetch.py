@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from envbuild.errors import BuildError
 from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Mismatch, NotFound, Unreachable, alone
+from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
 from envbuild.store.sources import Link, Source, list_folder, local_folders, matches, remote_sources
-from envbuild.store.store import Store
+from envbuild.store.store import Store, alone
 
 _PARALLEL = 8
+_GRACE_S = 0.5
 Advance = Callable[[int], None]
 
 
@@ -120,27 +122,51 @@ def _fetch_all(
     """Fetch in parallel; an error other than a source's refusal, or Ctrl-C, stops all at the next chunk."""
     if not sources:
         return {}
-    from concurrent.futures import ThreadPoolExecutor, wait
+    import threading
+    from queue import Empty, SimpleQueue
 
     store.folder("partial")
     found: dict[Wanted, Path] = {}
-    pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="fetch")
-    try:
-        with transfer(f"looking for {len(missing)} wheels", None) as moved:
-            tasks = {
-                pool.submit(_fetch_one, wheel, sources, client, store, answers[wheel], moved): wheel
-                for wheel in missing
-            }
-            pending = set(tasks)
-            while pending:
-                done, pending = wait(pending, timeout=0.2, return_when="FIRST_COMPLETED")
-                for task in done:
-                    path = task.result()
-                    if path is not None:
-                        found[tasks[task]] = path
-    finally:
-        client.stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+    waiting: SimpleQueue[Wanted] = SimpleQueue()
+    outcomes: SimpleQueue[tuple[Wanted, Path | BaseException | None]] = SimpleQueue()
+    for wheel in missing:
+        waiting.put(wheel)
+
+    def work(moved: Advance) -> None:
+        while not client.stop.is_set():
+            try:
+                wheel = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                outcomes.put(
+                    (wheel, _fetch_one(wheel, sources, client, store, answers[wheel], moved))
+                )
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                outcomes.put((wheel, error))
+
+    # Daemons, not an executor: Python waits for an executor's threads at its end, and one may hang
+    # in a silent server's answer for minutes after Ctrl-C.
+    with transfer(f"looking for {len(missing)} wheels", None) as moved:
+        threads = [
+            threading.Thread(target=work, args=(moved,), daemon=True, name=f"fetch-{number}")
+            for number in range(min(_PARALLEL, len(missing)))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in missing:
+                wheel, outcome = outcomes.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                if outcome is not None:
+                    found[wheel] = outcome
+        finally:
+            client.stop.set()
+            deadline = time.monotonic() + _GRACE_S
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
     return found
 
 

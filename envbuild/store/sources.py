@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, NotFound, Unreachable, with_credentials_of
+from envbuild.store.client import Client, Down, NotFound, Unreachable, with_credentials_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,15 @@ class Link:
 class Source:
     """A page of links for each project (an index), or one page for all (find-links).
 
-    Pages are asked for once and kept, the refusal of a whole source too, so that ten wheels do not
-    wait ten times for one dead index.
+    Pages are asked for once and kept. A server that is down is not asked again, and one that failed
+    in spite of retries gets one try for each further page, so that ten wheels do not wait ten times
+    for one dead index; a page refused alone hides no other.
     """
 
     url: str
     is_index: bool
     refusal: str | None = None
+    patient: bool = True
     _pages: dict[str, list[Link]] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -50,19 +52,22 @@ class Source:
             lock = self._locks.setdefault(page, threading.Lock())
         with lock:
             if self.refusal is not None:
-                raise Unreachable(self.refusal)
+                raise Down(self.refusal)
             if page not in self._pages:
                 try:
-                    self._pages[page] = list(read_page(page, project, client))
+                    self._pages[page] = list(read_page(page, project, client, self.patient))
                 except NotFound:
                     self._pages[page] = []
-                except Unreachable as error:
+                except Down as error:
                     self.refusal = str(error)
+                    raise
+                except Unreachable:
+                    self.patient = False
                     raise
             return self._pages[page]
 
 
-def read_page(url: str, project: str, client: Client) -> Iterator[Link]:
+def read_page(url: str, project: str, client: Client, patient: bool = True) -> Iterator[Link]:
     """The links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
 
     Raises NotFound or Unreachable.
@@ -78,7 +83,7 @@ def read_page(url: str, project: str, client: Client) -> Iterator[Link]:
         except OSError as error:
             raise NotFound(str(error)) from None
     else:
-        response = client.page(url)
+        response = client.page(url, patient=patient)
         url, kind = (
             with_credentials_of(response.url, url),
             response.headers.get("Content-Type", kind),

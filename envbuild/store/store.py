@@ -10,12 +10,14 @@ uv/                            uv's cache: unpacked wheels, from which environme
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,3 +112,23 @@ class Store:
             for path in (self.root / "partial").iterdir():
                 if path.stat().st_mtime < limit:
                     path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(path: Path, stop: threading.Event) -> Iterator[Path]:
+    """Hold `path` for this download alone (flock); elsewhere, where there is no flock, a private name."""
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if stop.wait(0.05):
+                    raise KeyboardInterrupt from None
+                continue
+            except OSError:
+                path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+            break
+        yield path
+    finally:
+        os.close(lock)

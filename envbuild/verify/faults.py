@@ -13,6 +13,7 @@ from typing import Any
 from envbuild.verify.launch import Job, Outcome, Running
 from envbuild.verify.model import Check, judge
 
+RESTART_TITLE = "a killed rank: restart and finish from the snapshot"
 _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 
 
@@ -85,7 +86,7 @@ def check_restart(
         )
     return judge(
         "restart",
-        "a killed rank: restart and finish from the snapshot",
+        RESTART_TITLE,
         good,
         seen=seen,
         expected=f"restarted, resumed from the snapshot, finished epoch {total - 1} on the undisturbed curve",

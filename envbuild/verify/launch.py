@@ -23,6 +23,7 @@ from envbuild.verify.subject import Subject
 
 _ADDRESS = "127.0.0.1"
 _POLL_S = 0.05
+_GRACE_S = 10.0
 # Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
 _JOB_VARIABLES = (
     "MASTER_ADDR",
@@ -70,7 +71,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Running:
-    """A job under way; `wait` ends it."""
+    """A job under way; `wait` ends it, and leaving it as a context stops what still runs."""
 
     job: Job
     run_id: str
@@ -78,6 +79,12 @@ class Running:
     started: float
     command: list[str]
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process.stop(self.children)
 
     def log(self) -> str:
         """Everything that the nodes printed so far."""
@@ -87,16 +94,20 @@ class Running:
         return "\n".join(texts)
 
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
-        """Wait for every node. Past the job's time, or after an interruption, all are stopped."""
+        """Wait for every node. Past the job's time, a while after the first node failed, or after an
+        interruption, those still running are stopped.
+        """
         deadline = self.started + self.job.timeout_s
+        timed_out = failing = False
         try:
-            while any(child.poll() is None for child in self.children):
-                if time.monotonic() > deadline:
-                    break
+            while any(child.poll() is None for child in self.children) and not timed_out:
+                if not failing and any(child.poll() for child in self.children):
+                    # The others would wait for the lost node until their own time limits.
+                    failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+                timed_out = time.monotonic() > deadline
                 if on_poll is not None:
                     on_poll(self)
                 time.sleep(_POLL_S)
-            timed_out = any(child.poll() is None for child in self.children)
         finally:
             process.stop(self.children)
         return Outcome(
@@ -104,7 +115,7 @@ class Running:
             reports=self._reports(),
             log=self.log(),
             seconds=time.monotonic() - self.started,
-            timed_out=timed_out,
+            timed_out=timed_out and not failing,
             command=self.command,
         )
 

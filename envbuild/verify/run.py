@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.verify import training_checks as training
-from envbuild.verify.faults import Killer, check_restart
+from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
 from envbuild.verify.launch import Job, Outcome, Running, start_job
 from envbuild.verify.model import FAIL, Check, blocked
 from envbuild.verify.static_checks import check_architecture, check_installed
@@ -81,24 +81,24 @@ def _checks(
     reference = _start(
         subject, settings, work, env, "reference", _reference_epochs(settings), nodes=0
     )
-    try:
-        first = _start(subject, settings, work, env, "train", half)
-        try:
+    with reference:
+        with _start(subject, settings, work, env, "train", half) as first:
             checks = [check_installed(subject), check_architecture(subject)]
-        finally:
             first_outcome = first.wait()
-    finally:
         reference_outcome = reference.wait()
-    say(f"resuming from the snapshot of epoch {half} …")
-    second = _start(
-        subject, settings, work, env, "resume", settings.epochs, snapshot="train"
-    ).wait()
+    second = first_outcome
+    if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
+        say(f"resuming from the snapshot of epoch {half} …")
+        again = _start(subject, settings, work, env, "resume", settings.epochs, snapshot="train")
+        second = again.wait()
     checks += _training_checks(
         subject, settings, work, half, [first_outcome, second], first.job, reference_outcome
     )
-    if settings.faults:
+    if settings.faults and first_outcome.finished:
         say("killing a rank in the middle of training …")
         checks.append(_fault_check(subject, settings, work, env, reference_outcome))
+    elif settings.faults:
+        checks.append(blocked("restart", RESTART_TITLE, "launch"))
     return checks
 
 

@@ -93,8 +93,10 @@ BREAKS = {
         if rank == "0":
             import torch
             save = torch.save
-            def forgetful(value, *args, **kwargs):
-                return save({**value, "EPOCHS_RUN": value["EPOCHS_RUN"] - 1}, *args, **kwargs)
+            def forgetful(value, where, *args, **kwargs):
+                if "EPOCHS_RUN" in value:
+                    value = {**value, "EPOCHS_RUN": value["EPOCHS_RUN"] - 1}
+                return save(value, where, *args, **kwargs)
             torch.save = forgetful
         """,
     ),

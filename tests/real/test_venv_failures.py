@@ -104,7 +104,10 @@ def test_ctrl_c_during_verification_stops_the_ranks(pt_cpu: dict[str, Any]) -> N
     assert ranks_of(pt_cpu["path"]), "no rank ever started"
     time.sleep(1.0)
     child.send_signal(signal.SIGINT)
-    _, stderr = child.communicate(timeout=60)
+    try:
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130 and "interrupted" in stderr, stderr
     deadline = time.monotonic() + 10
     while ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:

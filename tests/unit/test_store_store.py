@@ -1,0 +1,113 @@
+"""The store on disk: finding, adopting, remembered digests, stale downloads."""
+
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from envbuild.errors import BuildError
+from envbuild.store.store import Store
+
+NAME = "demo-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def test_nothing_is_made_by_looking(store: Store, tmp_path: Path) -> None:
+    assert store.find_wheel("ab" * 32) is None
+    store.clean_stale()
+    assert not store.root.exists()
+    (tmp_path / "file").write_text("x")
+    assert Store(tmp_path / "file/store").find_wheel("ab" * 32) is None
+
+
+def test_an_adopted_file_is_found(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "new").write_bytes(b"wheel")
+    path = store.adopt(tmp_path / "new", "ab" * 32, NAME)
+    assert store.find_wheel("ab" * 32) == path == store.root / "wheels" / ("ab" * 32) / NAME
+    assert path.read_bytes() == b"wheel" and not (tmp_path / "new").exists()
+
+
+def test_a_store_that_cannot_be_made_says_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BuildError, match=str(tmp_path / "file/store")) as caught:
+        _ = Store(tmp_path / "file/store").uv_cache
+    assert "ENVBUILD_STORE" in (caught.value.hint or "")
+
+
+def test_put_writes_once(store: Store) -> None:
+    path = store.put("trainer", "cd" * 32, NAME, lambda: b"one")
+    assert store.put("trainer", "cd" * 32, NAME, lambda: b"two") == path
+    assert path.read_bytes() == b"one" and [p.name for p in path.parent.iterdir()] == [NAME]
+
+
+def test_a_digest_is_remembered_until_the_file_changes(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / NAME
+    file.write_bytes(b"one")
+    true = hashlib.sha256(b"one").hexdigest()
+    assert store.file_digest(file) == true
+    # Same size and time, as only a forger would: the remembered value tells that nothing was hashed.
+    stat = file.stat()
+    with file.open("r+b") as stream:
+        stream.write(b"two")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert store.file_digest(file) == true
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert store.file_digest(file) == hashlib.sha256(b"two").hexdigest()
+    file.rename(tmp_path / "kept")  # keeps its inode from being used again
+    (tmp_path / "other").write_bytes(b"new")
+    os.utime(tmp_path / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    (tmp_path / "other").rename(file)  # same path, size and time; another inode
+    assert store.file_digest(file) == hashlib.sha256(b"new").hexdigest()
+
+
+def test_a_damaged_note_is_ignored(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / NAME
+    file.write_bytes(b"one")
+    digest = store.file_digest(file)
+    for text in ("", "[]", "{}", "null", "[1, 2]", '"x"'):
+        for note in (store.root / "digests").iterdir():
+            note.write_text(text)
+        assert store.file_digest(file) == digest
+
+
+def test_digests_without_a_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    store = Store(tmp_path / "file/store")
+    assert store.file_digest(tmp_path / "file") == hashlib.sha256(b"x").hexdigest()
+
+
+def test_digests_at_once(store: Store, tmp_path: Path) -> None:
+    files = [tmp_path / f"{n}.whl" for n in range(8)]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    wrong: list[Path] = []
+
+    def ask() -> None:
+        for file in files * 20:
+            if store.file_digest(file) != hashlib.sha256(file.name.encode()).hexdigest():
+                wrong.append(file)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(list((store.root / "digests").iterdir())) == len(files)
+
+
+def test_stale_downloads_are_removed(store: Store) -> None:
+    folder = store.folder("partial")
+    (folder / "old").write_bytes(b"x")
+    (folder / "new").write_bytes(b"x")
+    week_old = time.time() - 8 * 86400
+    os.utime(folder / "old", (week_old, week_old))
+    store.clean_stale()
+    assert [path.name for path in folder.iterdir()] == ["new"]
