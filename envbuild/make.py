@@ -92,6 +92,8 @@ def make_venv(
     failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
     """
     started = time.monotonic()
+    if path.is_symlink():  # the folder that it names is replaced, not the link
+        path = path.resolve()
     venv.check_place(path)
     with place.exclusive(path, say):
         state = venv.check_place(path)
@@ -99,18 +101,19 @@ def make_venv(
         if state is not None and current:
             verified = False
             if verify and not _has_receipt(path, state, plan, faults):
-                _verify(path, path, state, plan, environment, say, faults)
+                _keep_receipt(_verify(path, path, state, plan, environment, say, faults), path)
                 verified = True
             return _result(path, state, started, built=False, verified=verified, verify=verify)
         _say_why(path, state, plan, say)
         staged = place.staging(path)
         try:
             state = venv.build(plan, trainer, environment, staged, python=python, offline=offline)
+            receipt = None
             if verify:
-                _verify(staged, path, state, plan, environment, say, faults)
-            else:
-                _forget_receipt(path)
+                receipt = _verify(staged, path, state, plan, environment, say, faults)
             place.swap_in(staged, path)
+            # Last: cut off before this, the next call finds no receipt of this content and verifies.
+            _keep_receipt(receipt, path)
         except BaseException:
             place.remove(staged)
             raise
@@ -146,7 +149,11 @@ def _verify(
     environment: Environment,
     say: Say,
     faults: bool,
-) -> None:
+) -> dict[str, Any]:
+    """Verify the environment at `where`, to be placed at `final`, and return its passing receipt.
+
+    Raises VerificationError after keeping what failed, with a receipt that says so.
+    """
     from envbuild.verify.explain import failures
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
     from envbuild.verify.run import verify
@@ -155,12 +162,11 @@ def _verify(
     subject = venv_subject(where, state)
     settings = _settings(plan.verify_settings(), {"faults": faults})
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(final))
+    if verdict.passed:
+        say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
+        return make_receipt(subject, verdict, final)
+    failed = final
     with place.writing(final.parent):
-        if verdict.passed:
-            write_receipt(make_receipt(subject, verdict, final), final)
-            say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
-            return
-        failed = final
         if where != final:
             failed = final.with_name(f"{final.name}.failed")
             place.swap_in(where, failed)
@@ -207,11 +213,15 @@ def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
         say(f"{path}: no longer what was built (packages or interpreter); building again")
 
 
-def _forget_receipt(path: Path) -> None:
-    from envbuild.verify.receipt import receipt_path
+def _keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
+    """Write the receipt of what is now at `path`; without one, the receipt of what was there goes."""
+    from envbuild.verify.receipt import receipt_path, write_receipt
 
     with place.writing(path.parent):
-        receipt_path(path).unlink(missing_ok=True)
+        if receipt is not None:
+            write_receipt(receipt, path)
+        else:
+            receipt_path(path).unlink(missing_ok=True)
 
 
 def _result(

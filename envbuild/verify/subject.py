@@ -31,14 +31,20 @@ class Subject:
     command: Command
     launch_environment: Callable[[Mapping[str, str]], dict[str, str]]
 
-    def relative(self, path: str) -> str:
-        """`path` as seen from the artifact's root: equal wherever the artifact stands."""
-        root = os.fspath(self.root.absolute())
-        return path.replace(root + os.sep, "").replace(root, ".")
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The root as given and with links resolved: scripts find themselves by either."""
+        return (os.fspath(self.root.absolute()), os.path.realpath(self.root))
+
+    def relative(self, text: str) -> str:
+        """`text` with paths as seen from the artifact's root: equal wherever the artifact stands."""
+        for root in self.roots:
+            text = text.replace(root + os.sep, "").replace(root, ".")
+        return text
 
     def holds(self, path: str) -> bool:
-        """Whether `path` lies inside the artifact."""
-        return os.path.abspath(path).startswith(os.fspath(self.root.absolute()) + os.sep)
+        """Whether `path` lies inside the artifact; a link inside counts, wherever it points."""
+        return os.path.abspath(path).startswith(tuple(root + os.sep for root in self.roots))
 
 
 def open_subject(path: Path) -> Subject:

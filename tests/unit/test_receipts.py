@@ -1,0 +1,153 @@
+"""Which receipt counts, for which artifact; and finding a rank's process."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envbuild import make
+from envbuild.artifacts.state import State, read_state
+from envbuild.errors import BuildError
+from envbuild.lock.format import Lock, LockedPackage
+from envbuild.plan.plan import Plan, make_plan
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.verify.faults import find_rank
+from envbuild.verify.receipt import receipt_path
+from envbuild.verify.subject import Subject
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
+
+
+def make_state(**changes: Any) -> State:
+    state = State(
+        "venv", "r", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11",
+        (("numpy", "2.2.6", "sha256:n"),), {"nodes": 2}, "0.1.0",
+    )  # fmt: skip
+    return dataclasses.replace(state, **changes)
+
+
+def the_plan(python: str = "3.11", **lock: Any) -> Plan:
+    loaded = load_recipe(RECIPE / "recipe.toml")
+    target = Target.parse("cpu-x86_64")
+    packages = lock.get("packages", (LockedPackage("numpy", "2.2.6", ("a" * 64,)),))
+    locked = Lock("pt_minimal", target.name, python, "x86_64-manylinux_2_28", "sha256:d", packages)
+    return make_plan(
+        loaded.recipe,
+        loaded.digest,
+        locked,
+        target,
+        artifact="venv",
+        trainer_version="1",
+        trainer_digest="sha256:t",
+    )
+
+
+def test_the_plan_digest_follows_what_decides_the_content() -> None:
+    digest = the_plan().digest
+    assert the_plan().digest == digest
+    assert (
+        dataclasses.replace(the_plan(), indexes=("https://elsewhere.example/simple",)).digest
+        == digest
+    )
+    assert dataclasses.replace(the_plan(), compile_bytecode=True).digest != digest
+    assert the_plan(python="3.12").digest != digest
+    assert the_plan(packages=(LockedPackage("numpy", "2.2.6", ("b" * 64,)),)).digest != digest
+
+
+def test_the_artifact_digest_ignores_where_and_by_whom_it_was_built() -> None:
+    state = make_state()
+    same = dataclasses.replace(
+        state, interpreter="/opt/python", envbuild="9", recipe_digest="sha256:x", verify={}
+    )
+    assert same.digest == state.digest
+    assert make_state(packages=(("numpy", "2.2.6", "sha256:other"),)).digest != state.digest
+    assert make_state(python_version="3.11.8").digest != state.digest
+
+
+def test_a_state_is_read_back_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    assert read_state(tmp_path) is None and read_state(tmp_path / "none") is None
+    file = tmp_path / "envbuild.json"
+    file.write_text(make_state().render())
+    assert read_state(tmp_path) == make_state()
+    for text in (
+        "",
+        "{}",
+        '{"format": 1}',
+        make_state().render().replace('"format": 1', '"format": 9'),
+        "[]",
+    ):
+        file.write_text(text)
+        with pytest.raises(BuildError, match=r"envbuild\.json"):
+            read_state(tmp_path)
+
+
+def write_receipt(path: Path, digest: str, **changes: Any) -> None:
+    settings = {**the_plan().verify_settings(), "faults": False, **changes.pop("settings", {})}
+    receipt = {
+        "format": 1,
+        "passed": True,
+        "artifact": {"digest": digest},
+        "settings": settings,
+        **changes,
+    }
+    receipt_path(path).write_text(json.dumps(receipt))
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults", "counts"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"settings": {"faults": True}}, True, True),
+        ({"settings": {"epochs": 2}}, False, False),
+        ({"settings": {"nodes": 4}}, False, True),
+        ({"settings": {"nodes": 1, "nproc_per_node": 4}}, False, False),
+        ({"settings": {"nodes": 3, "nproc_per_node": 1}}, False, False),
+        ({"settings": {"model": "linear"}}, False, False),
+        ({"passed": False}, False, False),
+        ({"format": 2}, False, False),
+        ({"artifact": {"digest": "sha256:other"}}, False, False),
+    ],
+)
+def test_a_receipt_counts_when_it_is_no_less_thorough(
+    changes: dict[str, Any], faults: bool, counts: bool, tmp_path: Path
+) -> None:
+    state = make_state()
+    write_receipt(tmp_path / "venv", state.digest, **changes)
+    assert make._has_receipt(tmp_path / "venv", state, the_plan(), faults) is counts
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0"])
+def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
+    receipt_path(tmp_path / "venv").write_text(text)
+    assert not make._has_receipt(tmp_path / "venv", make_state(), the_plan(), False)
+
+
+def test_a_rank_is_found_by_its_environment(tmp_path: Path) -> None:
+    for pid, text in (
+        ("10", "RANK=1\0TORCHELASTIC_RUN_ID=other\0"),
+        ("11", "LOCAL_RANK=1\0TORCHELASTIC_RUN_ID=mine\0RANK=0\0"),
+        ("12", "TORCHELASTIC_RUN_ID=mine\0RANK=1\0"),
+        ("self", "TORCHELASTIC_RUN_ID=mine\0RANK=1\0"),
+    ):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "environ").write_text(text)
+    (tmp_path / "13").mkdir()  # ended meanwhile
+    assert find_rank("mine", 1, tmp_path) == 12
+    assert find_rank("mine", 3, tmp_path) is None
+
+
+def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    (real / "venv").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    root = tmp_path / "link" / "venv"
+    subject = Subject(
+        root, root, root / "lib", make_state(), Target.parse("cpu-x86_64"), lambda _p, _a: [], dict
+    )
+    for inside in (f"{root}/bin/python", f"{real}/venv/bin/python"):
+        assert subject.holds(inside) and subject.relative(inside) == "bin/python"
+    assert not subject.holds(f"{real}/venv2/bin/python") and not subject.holds("/usr/bin/python3")
