@@ -228,6 +228,14 @@ def test_an_interpreter_that_is_none(small: Command, python: str) -> None:
     assert litter(small) == []
 
 
+def test_an_interpreter_of_another_version(small: Command) -> None:
+    recipe = small.folder / "recipes/small/recipe.toml"
+    recipe.write_text(recipe.read_text().replace('python = "3.11"', 'python = "3.12"'))
+    assert small("lock", "small").returncode == 0
+    done = build(small, "--python", "3.11")
+    assert done.returncode == 6 and "wants Python 3.12" in done.stderr, done.stderr
+
+
 def test_a_stale_lock_is_refused_when_locked_and_renewed_otherwise(small: Command) -> None:
     make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "beta==1.0"])
     refused = build(small, "--locked")
