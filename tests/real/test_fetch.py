@@ -684,7 +684,7 @@ def test_an_interrupt_ends_a_hung_transfer_at_once(
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10  # the server stalls for much longer
     assert "KeyboardInterrupt" in err
     if how == "file":
         partial = tmp_path / "partial" / min(wanted.hashes)
