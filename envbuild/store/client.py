@@ -77,6 +77,10 @@ class Client:
         """
         if url.startswith("file:"):
             return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, moved)
+        if (
+            partial.exists() and (digest := _digest(partial)) in hashes
+        ):  # cut off just before its adoption
+            return digest
         last = "the content changed while it was sent"
         most, tries = 0, -1
         while tries < self._retries():
@@ -89,8 +93,9 @@ class Client:
                 with self._answer(url, head, self._retries()) as response:
                     digest = self._receive(response, partial, have, moved)
             except NotFound:
-                if have:  # 416: what we have is not a beginning of what is there
+                if have:  # 416, or another part: what we have is of no use
                     partial.unlink(missing_ok=True)
+                    tries -= 1
                     continue
                 raise
             except _Cut as cut:
@@ -108,7 +113,9 @@ class Client:
     ) -> str:
         from requests import RequestException
 
-        resumed = response.status_code == 206
+        resumed = response.status_code == 206 and have > 0
+        if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise NotFound("another part of the file was sent than was asked for")
         digest = hashlib.sha256()
         if resumed:
             with partial.open("rb") as stream:
@@ -148,8 +155,10 @@ class Client:
                     if self.pip.proxy
                     else None,
                 )
-            except RequestException as error:
-                if last or not _passing(error):
+            except (
+                OSError
+            ) as error:  # requests' own are OSErrors too; a missing cert file is a plain one
+                if last or not isinstance(error, RequestException) or not _passing(error):
                     raise Down(_reason(error)) from None
                 self._pause(0.25 * 2**attempt)
                 continue
@@ -211,6 +220,11 @@ class Client:
 
 class _Cut(Exception):
     """A transfer that ended too early."""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]) -> str:
@@ -287,7 +301,7 @@ def _retry_after(value: str | None) -> float | None:
     """Seconds of a Retry-After header (RFC 9110 §10.2.3), given as seconds or as a date."""
     if value is None:
         return None
-    if value.strip().isdigit():
+    if value.strip().isascii() and value.strip().isdecimal():
         return float(value)
     from email.utils import parsedate_to_datetime
 

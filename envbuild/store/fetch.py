@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from envbuild.errors import BuildError
 from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
-from envbuild.store.sources import Link, Source, list_folder, local_folders, matches, remote_sources
+from envbuild.store.sources import Link, Source, local_wheels, matches, remote_sources
 from envbuild.store.store import Store, alone
 
 _PARALLEL = 8
@@ -53,7 +54,7 @@ def locate_wheels(
     """
     found: dict[Wanted, Path] = {}
     answers: dict[Wanted, list[str]] = {wheel: [] for wheel in wanted}
-    folders = [(folder, list_folder(folder)) for folder in local_folders(pip)]
+    folders = local_wheels(pip)
     for wheel in wanted:
         path = _in_store(wheel, store) or _in_folders(wheel, folders, store, answers[wheel])
         if path is not None:
@@ -70,6 +71,8 @@ def locate_wheels(
 
 def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
     """None when the package index at `url` answers at all, else why it does not."""
+    if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
+        return "no such folder"
     source = Source(url, is_index=True)
     # One try: an index that is down is left out of a resolution, and said.
     impatient = Client(_once(pip), env)
@@ -126,6 +129,7 @@ def _fetch_all(
     from queue import Empty, SimpleQueue
 
     store.folder("partial")
+    store.clean_stale()
     found: dict[Wanted, Path] = {}
     waiting: SimpleQueue[Wanted] = SimpleQueue()
     outcomes: SimpleQueue[tuple[Wanted, Path | BaseException | None]] = SimpleQueue()

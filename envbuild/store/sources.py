@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,9 @@ from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Down, NotFound, Unreachable, with_credentials_of
+
+_BASE = re.compile(r"""<base\s[^>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
+_BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,11 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
             response.headers.get("Content-Type", kind),
         )
         text = response.text
+    if "json" not in kind:
+        # What pip takes and mousebender does not: <base>, and anchors that lead to no file.
+        if base := _BASE.search(text):
+            url = with_credentials_of(urljoin(url, base[1]), url)
+        text = _BARE_ANCHOR.sub(r"\1", text)
     try:
         page = simple.parse_project_details(text, kind, project)
     except (
@@ -100,12 +110,15 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         raise Unreachable(f"not a package index: {str(error).partition(chr(10))[0]}") from None
     for file in page["files"]:
         link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
-        yield Link(unquote(file["filename"]), link, file["hashes"].get("sha256"))
+        digest = file["hashes"].get("sha256")
+        yield Link(
+            unquote(file["filename"]), link, digest.partition("&")[0].lower() if digest else None
+        )
 
 
 def matches(filename: str, name: str, version: str) -> bool:
     """Whether `filename` is a wheel of this project and version (binary distribution format)."""
-    if not filename.endswith(".whl"):
+    if not filename.endswith(".whl") or "/" in filename or "\0" in filename:
         return False
     parts = filename[: -len(".whl")].split("-")
     if len(parts) not in (5, 6) or normalise(parts[0]) != name:
@@ -123,22 +136,23 @@ def matches(filename: str, name: str, version: str) -> bool:
         return False
 
 
-def local_folders(pip: PipConfig) -> list[Path]:
-    """The find-links entries that are folders here."""
-    folders = []
+def local_wheels(pip: PipConfig) -> list[tuple[Path, list[str]]]:
+    """(folder, names of wheels) of each find-links entry that is a folder or a wheel on this machine."""
+    found = []
     for entry in pip.find_links:
-        path = Path(unquote(urlsplit(entry).path)) if entry.startswith("file:") else Path(entry)
-        if "://" not in entry.removeprefix("file://") and path.is_dir():
-            folders.append(path)
-    return folders
+        path = _local_path(entry)
+        if path is not None and path.is_dir():
+            with contextlib.suppress(OSError):
+                found.append((path, [name for name in os.listdir(path) if name.endswith(".whl")]))
+        elif path is not None and path.suffix == ".whl" and path.is_file():
+            found.append((path.parent, [path.name]))
+    return found
 
 
-def list_folder(folder: Path) -> list[str]:
-    """The names of the wheels in a folder."""
-    try:
-        return [name for name in os.listdir(folder) if name.endswith(".whl")]
-    except OSError:
-        return []
+def _local_path(entry: str) -> Path | None:
+    if entry.startswith("file:"):
+        return Path(unquote(urlsplit(entry).path))
+    return None if "://" in entry else Path(entry)
 
 
 def remote_sources(
@@ -151,13 +165,12 @@ def remote_sources(
     """All sources but local folders, in the order to ask: find-links pages, the recipe's indexes through
     the site's mirrors, pip's index, pip's further ones. Offline, those on this machine's disks only.
     """
-    folders = {os.fspath(path) for path in local_folders(pip)}
-    sources = [
-        Source(entry if "://" in entry else Path(entry).absolute().as_uri(), is_index=False)
-        for entry in pip.find_links
-        if entry not in folders
-        and not (entry.startswith("file:") and unquote(urlsplit(entry).path) in folders)
-    ]
+    sources = []
+    for entry in pip.find_links:
+        path = _local_path(entry)
+        if path is None or (path.is_file() and path.suffix != ".whl"):
+            url = entry if "://" in entry else Path(entry).absolute().as_uri()
+            sources.append(Source(url, is_index=False))
     if not pip.no_index:
         named = [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
         urls = dict.fromkeys(url for index in named for url in site.mirrored(index))

@@ -76,10 +76,13 @@ class Store:
         folder = self.folder(kind, digest)
         try:
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(make())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, place)
+            try:
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(make())
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, place)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
         except OSError as error:
             raise self.unwritable(error) from error
         return place
@@ -129,6 +132,9 @@ def alone(path: Path, stop: threading.Event) -> Iterator[Path]:
             except OSError:
                 path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
             break
+        for used in (lock, path):  # young again: clean_stale must not take what is in use
+            with contextlib.suppress(OSError):
+                os.utime(used)
         yield path
     finally:
         os.close(lock)
