@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -33,12 +34,18 @@ class Arguments:
     seed: int
 
 
+_LAST_WORDS_S = 5.0
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, printed once per node rather than once per rank."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             complain(f"{message} (see python -m ddp_train --help)")
+        else:
+            # torchrun ends all ranks of a node when the first exits: that must be the one that says why.
+            time.sleep(_LAST_WORDS_S)
         sys.exit(BAD_INPUT)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,9 +39,15 @@ class Command:
 
     def start(self, *arguments: str | Path, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=self.folder, env=self.variables(env),
-        )  # fmt: skip
+            self.line(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self.variables(env),
+            # A test run in the background of a script ignores Ctrl-C, and its children would too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
     def line(self, *arguments: str | Path) -> list[str]:
         return [sys.executable, "-m", "envbuild", *map(str, arguments)]

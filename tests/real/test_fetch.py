@@ -635,7 +635,14 @@ print(json.dumps([str(found[wanted]), after - before]))
 def child(store: Path, index: Index, wanted: Wanted, user: str = "-") -> subprocess.Popen[str]:
     what = (wanted.name, wanted.version, min(wanted.hashes))
     line = [sys.executable, "-c", CHILD, str(store), index.url, *what, user]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background of a script ignores Ctrl-C, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_two_processes_fetch_the_same_wheel_at_once(

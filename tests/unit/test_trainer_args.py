@@ -78,6 +78,7 @@ def test_second_rank_of_a_node_does_not_repeat_the_usage_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("ddp_train.args._LAST_WORDS_S", 0)
     with pytest.raises(SystemExit) as stop:
         parse_arguments([])
     assert stop.value.code == 2
