@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Mapping
@@ -224,9 +225,9 @@ def _tool_hint(said: str) -> str:
     """What to change, judged by what uv said."""
     text = said.lower()
     if "no space left" in text or "quota" in text:
-        return place.write_hint(28)
+        return place.write_hint(errno.ENOSPC)
     if "read-only file system" in text or "permission denied" in text:
-        return place.write_hint(30)
+        return place.write_hint(errno.EROFS)
     if "hash mismatch" in text:
         return "a wheel changed since it was locked; remove it from its source, or lock again"
     return "run it again; if it persists, remove the store's uv folder (it is only a cache)"

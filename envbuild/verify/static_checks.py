@@ -12,10 +12,7 @@ _SHOWN = 5
 
 def check_installed(subject: Subject) -> Check:
     """Every distribution is the locked one, and every file is as its wheel delivered it."""
-    found = {
-        d.name if key == d.name else key: d
-        for key, d in distributions(subject.site_packages).items()
-    }
+    found = distributions(subject.site_packages)
     wanted = {name: (version, record) for name, version, record in subject.state.packages}
     wrong: list[str] = []
     for name in sorted(wanted.keys() | found.keys()):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,6 @@ def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
     folder = tmp_path_factory.mktemp("pt_cpu")
     command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
     return {**command.json("venv", "pt_cpu", "--locked"), "command": command}
-
-
-WheelMaker = Callable[..., Path]
 
 
 @pytest.fixture
