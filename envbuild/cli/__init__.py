@@ -6,7 +6,9 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -76,6 +78,7 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the `envbuild` command: every foreseen failure is one message and its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _unraisable
     try:
         cli.main(standalone_mode=False)
         code = 0
@@ -106,3 +109,12 @@ def _show(error: EnvbuildError) -> None:
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _unraisable(found: Any) -> None:
+    """Give a Ctrl-C again that came where Python drops exceptions (finalizers, the import system's callbacks)."""
+    if issubclass(found.exc_type, KeyboardInterrupt):
+        # Not from here: the signal would be handled inside this hook and be dropped once more.
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(found)

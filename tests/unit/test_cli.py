@@ -125,3 +125,25 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_locks_that_are_shipped_are_current() -> None:
     done = run("lock", "pt_cpu", "pt_minimal", "--check")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
+def test_an_interruption_where_python_drops_exceptions_still_interrupts(signal_name: str) -> None:
+    """A weak reference's callback is such a place; the import system uses one for every module."""
+    script = f"""if True:
+        import signal, sys, time, weakref
+        from envbuild import cli
+        class Thing: pass
+        def lose():
+            thing = Thing()
+            kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.{signal_name}))
+            del thing
+            time.sleep(20)
+        cli.cli.main = lambda **_: lose()
+        sys.argv = ["envbuild", "list"]
+        cli.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=15
+    )
+    assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
