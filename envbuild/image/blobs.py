@@ -1,0 +1,96 @@
+"""Blobs by digest in one folder, laid out as an OCI image layout has them: sha256/<hex>."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from envbuild.errors import BuildError
+from envbuild.image.model import Descriptor, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Blobs:
+    """The blobs below `root`. A blob appears whole, by rename, or not at all."""
+
+    root: Path
+
+    def path(self, digest: str) -> Path:
+        """Where the blob lies or would lie."""
+        algorithm, _, value = digest.partition(":")
+        return self.root / algorithm / value
+
+    def has(self, blob: Descriptor) -> bool:
+        """Whether the blob is here with the right size. Its content was checked when it came."""
+        try:
+            return self.path(blob.digest).stat().st_size == blob.size
+        except OSError:
+            return False
+
+    def add(self, data: bytes) -> str:
+        """Keep a small blob, and return its digest."""
+        digest = digest_of(data)
+        if not self.path(digest).exists():
+            with self.new() as (stream, place):
+                stream.write(data)
+                stream.flush()
+                place(digest)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """A small blob's content. Raises BuildError when it is not here or is damaged."""
+        try:
+            data = self.path(digest).read_bytes()
+        except OSError as error:
+            raise BuildError(f"{self.path(digest)}: {error.strerror}") from error
+        if digest_of(data) != digest:
+            raise BuildError(f"{self.path(digest)}: damaged: its digest is {digest_of(data)}")
+        return data
+
+    def partial(self, digest: str) -> Path:
+        """A file for a download under way, which a later run goes on with; then `adopt` it."""
+        folder = self.root / "partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / digest.partition(":")[2]
+
+    def adopt(self, file: Path, digest: str) -> Path:
+        """Move a finished file, whose digest was checked, into its place."""
+        place = self.path(digest)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
+        return place
+
+    @contextlib.contextmanager
+    def new(self) -> Iterator[tuple[BinaryIO, _Place]]:
+        """A file for a blob whose digest is known only once it is written, and what puts it in place."""
+        folder = self.root / "sha256"
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                yield stream, _Place(self, temporary)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    blobs: Blobs
+    temporary: Path
+
+    def __call__(self, digest: str) -> Path:
+        os.chmod(self.temporary, 0o644)
+        return self.blobs.adopt(self.temporary, digest)
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a file's content."""
+    with path.open("rb") as stream:
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,212 @@
+"""Image manifests and indexes, as registries, layouts and archives hold them.
+
+Sources: OCI image specification 1.1 (descriptor, manifest, index, config), Docker image manifest V2
+schema 2. Both are JSON of one shape; they differ in media types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from envbuild.errors import BuildError
+
+OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+OCI_CONFIG = "application/vnd.oci.image.config.v1+json"
+OCI_LAYER = "application/vnd.oci.image.layer.v1.tar"
+OCI_LAYER_GZIP = OCI_LAYER + "+gzip"
+OCI_LAYER_ZSTD = OCI_LAYER + "+zstd"
+DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
+DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+DOCKER_CONFIG = "application/vnd.docker.container.image.v1+json"
+DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar"
+DOCKER_LAYER_GZIP = DOCKER_LAYER + ".gzip"
+DOCKER_LAYER_ZSTD = DOCKER_LAYER + ".zstd"
+DOCKER_FOREIGN_GZIP = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
+
+INDEXES = (OCI_INDEX, DOCKER_INDEX)
+MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
+# media type of a layer → how it is compressed
+COMPRESSION = {
+    OCI_LAYER: "none",
+    OCI_LAYER_GZIP: "gzip",
+    OCI_LAYER_ZSTD: "zstd",
+    DOCKER_LAYER: "none",
+    DOCKER_LAYER_GZIP: "gzip",
+    DOCKER_LAYER_ZSTD: "zstd",
+}
+# architecture as targets spell it → as images do (GOARCH)
+GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
+# No manifest of a real image is larger; a registry must not fill our memory.
+MAX_MANIFEST = 8 << 20
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a manifest or index says of one blob. `size` is in bytes; `arch` is GOARCH, "" if not said."""
+
+    media_type: str
+    digest: str
+    size: int
+    arch: str = ""
+    os: str = ""
+    annotations: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """The descriptor as an OCI manifest or index holds it."""
+        data: dict[str, Any] = {
+            "mediaType": self.media_type,
+            "digest": self.digest,
+            "size": self.size,
+        }
+        if self.annotations:
+            data["annotations"] = self.annotations
+        if self.arch:
+            data["platform"] = {"architecture": self.arch, "os": self.os or "linux"}
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An image for one platform; `raw` are its bytes as they were published."""
+
+    raw: bytes
+    media_type: str
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.raw)
+
+    @property
+    def descriptor(self) -> Descriptor:
+        return Descriptor(self.media_type, self.digest, len(self.raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The manifests of a multi-platform image."""
+
+    raw: bytes
+    media_type: str
+    manifests: tuple[Descriptor, ...]
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.raw)
+
+
+def digest_of(data: bytes) -> str:
+    """`sha256:` and the hexadecimal digest of `data`."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is a sha256 digest; no other algorithm is in use by registries."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def canonical(value: Any) -> bytes:
+    """`value` as JSON, the same bytes each time."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | Index:
+    """A manifest or an index from its bytes; `media_type` is what the server called it, if it said so.
+
+    Raises BuildError, naming `where`, for anything that is neither, or that is not what it says it is.
+    """
+    data = _json_object(raw, where)
+    kind = data.get("mediaType") or (media_type or "").partition(";")[0].strip()
+    if kind not in INDEXES + MANIFESTS:
+        kind = _guess(data) or kind
+    if kind in INDEXES:
+        listed = _list(data, "manifests", where)
+        return Index(raw, kind, tuple(_descriptor(item, where) for item in listed))
+    if kind in MANIFESTS:
+        layers = tuple(_descriptor(item, where) for item in _list(data, "layers", where))
+        return Manifest(raw, kind, _descriptor(data.get("config"), where), layers)
+    hint = None
+    if "schemaVersion" in data and data["schemaVersion"] == 1:
+        hint = (
+            "Docker schema 1 images are long out of use; push the image again with a current tool"
+        )
+    raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
+
+
+def choose(index: Index, arch: str, where: str) -> Descriptor:
+    """The manifest of `index` for linux on `arch` (x86_64, aarch64). Raises BuildError when it has none."""
+    wanted = GOARCH[arch]
+    for item in index.manifests:
+        if item.arch == wanted and item.os in ("linux", ""):
+            return item
+    has = sorted(
+        {f"{item.os or 'linux'}/{item.arch}" for item in index.manifests} - {"unknown/unknown"}
+    )
+    raise BuildError(
+        f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",
+        "choose another base image, or leave the target out",
+    )
+
+
+def parse_config(raw: bytes, where: str) -> dict[str, Any]:
+    """An image's configuration. Raises BuildError when it is not one with `rootfs.diff_ids`."""
+    data = _json_object(raw, where)
+    rootfs = data.get("rootfs")
+    ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
+    if not isinstance(ids, list) or not all(isinstance(i, str) and is_digest(i) for i in ids):
+        raise BuildError(f"{where}: an image configuration without rootfs.diff_ids")
+    return data
+
+
+def _guess(data: dict[str, Any]) -> str | None:
+    """OCI allows mediaType to be left out: the keys tell."""
+    if data.get("schemaVersion") != 2:
+        return None
+    if "manifests" in data:
+        return OCI_INDEX
+    return OCI_MANIFEST if "layers" in data and "config" in data else None
+
+
+def _json_object(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(raw)
+    except ValueError as error:
+        raise BuildError(f"{where}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BuildError(f"{where}: not a JSON object")
+    return data
+
+
+def _list(data: dict[str, Any], key: str, where: str) -> list[Any]:
+    value = data.get(key)
+    if not isinstance(value, list):
+        raise BuildError(f"{where}: {key!r} is missing or not a list")
+    return value
+
+
+def _descriptor(data: Any, where: str) -> Descriptor:
+    if not isinstance(data, dict):
+        raise BuildError(f"{where}: a descriptor is missing or not an object")
+    media_type, digest, size = data.get("mediaType"), data.get("digest"), data.get("size")
+    if not isinstance(digest, str) or not is_digest(digest):
+        raise BuildError(f"{where}: {digest!r} is not a sha256 digest")
+    if not isinstance(media_type, str) or type(size) is not int or size < 0:
+        raise BuildError(f"{where}: the descriptor of {digest} lacks its media type or size")
+    platform = data.get("platform")
+    platform = platform if isinstance(platform, dict) else {}
+    notes = data.get("annotations")
+    return Descriptor(
+        media_type,
+        digest,
+        size,
+        str(platform.get("architecture", "")),
+        str(platform.get("os", "")),
+        {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {},
+    )
