@@ -14,7 +14,7 @@ from envbuild.environment import Environment
 from envbuild.errors import VerificationError
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.manage import ensure_lock
-from envbuild.plan.plan import Plan, make_plan
+from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -57,6 +57,7 @@ def prepare(
     offline: bool,
     say: Say,
     compile_bytecode: bool = False,
+    image: ImageInputs | None = None,
 ) -> tuple[Plan, Trainer]:
     """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer."""
     lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
@@ -70,6 +71,8 @@ def prepare(
         trainer_version=trainer.version,
         trainer_digest=trainer.digest,
         compile_bytecode=compile_bytecode,
+        image=image,
+        folder=loaded.folder,
     )
     return plan, trainer
 
@@ -100,7 +103,7 @@ def make_venv(
         current = state is not None and venv.is_current(path, state, plan, python)
         if state is not None and current:
             verified = False
-            if verify and not _has_receipt(path, state, plan, faults):
+            if verify and not has_receipt(path, state.digest, plan, faults):
                 _keep_receipt(_verify(path, path, state, plan, environment, say, faults), path)
                 verified = True
             return _result(path, state, started, built=False, verified=verified, verify=verify)
@@ -132,7 +135,7 @@ def verify_artifact(
     from envbuild.verify.subject import open_subject
 
     subject = open_subject(path)
-    settings = _settings(subject.state.verify, overrides)
+    settings = settings_of(subject.state.verify, overrides)
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(path))
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
@@ -160,7 +163,7 @@ def _verify(
     from envbuild.verify.subject import venv_subject
 
     subject = venv_subject(where, state)
-    settings = _settings(plan.verify_settings(), {"faults": faults})
+    settings = settings_of(plan.verify_settings(), {"faults": faults})
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(final))
     if verdict.passed:
         say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
@@ -178,7 +181,7 @@ def _verify(
     )
 
 
-def _settings(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
+def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
     from envbuild.verify.run import Settings
 
     known = {field.name for field in fields(Settings)}
@@ -186,11 +189,11 @@ def _settings(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
     return Settings(**{name: value for name, value in {**table, **given}.items() if name in known})
 
 
-def _has_receipt(path: Path, state: State, plan: Plan, faults: bool) -> bool:
+def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     """Whether a passing receipt for this content, no less thorough than the recipe asks, lies beside `path`."""
     from envbuild.verify.receipt import passing_receipt
 
-    receipt = passing_receipt(path, state.digest)
+    receipt = passing_receipt(path, digest)
     if receipt is None:
         return False
     had, wanted = receipt["settings"], plan.verify_settings()

@@ -20,7 +20,7 @@ MACHINES = {
 _ACCELERATORS = frozenset({190, 224})
 
 
-@dataclass(slots=True)
+@dataclass
 class ElfReport:
     """Counts of ELF files by machine name, and the files that are not for the wanted one."""
 

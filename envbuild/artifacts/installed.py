@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.names import normalise
-
-# Files that an installer adds for itself; they tell of its run, not of the distribution.
-_INSTALLER_FILES = ("/uv_cache.json", "/INSTALLER", "/REQUESTED", "/direct_url.json")
+from envbuild.record import record_digest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Distribution:
     """One installed distribution; `record` is the sha256 of its sorted RECORD."""
 
@@ -62,19 +60,12 @@ def names_and_versions(site_packages: Path) -> dict[str, str]:
 
 def _record_digest(record: Path) -> str:
     try:
-        with record.open("rb") as stream:
-            lines = stream.read().splitlines()
+        return record_digest(record.read_bytes())
     except OSError:
         return "missing"
-    kept = [
-        line
-        for line in lines
-        if not line.split(b",", 1)[0].decode(errors="replace").endswith(_INSTALLER_FILES)
-    ]
-    return "sha256:" + hashlib.sha256(b"\n".join(sorted(kept))).hexdigest()
 
 
-@dataclass(slots=True)
+@dataclass
 class FileReport:
     """Every file compared with the RECORDs. Paths are relative to site-packages."""
 

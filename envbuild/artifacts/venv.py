@@ -20,6 +20,7 @@ from envbuild.artifacts.state import FILE, State, packages_of, read_state
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.layers.trainer import Trainer
+from envbuild.layers.wheels import locate
 from envbuild.lock.format import requirements
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
@@ -92,7 +93,7 @@ def build(
     )  # fmt: skip
     try:
         with place.writing(environment.store.root):
-            wheels = _wheels(plan, trainer, environment, offline)
+            located, own = locate(plan, trainer, environment, offline)
     except BaseException:
         process.stop([creating])
         raise
@@ -100,6 +101,7 @@ def build(
     _check_version(staged, plan, python)
     if python is None:
         remember_interpreter(plan.python, interpreter(staged), environment)
+    wheels = [wheel.path for wheel in [*located, own]]
     _install(plan, trainer, wheels, environment, env, staged)
     found = installed.distributions(site_packages(staged, plan.python))
     _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
@@ -150,20 +152,6 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     result["VIRTUAL_ENV"] = os.fspath(path.absolute())
     result["PATH"] = f"{path.absolute() / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     return result
-
-
-def _wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[Path]:
-    from envbuild.store.fetch import Wanted, locate_wheels
-
-    wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
-    found = locate_wheels(
-        wanted, environment.store, environment.pip, environment.site, plan.indexes,
-        offline=offline, env=environment.variables, default_index=environment.default_index,
-    )  # fmt: skip
-    own = environment.store.put(
-        "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel
-    )
-    return [*found.values(), own]
 
 
 def _finish_venv(

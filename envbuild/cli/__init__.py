@@ -22,7 +22,9 @@ COMMANDS = {
     "lock": ("lock", "Resolve recipes and write or check their locks."),
     "plan": ("plan", "Show what a build would do, in order, with digests."),
     "venv": ("venv", "Build a verified virtual environment."),
+    "docker": ("docker", "Build a verified container image, without a daemon or root."),
     "verify": ("verify", "Train in an artifact and judge it again."),
+    "matrix": ("matrix", "List the builds that a CI should run."),
 }
 
 

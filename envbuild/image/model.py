@@ -101,6 +101,10 @@ class Index:
     def digest(self) -> str:
         return digest_of(self.raw)
 
+    @property
+    def descriptor(self) -> Descriptor:
+        return Descriptor(self.media_type, self.digest, len(self.raw))
+
 
 def digest_of(data: bytes) -> str:
     """`sha256:` and the hexadecimal digest of `data`."""
@@ -114,7 +118,9 @@ def is_digest(text: str) -> bool:
 
 def canonical(value: Any) -> bytes:
     """`value` as JSON, the same bytes each time."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    # A lone surrogate, which JSON may hold as an escape and UTF-8 may not, becomes that escape again.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | Index:
@@ -122,7 +128,10 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | I
 
     Raises BuildError, naming `where`, for anything that is neither, or that is not what it says it is.
     """
-    data = _json_object(raw, where)
+    data = json_object(raw, where)
+    if "manifests" in data and ("layers" in data or "config" in data):
+        # CVE-2021-41190: two readers would see two images under one digest.
+        raise BuildError(f"{where}: it is both an image index and an image manifest")
     kind = data.get("mediaType") or (media_type or "").partition(";")[0].strip()
     if kind not in INDEXES + MANIFESTS:
         kind = _guess(data) or kind
@@ -157,7 +166,7 @@ def choose(index: Index, arch: str, where: str) -> Descriptor:
 
 def parse_config(raw: bytes, where: str) -> dict[str, Any]:
     """An image's configuration. Raises BuildError when it is not one with `rootfs.diff_ids`."""
-    data = _json_object(raw, where)
+    data = json_object(raw, where)
     rootfs = data.get("rootfs")
     ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
     if not isinstance(ids, list) or not all(isinstance(i, str) and is_digest(i) for i in ids):
@@ -174,10 +183,11 @@ def _guess(data: dict[str, Any]) -> str | None:
     return OCI_MANIFEST if "layers" in data and "config" in data else None
 
 
-def _json_object(raw: bytes, where: str) -> dict[str, Any]:
+def json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """A JSON object from its bytes. Raises BuildError, naming `where`."""
     try:
         data = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError(f"{where}: not JSON: {error}") from None
     if not isinstance(data, dict):
         raise BuildError(f"{where}: not a JSON object")

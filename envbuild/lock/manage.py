@@ -31,7 +31,7 @@ class LockState:
 
 def inspect_lock(recipe: LoadedRecipe, target: Target) -> LockState:
     """Read the target's lock without changing anything. Raises LockError when it is not readable."""
-    states = [_judge(recipe, target, folder) for folder in _lock_folders(recipe, target)]
+    states = [_judge(recipe, target, folder) for folder in lock_folders(recipe, target)]
     current = [state for state in states if state.fault is None]
     existing = [state for state in states if state.lock is not None]
     return (current or existing or states)[0]
@@ -112,14 +112,14 @@ def _judge(recipe: LoadedRecipe, target: Target, folder: Path) -> LockState:
     return LockState(path, lock, None)
 
 
-def _lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
+def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
     """Beside the recipe first; a recipe that may not be written has its own locks under build/."""
     beside = Path("build") / recipe.recipe.name / target.name
     return [recipe.folder] if _writable(recipe) else [recipe.folder, beside]
 
 
 def _writable_folder(recipe: LoadedRecipe, target: Target) -> Path:
-    return _lock_folders(recipe, target)[-1]
+    return lock_folders(recipe, target)[-1]
 
 
 def _writable(recipe: LoadedRecipe) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from envbuild.lock.format import Lock, LockedPackage
-from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 
 FORMAT = 1
@@ -18,8 +20,9 @@ FORMAT = 1
 class Layer:
     """One ordered part of an artifact. `digest` covers all that determines its bytes.
 
-    `kind` is "python" (an interpreter of version `version`), "wheel" (a locked distribution) or
-    "trainer" (the bundled ddp_train).
+    `kind` is "python" (an interpreter of version `version`), "base" (what an image is built on),
+    "bytecode" (the interpreter that compiles modules for an image), "wheel" (a locked distribution),
+    "trainer" (the bundled ddp_train) or "config" (an image's settings).
     """
 
     kind: str
@@ -30,7 +33,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a builder needs. Equal plans give equal artifacts."""
+    """Everything a builder needs. Equal plans give equal artifacts.
+
+    `mtime` is the time of an image's files (seconds since 1970), `folder` the recipe's: paths of local
+    base images begin there.
+    """
 
     recipe: str
     recipe_digest: str
@@ -44,6 +51,10 @@ class Plan:
     layers: tuple[Layer, ...]
     verify: VerifyTable
     compile_bytecode: bool = False
+    base: ImageLock | None = None
+    image: ImageTable | None = None
+    mtime: int = 0
+    folder: Path = Path()
 
     @property
     def digest(self) -> str:
@@ -74,9 +85,20 @@ class Plan:
             "python": self.python,
             "platform": self.platform,
             "compile_bytecode": self.compile_bytecode,
+            **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
             "layers": [asdict(layer) for layer in self.layers],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInputs:
+    """What decides an image besides recipe and wheel lock: its locked base, the interpreter that makes its
+    bytecode (name, version and magic number), and the time of its files (seconds since 1970)."""
+
+    base: ImageLock
+    compiler: str
+    mtime: int
 
 
 def make_plan(
@@ -89,16 +111,23 @@ def make_plan(
     trainer_version: str,
     trainer_digest: str,
     compile_bytecode: bool = False,
+    image: ImageInputs | None = None,
+    folder: Path = Path(),
 ) -> Plan:
-    """The plan of one artifact: the interpreter, every locked wheel by name, then the trainer."""
-    layers = [
-        Layer("python", "python", lock.python, _digest(["python", lock.python, lock.platform]))
-    ]
+    """The plan of one artifact: interpreter or base, every locked wheel by name, then the trainer."""
+    if image is None:
+        python = _digest(["python", lock.python, lock.platform])
+        layers = [Layer("python", "python", lock.python, python)]
+    else:
+        layers = _base_layers(image)
     layers += [
         Layer("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
         for package in lock.packages
     ]
     layers.append(Layer("trainer", "ddp-train", trainer_version, trainer_digest))
+    if image is not None:
+        settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
+        layers.append(Layer("config", "image", "", _digest([*settings, image.mtime])))
     table = recipe.targets[target.name]
     return Plan(
         recipe=recipe.name,
@@ -113,7 +142,22 @@ def make_plan(
         layers=tuple(layers),
         verify=recipe.verify,
         compile_bytecode=compile_bytecode,
+        base=image.base if image else None,
+        image=recipe.image if image else None,
+        mtime=image.mtime if image else 0,
+        folder=folder,
     )
+
+
+def _base_layers(image: ImageInputs) -> list[Layer]:
+    base = image.base.base
+    if isinstance(base, OciLock):
+        first = Layer("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
+    else:
+        version = f"{len(base.packages)} packages"
+        first = Layer("base", f"debian {base.suite}", version, image.base.digest)
+    tag, version, _ = image.compiler.split(" ")
+    return [first, Layer("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
 
 
 def _digest(value: object) -> str:

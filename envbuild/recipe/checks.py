@@ -67,3 +67,29 @@ def index_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
         return "not the URL of a package index: expected https://, http:// or file://"
     return None
+
+
+def base_problem(text: str) -> str | None:
+    """Why `text` is not a base image: `debian`, or an image by registry, daemon, archive or layout."""
+    if text == "debian":
+        return None
+    kind, _, rest = text.partition(":")
+    if kind in ("oci", "docker-archive", "docker-daemon"):
+        return None if rest else f"{text!r} names no image: write {kind}:NAME"
+    if "://" in text:
+        return f"{text!r} is a URL; write the reference alone, as in docker.io/pytorch/pytorch:TAG"
+    from envbuild.errors import UsageError
+    from envbuild.image.reference import parse_reference
+
+    try:
+        parse_reference(text)
+    except UsageError as error:
+        return error.message
+    return None
+
+
+def variable_problem(name: str) -> str | None:
+    """Why `name` is not the name of an environment variable that an image may set."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return f"{name!r} is not the name of an environment variable"
+    return None

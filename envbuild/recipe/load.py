@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements
+from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements, image_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
 
@@ -60,6 +60,19 @@ class LoadedRecipe:
             raise UsageError(f"recipe {recipe.name!r} has no target {name!r}{nearest(name, names)}")
         return Target.parse(name), recipe.targets[name]
 
+    def image_digest(self, target: Target) -> str:
+        """`sha256:...` over what decides the image lock of `target`, and nothing else."""
+        recipe, image = self.recipe, self.recipe.image
+        return _digest(
+            {
+                "target": target.name,
+                "base": image.base,
+                "python": recipe.python,
+                "suite": image.suite,
+                "packages": image.packages,
+            }
+        )
+
     def resolution_digest(self, target: Target) -> str:
         """`sha256:...` over what decides the lock of `target`, and nothing else.
 
@@ -84,6 +97,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
 
     def check(document: Document) -> Iterator[Problem]:
         yield from duplicate_requirements(document)
+        yield from image_mistakes(document)
         yield from _wrong_folder(document)
 
     return LoadedRecipe(decode(document, Recipe, check=check), path, document)

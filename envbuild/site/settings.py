@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,46 @@ if TYPE_CHECKING:
 
 def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryTable:
+    """`[registries.HOST]`: how this site reaches one image registry."""
+
+    mirrors: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "URLs that have the registry's images; tried before it, for pulling only.",
+            "check": _url_problem,
+        },
+    )
+    insecure: bool = field(
+        default=False, metadata={"doc": "Whether it speaks plain HTTP, or HTTPS nobody can check."}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DebianTable:
+    """`[debian]`: where this site has Debian packages."""
+
+    mirror: str = field(
+        default="",
+        metadata={
+            "doc": "URL of the archive (what holds dists/ and pool/). Default: the host's apt sources.",
+            "pattern": r"^(https?://\S+|file:///\S*)?$",
+        },
+    )
+    security_mirror: str = field(
+        default="",
+        metadata={
+            "doc": "URL of the archive of security updates.",
+            "pattern": r"^(https?://\S+|file:///\S*)?$",
+        },
+    )
+    keyring: str = field(
+        default="",
+        metadata={"doc": "File with the keys that may sign releases, instead of Debian's own."},
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +75,12 @@ class SiteFile:
             "check": _url_problem,
         },
     )
+    registries: dict[str, RegistryTable] = field(
+        default_factory=dict, metadata={"doc": "Image registries by host, such as docker.io."}
+    )
+    debian: DebianTable = field(
+        default_factory=DebianTable, metadata={"doc": "Where Debian packages come from."}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +90,12 @@ class Site:
     store: Path
     recipe_folders: tuple[Path, ...]
     mirrors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    registries: tuple[tuple[str, RegistryTable], ...] = ()
+    debian: DebianTable = DebianTable()
+
+    def registry(self, host: str) -> RegistryTable:
+        """How this site reaches the image registry `host`."""
+        return dict(self.registries).get(host, RegistryTable())
 
     def mirrored(self, url: str) -> list[str]:
         """The URLs to try for `url`, in order: those of its longest matching mirror prefix, then itself."""
@@ -70,17 +122,30 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
     store: Path | None = None
     recipes: list[Path] = [etc / "envbuild" / "recipes"]
     mirrors: dict[str, tuple[str, ...]] = {}
+    registries: dict[str, RegistryTable] = {}
+    debian = DebianTable()
     for document in documents:
         settings = decode(document, SiteFile)
         if settings.store is not None:
             store = _path(settings.store, document, home)
         recipes += [_path(folder, document, home) for folder in settings.recipes]
         mirrors |= settings.mirrors
+        registries |= settings.registries
+        if settings.debian != DebianTable():
+            keyring = settings.debian.keyring
+            place = str(_path(keyring, document, home)) if keyring else ""
+            debian = replace(settings.debian, keyring=place)
     if chosen := env.get("ENVBUILD_STORE"):
         store = Path(chosen)
     if store is None:
         store = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "envbuild"
-    return Site(store.absolute(), tuple(recipes), tuple(mirrors.items()))
+    return Site(
+        store.absolute(),
+        tuple(recipes),
+        tuple(mirrors.items()),
+        tuple(registries.items()),
+        debian,
+    )
 
 
 def _path(value: str, document: Document, home: Path) -> Path:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from envbuild.verify.launch import Job, Outcome, Running
@@ -31,25 +28,9 @@ class Killer:
         saved = [int(epoch) for epoch in _SAVED.findall(running.log())]
         if len(saved) < self.after:
             return
-        pid = find_rank(running.run_id, self.rank)
+        pid = running.nodes.kill_rank(running.run_id, self.rank)
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
             self.killed = {"rank": self.rank, "pid": pid, "after_epoch": saved[-1]}
-
-
-def find_rank(run_id: str, rank: int, proc: Path = Path("/proc")) -> int | None:
-    """The process of `rank` in the torchrun job `run_id`, from its environment (proc_pid_environ(5))."""
-    wanted = {f"TORCHELASTIC_RUN_ID={run_id}".encode(), f"RANK={rank}".encode()}
-    for entry in proc.iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
-        if wanted <= set(variables):
-            return int(entry.name)
-    return None
 
 
 def check_restart(

@@ -1,40 +1,24 @@
 """Start one torchrun agent for each node of a job and wait for all of them.
 
-On one host the nodes are simulated: every agent has its own node identity and they meet at a c10d
-rendezvous on a free loopback port. The endpoint form is the one that works whatever /etc/hosts says:
-the agent that hosts the store is named (`is_host`), and each agent gives its own address.
+Nodes are simulated: every agent has its own node identity and they meet at a c10d rendezvous on a free
+port of node 0. The endpoint form is the one that works whatever /etc/hosts says: the agent that hosts
+the store is named (`is_host`), and each agent gives its own address.
 """
 
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any
 
-from envbuild import process
-from envbuild.verify.subject import Subject
+from envbuild.verify.nodes import Agent, Nodes
 
-_ADDRESS = "127.0.0.1"
 _POLL_S = 0.05
 _GRACE_S = 10.0
-# Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
-_JOB_VARIABLES = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "GROUP_RANK",
-    "LOCAL_WORLD_SIZE",
-)
-_JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +62,14 @@ class Running:
     work: Path
     started: float
     command: list[str]
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    nodes: Nodes
+    children: list[Agent] = field(default_factory=list)
 
     def __enter__(self) -> Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        process.stop(self.children)
+        self.nodes.stop(self.children)
 
     def log(self) -> str:
         """Everything that the nodes printed so far."""
@@ -109,7 +94,8 @@ class Running:
                     on_poll(self)
                 time.sleep(_POLL_S)
         finally:
-            process.stop(self.children)
+            self.nodes.stop(self.children)
+        self.nodes.collect(self.work)
         return Outcome(
             returncodes=[child.returncode for child in self.children],
             reports=self._reports(),
@@ -129,49 +115,28 @@ class Running:
         return found
 
 
-def start_job(job: Job, subject: Subject, work: Path, env: Mapping[str, str]) -> Running:
-    """Start `job` in `subject`: a torchrun agent a node, or the bare trainer when `nodes` is 0."""
-    variables = _variables(subject, env)
+def start_job(job: Job, nodes: Nodes, work: Path) -> Running:
+    """Start `job` on `nodes`: a torchrun agent each, or the bare trainer on one when `job.nodes` is 0."""
     run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
-    running = Running(job, run_id, work, time.monotonic(), [])
-    endpoint = f"{_ADDRESS}:{free_port()}"
+    running = Running(job, run_id, work, time.monotonic(), [], nodes)
+    endpoint = f"{nodes.address(0)}:{nodes.free_port()}"
+    variables = _variables(nodes)
     try:
         for node in range(max(1, job.nodes)):
-            report = work / f"{job.name}-report{node}.json"
+            report = nodes.work / f"{job.name}-report{node}.json"
             trainer = ["-m", "ddp_train", *job.arguments, "--report", str(report)]
-            if job.nodes == 0:
-                command = subject.command("python", trainer)
-            else:
-                command = subject.command(
-                    "torchrun", [*_agent(job, node, endpoint, run_id), *trainer]
-                )
-            running.command = running.command or [subject.relative(part) for part in command]
-            with (work / f"{job.name}-node{node}.log").open("wb") as log:
-                # SIGTERM on our death: torchrun passes it on to the ranks before it ends.
-                running.children.append(
-                    process.start(
-                        command,
-                        env=variables,
-                        cwd=work,
-                        stdout=log.fileno(),
-                        stderr=log.fileno(),
-                        death_signal=SIGTERM,
-                    )
-                )
+            program = "torchrun" if job.nodes else "python"
+            agent = _agent(job, node, endpoint, run_id, nodes.address(node)) if job.nodes else []
+            running.command = running.command or [program, *agent, *trainer]
+            log = work / f"{job.name}-node{node}.log"
+            running.children.append(nodes.start(node, program, [*agent, *trainer], variables, log))
     except BaseException:
-        process.stop(running.children)
+        nodes.stop(running.children)
         raise
     return running
 
 
-def free_port() -> int:
-    """A TCP port of loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((_ADDRESS, 0))
-        return int(probe.getsockname()[1])
-
-
-def _agent(job: Job, node: int, endpoint: str, run_id: str) -> list[str]:
+def _agent(job: Job, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
     limit = int(job.timeout_s)
     return [
         f"--nnodes={job.nodes}",
@@ -181,24 +146,19 @@ def _agent(job: Job, node: int, endpoint: str, run_id: str) -> list[str]:
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf=is_host={int(node == 0)},join_timeout={limit},read_timeout={limit}",
-        f"--local-addr={_ADDRESS}",
+        f"--local-addr={address}",
         "--monitor-interval=0.1",
     ]
 
 
-def _variables(subject: Subject, env: Mapping[str, str]) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in env.items()
-        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
+def _variables(nodes: Nodes) -> dict[str, str]:
+    return {
+        "GLOO_SOCKET_IFNAME": nodes.interface,
+        # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
     }
-    variables = subject.launch_environment(kept)
-    variables["GLOO_SOCKET_IFNAME"] = "lo"
-    # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
-    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    variables["OMP_NUM_THREADS"] = "1"
-    variables["PYTHONUNBUFFERED"] = "1"
-    return variables
 
 
 def _read(path: Path) -> str:

@@ -23,8 +23,8 @@ def receipt_path(artifact: Path) -> Path:
     return artifact.with_name(f"{artifact.name}.receipt.json")
 
 
-def make_receipt(subject: Subject, verdict: Verdict, path: Path) -> dict[str, Any]:
-    """The receipt of `subject`, whose final place is `path`. Holds no environment variables."""
+def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[str, Any]:
+    """The receipt of `subject`, whose final place (or name, in a daemon) is `path`. Holds no environment variables."""
     state = subject.state
     versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
     return {
@@ -32,14 +32,14 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path) -> dict[str, An
         "passed": verdict.passed,
         "artifact": {
             "kind": state.artifact,
-            "path": os.fspath(path.absolute()),
-            "digest": state.digest,
+            "path": os.fspath(path.absolute()) if isinstance(path, Path) else path,
+            "digest": subject.digest,
         },
         "recipe": {"name": state.recipe, "digest": state.recipe_digest},
         "lock": {"digest": state.lock_digest},
         "plan": {"digest": state.plan_digest},
         "target": state.target,
-        "runtime": "host",
+        "runtime": subject.runtime,
         "settings": asdict(verdict.settings),
         "versions": {
             "envbuild": __version__,

@@ -13,6 +13,7 @@ from envbuild.verify import training_checks as training
 from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
 from envbuild.verify.launch import Job, Outcome, Running, start_job
 from envbuild.verify.model import FAIL, Check, blocked
+from envbuild.verify.nodes import Nodes
 from envbuild.verify.static_checks import check_architecture, check_installed
 from envbuild.verify.subject import Subject
 
@@ -62,7 +63,8 @@ def verify(
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="envbuild-verify-"))
     try:
-        checks = _checks(subject, settings, work, env, say)
+        with subject.nodes(work, settings.nodes, env) as nodes:
+            checks = _checks(subject, settings, _Bench(nodes, work, settings, subject), say)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
     finally:
@@ -70,33 +72,70 @@ def verify(
     return Verdict(tuple(checks), settings, time.monotonic() - started, kept)
 
 
-def _checks(
-    subject: Subject, settings: Settings, work: Path, env: Mapping[str, str], say: Say
-) -> list[Check]:
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Where and how this verification trains. `work` is the folder on this host."""
+
+    nodes: Nodes
+    work: Path
+    settings: Settings
+    subject: Subject
+
+    def start(
+        self,
+        name: str,
+        epochs: int,
+        *,
+        nodes: int | None = None,
+        snapshot: str | None = None,
+        max_restarts: int = 0,
+    ) -> Running:
+        """Start the trainer. One process (`nodes` 0) takes the whole global batch of all ranks."""
+        settings = self.settings
+        world = settings.nodes * settings.nproc_per_node
+        batch = settings.batch_size * (world if nodes == 0 else 1)
+        arguments: tuple[str, ...] = (
+            str(epochs), "1" if max_restarts else str(epochs),
+            "--batch_size", str(batch), "--model", settings.model,
+            "--dataset_size", str(settings.batch_size * world * _STEPS),
+            "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
+        )  # fmt: skip
+        if not self.subject.target.is_cuda:
+            arguments += ("--backend", "gloo")
+        job = Job(
+            name,
+            arguments,
+            nodes=settings.nodes if nodes is None else nodes,
+            nproc_per_node=settings.nproc_per_node,
+            timeout_s=settings.timeout_s,
+            max_restarts=max_restarts,
+        )
+        return start_job(job, self.nodes, self.work)
+
+
+def _checks(subject: Subject, settings: Settings, bench: _Bench, say: Say) -> list[Check]:
     half = max(1, settings.epochs // 2)
     say(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
     )
-    reference = _start(
-        subject, settings, work, env, "reference", _reference_epochs(settings), nodes=0
-    )
+    reference = bench.start("reference", _reference_epochs(settings), nodes=0)
     with reference:
-        with _start(subject, settings, work, env, "train", half) as first:
-            checks = [check_installed(subject), check_architecture(subject)]
+        with bench.start("train", half) as first:
+            survey = subject.survey(bench.nodes)
+            checks = [check_installed(subject, survey), check_architecture(subject, survey)]
             first_outcome = first.wait()
         reference_outcome = reference.wait()
     second = first_outcome
     if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
         say(f"resuming from the snapshot of epoch {half} …")
-        again = _start(subject, settings, work, env, "resume", settings.epochs, snapshot="train")
-        second = again.wait()
+        second = bench.start("resume", settings.epochs, snapshot="train").wait()
     checks += _training_checks(
-        subject, settings, work, half, [first_outcome, second], first.job, reference_outcome
+        subject, settings, bench.work, half, [first_outcome, second], first.job, reference_outcome
     )
     if settings.faults and first_outcome.finished:
         say("killing a rank in the middle of training …")
-        checks.append(_fault_check(subject, settings, work, env, reference_outcome))
+        checks.append(_fault_check(bench, reference_outcome))
     elif settings.faults:
         checks.append(blocked("restart", RESTART_TITLE, "launch"))
     return checks
@@ -201,11 +240,9 @@ def _losses(checks: list[Check], first: Outcome, second: Outcome) -> list[float]
     return losses + training.losses_of(second.reports[0]) if "resume" in passed else losses
 
 
-def _fault_check(
-    subject: Subject, settings: Settings, work: Path, env: Mapping[str, str], reference: Outcome
-) -> Check:
-    job_epochs = _reference_epochs(settings)
-    running = _start(subject, settings, work, env, "faults", job_epochs, max_restarts=3)
+def _fault_check(bench: _Bench, reference: Outcome) -> Check:
+    settings = bench.settings
+    running = bench.start("faults", _reference_epochs(settings), max_restarts=3)
     killer = Killer(rank=running.job.world_size - 1)
     outcome = running.wait(killer)
     losses = (
@@ -216,40 +253,6 @@ def _fault_check(
 
 def _reference_epochs(settings: Settings) -> int:
     return max(settings.epochs, _FAULT_EPOCHS) if settings.faults else settings.epochs
-
-
-def _start(
-    subject: Subject,
-    settings: Settings,
-    work: Path,
-    env: Mapping[str, str],
-    name: str,
-    epochs: int,
-    *,
-    nodes: int | None = None,
-    snapshot: str | None = None,
-    max_restarts: int = 0,
-) -> Running:
-    """Start the trainer. One process (`nodes` 0) takes the whole global batch of all ranks."""
-    world = settings.nodes * settings.nproc_per_node
-    batch = settings.batch_size * (world if nodes == 0 else 1)
-    arguments: tuple[str, ...] = (
-        str(epochs), "1" if max_restarts else str(epochs),
-        "--batch_size", str(batch), "--model", settings.model,
-        "--dataset_size", str(settings.batch_size * world * _STEPS),
-        "--checkpoint_path", str(work / f"{snapshot or name}.pt"),
-    )  # fmt: skip
-    if not subject.target.is_cuda:
-        arguments += ("--backend", "gloo")
-    job = Job(
-        name,
-        arguments,
-        nodes=settings.nodes if nodes is None else nodes,
-        nproc_per_node=settings.nproc_per_node,
-        timeout_s=settings.timeout_s,
-        max_restarts=max_restarts,
-    )
-    return start_job(job, subject, work, env)
 
 
 def _keep(work: Path, logs: Path) -> Path:

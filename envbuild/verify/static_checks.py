@@ -1,18 +1,18 @@
-"""Checks that read the artifact's files: nothing is run."""
+"""Checks on the artifact's files, from a survey of them."""
 
 from __future__ import annotations
 
-from envbuild.artifacts.elf import MACHINES, scan_elf
-from envbuild.artifacts.installed import check_files, distributions
+from envbuild.artifacts.elf import MACHINES
+from envbuild.artifacts.survey import Survey
 from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
 
 _SHOWN = 5
 
 
-def check_installed(subject: Subject) -> Check:
+def check_installed(subject: Subject, survey: Survey) -> Check:
     """Every distribution is the locked one, and every file is as its wheel delivered it."""
-    found = distributions(subject.site_packages)
+    found = survey.distributions
     wanted = {name: (version, record) for name, version, record in subject.state.packages}
     wrong: list[str] = []
     for name in sorted(wanted.keys() | found.keys()):
@@ -22,7 +22,7 @@ def check_installed(subject: Subject) -> Check:
             wrong.append(f"{name}: locked {version}, installed {now.version if now else 'nothing'}")
         elif now.record != record:
             wrong.append(f"{name} {version}: its RECORD is not the one that was installed")
-    files = check_files(subject.site_packages)
+    files = survey.files
     for what, paths in (
         ("altered", files.altered),
         ("missing", files.missing),
@@ -51,11 +51,11 @@ def check_installed(subject: Subject) -> Check:
     )
 
 
-def check_architecture(subject: Subject) -> Check:
+def check_architecture(subject: Subject, survey: Survey) -> Check:
     """Every ELF file is for the target's processor."""
-    report = scan_elf(subject.root, subject.target.elf_machine)
+    report = survey.elf
     wanted = MACHINES[subject.target.elf_machine]
-    shown = [f"{subject.relative(path)} is {machine}" for path, machine in report.foreign]
+    shown = [f"{path} is {machine}" for path, machine in report.foreign]
     return judge(
         "architecture",
         "architecture of every ELF file",

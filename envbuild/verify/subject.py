@@ -1,40 +1,45 @@
-"""What is being verified: an artifact, and how to run a command inside it."""
+"""What is being verified: an artifact, how to look into it, and how to run nodes of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts import venv
 from envbuild.artifacts.state import State, read_state
+from envbuild.artifacts.survey import Survey, survey
 from envbuild.errors import UsageError
 from envbuild.recipe.targets import Target
-
-Command = Callable[[str, Sequence[str]], list[str]]
+from envbuild.verify.host import host_nodes
+from envbuild.verify.nodes import Nodes, OpenNodes
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """An artifact with all that verification asks of it.
 
-    `root` is the folder to read files from, `command(program, arguments)` the command line that runs
-    a program of the artifact on this host, `launch_environment` the variables to run it with.
+    `root` is the environment's folder as its own processes see it. `alone` tells that they see nothing
+    but the artifact (a container), so that every path is part of it. `digest` names the content,
+    `runtime` what runs it, `nodes` opens the places where torchrun is started.
     """
 
     path: Path
     root: Path
-    site_packages: Path
     state: State
     target: Target
-    command: Command
-    launch_environment: Callable[[Mapping[str, str]], dict[str, str]]
+    digest: str
+    runtime: str
+    survey: Callable[[Nodes], Survey]
+    nodes: OpenNodes
+    alone: bool = False
 
     @property
     def roots(self) -> tuple[str, ...]:
         """The root as given and with links resolved: scripts find themselves by either."""
-        return (os.fspath(self.root.absolute()), os.path.realpath(self.root))
+        given = os.fspath(self.root.absolute())
+        return (given,) if self.alone else (given, os.path.realpath(self.root))
 
     def relative(self, text: str) -> str:
         """`text` with paths as seen from the artifact's root: equal wherever the artifact stands."""
@@ -44,7 +49,8 @@ class Subject:
 
     def holds(self, path: str) -> bool:
         """Whether `path` lies inside the artifact; a link inside counts, wherever it points."""
-        return os.path.abspath(path).startswith(tuple(root + os.sep for root in self.roots))
+        inside = tuple(root + os.sep for root in self.roots)
+        return self.alone or os.path.abspath(path).startswith(inside)
 
 
 def open_subject(path: Path) -> Subject:
@@ -65,9 +71,14 @@ def venv_subject(path: Path, state: State) -> Subject:
     return Subject(
         path=path,
         root=path,
-        site_packages=venv.site_packages(path, state.python),
         state=state,
         target=target,
-        command=lambda program, arguments: venv.command(path, program, *arguments),
-        launch_environment=lambda env: venv.launch_environment(path, env),
+        digest=state.digest,
+        runtime="host",
+        survey=lambda _: survey(path, venv.site_packages(path, state.python), target.elf_machine),
+        nodes=lambda work, _, env: host_nodes(
+            work,
+            lambda program, arguments: venv.command(path, program, *arguments),
+            venv.launch_environment(path, env),
+        ),
     )

@@ -198,11 +198,11 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
     wrong: list[str] = []
     for rank in (rank for report in reports for rank in report["ranks"]):
         where = f"rank {rank['rank']}"
-        if rank["python_version"] != state.python_version:
+        if not _is_release(rank["python_version"], state.python_version):
             wrong.append(
                 f"{where}: Python {rank['python_version']}, built with {state.python_version}"
             )
-        if rank["torch_version"] != locked:
+        if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
         if (rank["torch_cuda"] is not None) != subject.target.is_cuda:
             wrong.append(
@@ -218,7 +218,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
         not wrong,
         seen="; ".join(dict.fromkeys(wrong))
         or f"Python {first['python_version']}, torch {first['torch_version']}",
-        expected=f"Python {state.python_version}, torch {locked}, loaded from the artifact",
+        expected=f"Python {state.python_version}, torch {locked or 'of the base image'}, loaded from the artifact",
         cause="another environment is found first: PYTHONPATH, a module loaded on the node, ~/.local",
         evidence={
             "python": first["python_version"],
@@ -230,6 +230,11 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             "executable": subject.relative(first["sys_executable"]),
         },
     )
+
+
+def _is_release(version: str, known: str) -> bool:
+    """Whether `version` is `known`, or one of it where only "3.11" is known (the Python of a base image)."""
+    return version == known or version.startswith(known + ".")
 
 
 def losses_of(report: Report) -> list[float]:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import socket
 import textwrap
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from envbuild.artifacts import venv
 from envbuild.verify import launch
+from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check
+from envbuild.verify.nodes import Nodes
 from envbuild.verify.run import Settings, verify
 from envbuild.verify.subject import Subject, open_subject
 
@@ -140,12 +145,16 @@ def run_checks(
     folder.mkdir(exist_ok=True)
     head = 'import os, sys\nrank = os.environ.get("RANK")\n'
     (folder / "sitecustomize.py").write_text(head + textwrap.dedent(code))
-    inner = subject.launch_environment
 
-    def environment(env: Mapping[str, str]) -> dict[str, str]:
-        return {**inner(env), "PYTHONPATH": str(folder)}
+    def nodes(work: Path, _: int, env: Mapping[str, str]) -> AbstractContextManager[Nodes]:
+        variables = venv.launch_environment(subject.path, env)
+        return host_nodes(
+            work,
+            lambda program, arguments: venv.command(subject.path, program, *arguments),
+            {**variables, "PYTHONPATH": str(folder)},
+        )
 
-    broken = dataclasses.replace(subject, launch_environment=environment)
+    broken = dataclasses.replace(subject, nodes=nodes)
     return list(verify(broken, settings, os.environ, print, logs=tmp_path / "logs").checks)
 
 
@@ -179,10 +188,10 @@ def test_nodes_that_meet_only_themselves(
 ) -> None:
     agent = launch._agent
 
-    def alone(job: launch.Job, node: int, endpoint: str, run_id: str) -> list[str]:
-        own = f"127.0.0.1:{launch.free_port()}"
-        words = agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}")
-        return words
+    def alone(job: launch.Job, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
+        with socket.create_server((address, 0)) as probe:
+            own = f"{address}:{probe.getsockname()[1]}"
+        return agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}", address)
 
     monkeypatch.setattr(launch, "_agent", alone)
     assert failed(run_checks(subject, tmp_path)) == ["world"]

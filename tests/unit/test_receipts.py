@@ -14,7 +14,7 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.faults import find_rank
+from envbuild.verify.find_rank import find_rank
 from envbuild.verify.receipt import receipt_path
 from envbuild.verify.subject import Subject
 
@@ -117,13 +117,13 @@ def test_a_receipt_counts_when_it_is_no_less_thorough(
 ) -> None:
     state = make_state()
     write_receipt(tmp_path / "venv", state.digest, **changes)
-    assert make._has_receipt(tmp_path / "venv", state, the_plan(), faults) is counts
+    assert make.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0"])
 def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
     receipt_path(tmp_path / "venv").write_text(text)
-    assert not make._has_receipt(tmp_path / "venv", make_state(), the_plan(), False)
+    assert not make.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), False)
 
 
 def test_a_rank_is_found_by_its_environment(tmp_path: Path) -> None:
@@ -146,8 +146,24 @@ def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(real)
     root = tmp_path / "link" / "venv"
     subject = Subject(
-        root, root, root / "lib", make_state(), Target.parse("cpu-x86_64"), lambda _p, _a: [], dict
+        root,
+        root,
+        make_state(),
+        Target.parse("cpu-x86_64"),
+        "sha256:d",
+        "host",
+        NotImplemented,
+        NotImplemented,
     )
     for inside in (f"{root}/bin/python", f"{real}/venv/bin/python"):
         assert subject.holds(inside) and subject.relative(inside) == "bin/python"
     assert not subject.holds(f"{real}/venv2/bin/python") and not subject.holds("/usr/bin/python3")
+
+
+def test_in_a_container_every_path_is_the_artifacts() -> None:
+    subject = Subject(
+        Path("image"), Path("/opt/env"), make_state(), Target.parse("cpu-x86_64"), "sha256:d", "docker",
+        NotImplemented, NotImplemented, alone=True,
+    )  # fmt: skip
+    assert subject.holds("/usr/lib/python3.11/ssl.py")
+    assert subject.relative("/opt/env/bin/python") == "bin/python"

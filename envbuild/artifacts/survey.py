@@ -1,0 +1,64 @@
+"""What lies in an environment: distributions, files against their RECORDs, processors of libraries.
+
+Run as a module it prints this as JSON: so are environments surveyed that only a container can read. It and
+what it imports therefore need nothing but Python 3.9.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.elf import ElfReport, scan_elf
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions
+
+# The modules that a survey elsewhere needs, from the package's folder.
+MODULES = (
+    "__init__.py",
+    "names.py",
+    "record.py",
+    "artifacts/__init__.py",
+    "artifacts/elf.py",
+    "artifacts/installed.py",
+    "artifacts/survey.py",
+)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """`distributions` by normalised name; `files` and `elf` with paths relative to the environment."""
+
+    distributions: dict[str, Distribution]
+    files: FileReport
+    elf: ElfReport
+
+
+def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
+    """Survey the environment at `root`; `elf_machine` is the e_machine its libraries should have."""
+    elf = scan_elf(root, elf_machine)
+    elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
+    return Survey(distributions(site_packages), check_files(site_packages), elf)
+
+
+def read_survey(text: str) -> Survey:
+    """The survey that `main` printed elsewhere. Raises ValueError, KeyError or TypeError for other text."""
+    data: dict[str, Any] = json.loads(text)
+    elf = data["elf"]
+    return Survey(
+        {name: Distribution(**found) for name, found in data["distributions"].items()},
+        FileReport(**data["files"]),
+        ElfReport(dict(elf["counts"]), [(path, machine) for path, machine in elf["foreign"]]),
+    )
+
+
+def main(root: str, site_packages: str, elf_machine: str) -> None:
+    """Print the survey of an environment as one JSON object."""
+    print(json.dumps(asdict(survey(Path(root), Path(site_packages), int(elf_machine)))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,105 @@
+"""`envbuild docker`."""
+
+from __future__ import annotations
+
+import click
+
+from envbuild.cli.common import (
+    json_option,
+    locked_option,
+    offline_option,
+    open_recipe,
+    print_json,
+    say,
+)
+from envbuild.environment import load_environment
+
+
+@click.command("docker")
+@click.argument("recipe")
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET",
+    help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
+)  # fmt: skip
+@click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")
+@click.option("--push", is_flag=True, help="Push to the registry that --tag names.")
+@click.option(
+    "--out", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon."
+)
+@click.option(
+    "--builder", type=click.Choice(["native", "dockerfile"]), default="native", show_default=True,
+    help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
+)  # fmt: skip
+@click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
+@click.option(
+    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
+)
+@click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@locked_option
+@offline_option
+@json_option
+def docker_command(
+    recipe: str,
+    targets: tuple[str, ...],
+    tag: str | None,
+    push: bool,
+    out: str | None,
+    builder: str,
+    no_verify: bool,
+    faults: bool,
+    no_bytecode: bool,
+    dry_run: bool,
+    locked: bool,
+    offline: bool,
+    as_json: bool,
+) -> None:
+    """Build the image of RECIPE from its locks and prove it by training in two containers.
+
+    It is assembled without a daemon, root or emulation, for any architecture. Without --out or --push it goes
+    into the docker daemon, which is sent only the layers that it lacks. Verification needs a daemon.
+
+    \b
+    Examples:
+      envbuild docker pt_cpu
+      envbuild docker pt_cpu --out oci:image --target cpu-x86_64 --target cpu-aarch64
+      envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push
+      docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
+    """
+    from envbuild.artifacts.docker import Out, check_tag, default_tag
+    from envbuild.errors import UsageError
+    from envbuild.make_image import Wish, make_images, prepare_image
+
+    place = Out.parse(out) if out else None
+    if push and tag is None:
+        raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    wanted = [loaded.target(name)[0] for name in targets or (None,)]
+    if len({target.arch for target in wanted}) < len(wanted):
+        raise UsageError("two targets of one architecture do not fit into one image")
+    prepared = [
+        prepare_image(
+            loaded, target, environment, locked=locked, offline=offline,
+            bytecode=not no_bytecode, say=say,
+        )
+        for target in wanted
+    ]  # fmt: skip
+    name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
+    if dry_run:
+        from envbuild.cli.plan import show
+
+        for one in prepared:
+            if as_json:
+                print_json({**one.plan.as_json(), "path": name})
+            else:
+                show(one.plan)
+        if not as_json:
+            click.echo(name)
+        return
+    wish = Wish(name, place, push, verify=not no_verify, faults=faults)
+    result = make_images(prepared, wish, environment, say, offline=offline)
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(result["path"])

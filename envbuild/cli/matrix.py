@@ -1,0 +1,126 @@
+"""`envbuild matrix`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from envbuild.cli.common import open_recipe, say
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import EnvbuildError, RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from envbuild.matrix import Chosen
+
+_RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class _Runners:
+    """What data/runners.toml says: architecture → label."""
+
+    github: dict[str, str]
+    gitlab: dict[str, str]
+
+
+@click.command("matrix")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
+@click.option(
+    "--artifact", "artifacts", multiple=True, metavar="KIND",
+    help="Only this kind (venv, docker); repeatable.",
+)  # fmt: skip
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
+)
+@click.option(
+    "--format", "form", type=click.Choice(["github", "gitlab", "json"]), default="json",
+    show_default=True, help="A matrix for GitHub, a child pipeline for GitLab, or an array.",
+)  # fmt: skip
+@click.option(
+    "--changed-since", metavar="REV",
+    help="Only recipes whose folder changed since this git revision, or all when envbuild did.",
+)  # fmt: skip
+@click.option(
+    "--runner", "runners", multiple=True, metavar="ARCH=LABEL",
+    help="Runner of an architecture, or of one TARGET whose GPUs it has; repeatable.",
+)  # fmt: skip
+def matrix_command(
+    recipes: tuple[str, ...],
+    artifacts: tuple[str, ...],
+    targets: tuple[str, ...],
+    form: str,
+    changed_since: str | None,
+    runners: tuple[str, ...],
+) -> None:
+    """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
+
+    Without RECIPE, all that `envbuild list` shows.
+
+    \b
+    Examples:
+      envbuild matrix
+      envbuild matrix pt_cpu --artifact docker --format github
+      envbuild matrix --changed-since origin/main --format gitlab > child.yml
+      envbuild matrix --runner aarch64=my-arm --runner cu126-x86_64=my-gpu
+    """
+    from envbuild.matrix import (
+        ARTIFACTS,
+        as_github,
+        as_gitlab,
+        as_json,
+        make_jobs,
+        parse_runners,
+    )
+    from envbuild.toml import decode, nearest, read
+
+    for name in artifacts:
+        if name not in ARTIFACTS:
+            raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
+    defaults = decode(read(_RUNNERS), _Runners)
+    labels = parse_runners(runners, defaults.gitlab if form == "gitlab" else defaults.github)
+    chosen = _choose(recipes, load_environment())
+    jobs = make_jobs(chosen, labels, artifacts=artifacts, targets=targets)
+    if changed_since is not None:
+        kept = {one.loaded.recipe.name for one in _changed(chosen, changed_since)}
+        jobs = [job for job in jobs if job.recipe in kept]
+    click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
+
+
+def _choose(names: tuple[str, ...], environment: Environment) -> list[Chosen]:
+    """The recipes called `names`, else all. Raises one RecipeError with the mistakes of all of them."""
+    from envbuild.matrix import Chosen
+    from envbuild.recipe.find import list_recipes, search_folders
+
+    folders = search_folders(environment.site.recipe_folders)
+    chosen, errors = [], []
+    for name in names or [entry.name for entry in list_recipes(folders)]:
+        try:
+            chosen.append(Chosen(name, open_recipe(name, environment)))
+        except EnvbuildError as error:
+            errors.append(error)
+    if errors:
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        raise RecipeError(
+            "\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None
+        )
+    if not chosen:
+        raise UsageError("there are no recipes", "name a recipe, or write recipes/NAME/recipe.toml")
+    return chosen
+
+
+def _changed(chosen: list[Chosen], revision: str) -> list[Chosen]:
+    from envbuild.changes import changes_since
+    from envbuild.matrix import changed_recipes
+
+    changes = changes_since(revision, Path())
+    top, folders = changes.top.resolve(), {}
+    for one in chosen:
+        folder = one.loaded.path.resolve().parent
+        if folder.is_relative_to(top):
+            folders[one.name] = folder.relative_to(top).as_posix()
+        else:
+            say(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
+    return changed_recipes(chosen, folders, changes.files)

@@ -1,0 +1,189 @@
+"""Give an image to a Docker daemon over its API: only the layers that it lacks are sent.
+
+A load archive may leave out layers when the daemon has them in the same chain (docker's image
+specification v1.2 names layers by position; the daemon looks a chain up before it opens the file). Daemons
+that keep images in containerd's store want whole archives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.errors import BuildError, HostError
+from envbuild.image.blobs import Blobs
+from envbuild.image.entry import Entry
+from envbuild.image.layer import Layer, header
+
+_PIECE = 1 << 20
+_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An image in the daemon: its id there, and how many layers and bytes were sent."""
+
+    image_id: str
+    layers_sent: int
+    bytes_sent: int
+
+
+@contextmanager
+def connect(env: Mapping[str, str]) -> Iterator[Any]:
+    """A client for the daemon that DOCKER_HOST names, else the usual socket.
+
+    Raises HostError when no daemon answers.
+    """
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        client = docker.from_env(environment=dict(env), timeout=600)
+    except DockerException as error:
+        raise _unreachable(error, env) from error
+    try:
+        try:
+            client.ping()
+        except (DockerException, OSError) as error:
+            raise _unreachable(error, env) from error
+        yield client
+    finally:
+        client.close()
+
+
+def load(
+    client: Any,
+    config: bytes,
+    image_id: str,
+    layers: Sequence[Layer],
+    tags: Sequence[str],
+    blobs: Blobs,
+    moved: Callable[[int], None],
+) -> Loaded:
+    """Load an image, `config` being its configuration and `image_id` that one's digest, and tag it.
+
+    Raises BuildError when the daemon refuses it.
+    """
+    from docker.errors import APIError, ImageNotFound
+
+    try:
+        present = client.api.inspect_image(image_id)["Id"] == image_id
+    except ImageNotFound:
+        present = False
+    sent: list[Layer] = []
+    total = 0
+    if not present:
+        known = (
+            0 if _uses_containerd(client) else _known_prefix(client, [i.diff_id for i in layers])
+        )
+        sent = list(layers[known:])
+        total = sum(layer.blob.size for layer in sent)
+        archive = _archive(config, image_id, layers, sent, blobs, moved)
+        try:
+            said = list(client.api.load_image(archive))
+        except (APIError, OSError) as error:
+            raise BuildError(
+                f"the docker daemon refused the image: {_text(error)}", _hint(str(error))
+            ) from error
+        faults = [str(line["error"]) for line in said if isinstance(line, dict) and "error" in line]
+        if faults:
+            raise BuildError(f"the docker daemon refused the image: {faults[0]}", _hint(faults[0]))
+    loaded_id = _loaded_id(client, image_id, layers)
+    for tag in tags:
+        name, _, label = tag.rpartition(":")
+        client.api.tag(loaded_id, name, label)
+    return Loaded(loaded_id, len(sent), total)
+
+
+def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:
+    from docker.errors import ImageNotFound
+
+    try:
+        found = client.api.inspect_image(image_id)
+    except ImageNotFound:
+        raise BuildError(
+            f"the docker daemon loaded the image and does not list it as {image_id}",
+            "its image store is of a kind that envbuild does not know; use --push or --out",
+        ) from None
+    if found["RootFS"].get("Layers") != [layer.diff_id for layer in layers]:
+        raise BuildError(f"the docker daemon has other layers than were sent for {image_id}")
+    return str(found["Id"])
+
+
+def _known_prefix(client: Any, diff_ids: Sequence[str]) -> int:
+    """How many of the lowest layers the daemon holds as one chain."""
+    from docker.errors import APIError
+
+    best = 0
+    for listed in client.api.images(all=True):
+        try:
+            has = client.api.inspect_image(listed["Id"])["RootFS"].get("Layers") or []
+        except APIError:  # removed meanwhile
+            continue
+        count = 0
+        for mine, theirs in zip(diff_ids, has, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        best = max(best, count)
+    return best
+
+
+def _uses_containerd(client: Any) -> bool:
+    status = client.info().get("DriverStatus") or []
+    return any("io.containerd" in str(value) for _, value in status)
+
+
+def _archive(
+    config: bytes,
+    image_id: str,
+    layers: Sequence[Layer],
+    sent: Sequence[Layer],
+    blobs: Blobs,
+    moved: Callable[[int], None],
+) -> Iterator[bytes]:
+    """The load archive: configuration, the layers to send as they are stored, manifest.json."""
+    name = f"{image_id.partition(':')[2]}.json"
+    manifest: list[dict[str, Any]] = [
+        {"Config": name, "RepoTags": None, "Layers": [_member(layer) for layer in layers]}
+    ]
+    yield _small(name, config)
+    for layer in dict.fromkeys(sent):
+        yield header(Entry(_member(layer), size=layer.blob.size))
+        with blobs.path(layer.blob.digest).open("rb") as stream:
+            while data := stream.read(_PIECE):
+                moved(len(data))
+                yield data
+        yield bytes(-layer.blob.size % _BLOCK)
+    yield _small("manifest.json", json.dumps(manifest).encode())
+    yield bytes(2 * _BLOCK)
+
+
+def _member(layer: Layer) -> str:
+    return f"{layer.diff_id.partition(':')[2]}/layer.tar"
+
+
+def _small(name: str, data: bytes) -> bytes:
+    return header(Entry(name, size=len(data))) + data + bytes(-len(data) % _BLOCK)
+
+
+def _unreachable(error: Exception, env: Mapping[str, str]) -> HostError:
+    where = env.get("DOCKER_HOST") or "its usual socket, /var/run/docker.sock"
+    return HostError(
+        f"no docker daemon answers at {where}: {_text(error)}",
+        "start dockerd, set DOCKER_HOST, or become a member of the group docker; "
+        "--out oci:DIR and --push need no daemon",
+    )
+
+
+def _text(error: Exception) -> str:
+    return str(getattr(error, "explanation", None) or error).splitlines()[0]
+
+
+def _hint(said: str) -> str | None:
+    if "no space left" in said:
+        return "free room where the daemon keeps its images (docker system df, docker system prune)"
+    return None

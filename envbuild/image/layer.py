@@ -1,0 +1,175 @@
+"""Write a tree as one compressed tar layer, the same bytes each time, in bounded memory.
+
+Format: POSIX.1-2001 pax as OCI image-spec "Image Layer Filesystem Changeset" wants it. The gzip stream is a
+row of members (RFC 1952 section 2.2) of 4 MiB each: they are compressed by several threads and do not
+depend on how many there are. libdeflate comes with its package, so the bytes do not depend on the zlib
+that Python was built with either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Tree
+from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
+
+_BLOCK = 512
+_PIECE = 1 << 20
+_CHUNK = 4 << 20
+# 1: a third larger than level 6 at most, several times faster; torch's libraries gain 8 % from more.
+_LEVEL = 1
+_TYPES = {
+    FILE: tarfile.REGTYPE,
+    DIR: tarfile.DIRTYPE,
+    SYMLINK: tarfile.SYMTYPE,
+    HARDLINK: tarfile.LNKTYPE,
+    CHAR: tarfile.CHRTYPE,
+    BLOCK: tarfile.BLKTYPE,
+    FIFO: tarfile.FIFOTYPE,
+}
+Compress = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer that was written: its compressed blob, and digest and size of the tar inside (bytes)."""
+
+    blob: Descriptor
+    diff_id: str
+    unpacked: int
+
+
+def write_layer(tree: Tree, blobs: Blobs) -> Layer:
+    """Write `tree` into `blobs`. Raises BuildError when a file is not as long as its entry says."""
+    with blobs.new() as (stream, place):
+        writer = _Writer(stream, _gzip())
+        try:
+            for entry, content in tree:
+                writer.write(header(entry))
+                if entry.kind == FILE and entry.size:
+                    if content is None:
+                        raise BuildError(f"{entry.path}: a file without content")
+                    _copy(entry, content.read, writer.write)
+            writer.write(bytes(2 * _BLOCK))
+            digest, diff_id = writer.finish()
+        finally:
+            writer.close()
+        stream.flush()
+        size = stream.tell()
+        place(digest)
+    return Layer(Descriptor(OCI_LAYER_GZIP, digest, size), diff_id, writer.unpacked)
+
+
+def header(entry: Entry) -> bytes:
+    """The tar header blocks of `entry`."""
+    info = tarfile.TarInfo(entry.path + "/" if entry.kind == DIR else entry.path)
+    info.type = _TYPES[entry.kind]
+    info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime
+    info.size = entry.size if entry.kind == FILE else 0
+    info.linkname = entry.target
+    info.devmajor, info.devminor = entry.device
+    info.pax_headers = {
+        f"SCHILY.xattr.{name}": value.decode("utf-8", "surrogateescape")
+        for name, value in entry.xattrs
+    }
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _copy(entry: Entry, read: Callable[[int], bytes], write: Callable[[bytes], None]) -> None:
+    left = entry.size
+    while left:
+        data = read(min(left, _PIECE))
+        if not data:
+            break
+        write(data)
+        left -= len(data)
+    if left or read(1):
+        raise BuildError(f"{entry.path}: not {entry.size} bytes long as its archive says")
+    write(bytes(-entry.size % _BLOCK))
+
+
+def _gzip() -> Compress:
+    from deflate import gzip_compress
+
+    return lambda data: bytes(gzip_compress(data, _LEVEL))
+
+
+class _Writer:
+    """Collects chunks, has them compressed by a pool, and writes the results in order."""
+
+    def __init__(self, out: BinaryIO, compress: Compress) -> None:
+        workers = len(os.sched_getaffinity(0))
+        self.unpacked = 0
+        self._out, self._compress = out, compress
+        self._pool = ThreadPoolExecutor(workers)
+        self._hasher = ThreadPoolExecutor(1)  # one thread: chunks are hashed in their order
+        self._buffer = bytearray()
+        self._pending: deque[tuple[Future[bytes], Future[None]]] = deque()
+        self._most = workers + 2
+        self._tar, self._blob = hashlib.sha256(), hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _CHUNK:
+            chunk = bytes(self._buffer[:_CHUNK])
+            del self._buffer[:_CHUNK]
+            self._submit(chunk)
+
+    def finish(self) -> tuple[str, str]:
+        """(digest of the compressed stream, digest of the tar)."""
+        if self._buffer:
+            self._submit(bytes(self._buffer))
+            self._buffer.clear()
+        while self._pending:
+            self._drain()
+        return f"sha256:{self._blob.hexdigest()}", f"sha256:{self._tar.hexdigest()}"
+
+    def close(self) -> None:
+        for pool in (self._pool, self._hasher):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, chunk: bytes) -> None:
+        self.unpacked += len(chunk)
+        hashed = self._hasher.submit(self._tar.update, chunk)
+        self._pending.append((self._pool.submit(self._compress, chunk), hashed))
+        if len(self._pending) > self._most:
+            self._drain()
+
+    def _drain(self) -> None:
+        packed, hashed = self._pending.popleft()
+        data = packed.result()
+        hashed.result()
+        self._out.write(data)
+        self._blob.update(data)
+
+
+def with_parents(tree: Tree, mtime: int) -> Tree:
+    """`tree` with the directories above each path before it, and each directory once."""
+    seen = {""}
+    for entry, content in tree:
+        for parent in _missing(entry.path, seen):
+            yield Entry(parent, DIR, 0o755, mtime=mtime), None
+        if entry.kind == DIR:
+            if entry.path in seen:
+                continue
+            seen.add(entry.path)
+        yield entry, content
+
+
+def _missing(path: str, seen: set[str]) -> Iterable[str]:
+    parents = []
+    parent = path.rpartition("/")[0]
+    while parent not in seen:
+        parents.append(parent)
+        seen.add(parent)
+        parent = parent.rpartition("/")[0]
+    return reversed(parents)

@@ -1,0 +1,137 @@
+"""What an image is built on: Debian packages as one layer, or the layers of an existing image."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from envbuild.environment import Environment
+from envbuild.errors import BuildError
+from envbuild.files import write_atomically
+from envbuild.image.contained import has_file, open_image
+from envbuild.image.entry import Tree
+from envbuild.image.layer import Layer
+from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
+from envbuild.image.pulled import Pulled
+from envbuild.layers.bytecode import Compiler, with_bytecode
+from envbuild.layers.compose import Part, key_of
+from envbuild.layers.debian.lock import DebianLock
+from envbuild.layers.made import Made, blobs_of, make_part
+from envbuild.lock.base_debian import site_archives
+from envbuild.lock.base_oci import pull
+from envbuild.lock.image import OciLock
+from envbuild.plan.plan import Plan
+from envbuild.recipe.targets import Target
+from envbuild.store.store import Store
+
+Say = Callable[[str], None]
+# What a layer of another family is called in an OCI manifest: the bytes are the same.
+_OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseImage:
+    """The lowest layers of an image and what they come with.
+
+    `interpreter` is an absolute path inside, `python_version` as exact as is known without running it,
+    `config` the `config` object of an existing image's configuration. `system_packages` tells whether the
+    environment sees what the base has installed for its interpreter.
+    """
+
+    name: str
+    digest: str
+    layers: tuple[Made, ...]
+    interpreter: str
+    python_version: str
+    config: dict[str, Any] = field(default_factory=dict)
+    system_packages: bool = False
+
+
+def base_image(
+    plan: Plan, compiler: Compiler | None, environment: Environment, say: Say, *, offline: bool
+) -> BaseImage:
+    """The base of `plan` in the store. Raises BuildError when no source has a part of it."""
+    assert plan.base is not None
+    if isinstance(plan.base.base, OciLock):
+        return _existing(plan, plan.base.base, environment)
+    return _debian(plan, plan.base.base, compiler, environment, say, offline)
+
+
+def _debian(
+    plan: Plan,
+    lock: DebianLock,
+    compiler: Compiler | None,
+    environment: Environment,
+    say: Say,
+    offline: bool,
+) -> BaseImage:
+    from envbuild.layers.debian.defaults import rules_digest
+
+    interpreter = f"python{plan.python}"
+    versions = {deb.name: deb.version for deb in lock.packages}
+    version = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
+    if version is None:
+        raise BuildError(f"the image lock has no {interpreter}-minimal", "lock the recipe again")
+    key: list[object] = [plan.mtime, compiler and compiler.identity, rules_digest()]
+    key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
+
+    def tree() -> Tree:
+        from envbuild.layers.debian.fetch import fetch_debs
+        from envbuild.layers.debian.rootfs import debian_tree
+        from envbuild.layers.debian.sources import debian_client
+
+        places = [] if offline else site_archives(lock.suite, lock.date, environment)
+        client = debian_client(environment.pip, environment.variables)
+        debs = fetch_debs(lock, blobs_of(environment.store), places, client)
+        files = debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
+        return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
+
+    title = f"Debian {lock.suite}, {len(lock.packages)} packages"
+    made = make_part(Part(title, key_of("debian", key), tree), environment.store, say)
+    return BaseImage(f"debian:{lock.suite}", "", (made,), f"/usr/bin/{interpreter}", version[0])
+
+
+def _existing(plan: Plan, lock: OciLock, environment: Environment) -> BaseImage:
+    assert plan.image is not None
+    arch = Target.parse(plan.target).arch
+    pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
+    ids = pulled.config["rootfs"]["diff_ids"]
+    layers = []
+    for number, (blob, diff_id) in enumerate(zip(pulled.manifest.layers, ids, strict=True), 1):
+        media_type = _OCI_TYPES.get(COMPRESSION.get(blob.media_type, ""))
+        if media_type is None:
+            raise BuildError(
+                f"{lock.reference}: layer {number} is of unknown media type {blob.media_type!r}"
+            )
+        title = f"{lock.reference}, layer {number} of {len(ids)}"
+        layer = Layer(Descriptor(media_type, blob.digest, blob.size), diff_id, 0)
+        layers.append(Made(layer, title))
+    _check_interpreter(plan.image.python, pulled, lock, environment.store)
+    return BaseImage(
+        lock.reference, lock.digest, tuple(layers), plan.image.python, plan.python,
+        dict(pulled.config.get("config") or {}), system_packages=True,
+    )  # fmt: skip
+
+
+def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store) -> None:
+    """Raise BuildError when the base has no such interpreter. Reading a large base's tree takes a while,
+    so the answer is kept."""
+    note = store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        if python in json.loads(note.read_text(encoding="utf-8")):
+            return
+    tree = open_image(pulled)
+    path = python.strip("/")
+    if not has_file(tree, path):
+        near = sorted(
+            f"/{name}" for name in tree.entries if re.search(r"(^|/)bin/python3\.\d+$", name)
+        )
+        raise BuildError(
+            f"{lock.reference} has no {python}",
+            f"set `python` in [image] to {' or '.join(near) if near else 'an interpreter that it has'}",
+        )
+    write_atomically(note, json.dumps([python]))

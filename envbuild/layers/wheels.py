@@ -1,0 +1,38 @@
+"""Where the locked wheels of a plan, and the trainer's, lie on this host."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from envbuild.environment import Environment
+from envbuild.layers.compose import WheelFile
+from envbuild.layers.trainer import NAME, Trainer
+from envbuild.plan.plan import Plan
+
+
+def locate(
+    plan: Plan, trainer: Trainer, environment: Environment, offline: bool
+) -> tuple[list[WheelFile], WheelFile]:
+    """The wheels of `plan` in its order, and the trainer's. Raises BuildError for one that no source has."""
+    from envbuild.store.fetch import Wanted, locate_wheels
+
+    wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
+    found = locate_wheels(
+        wanted, environment.store, environment.pip, environment.site, plan.indexes,
+        offline=offline, env=environment.variables, default_index=environment.default_index,
+    )  # fmt: skip
+    wheels = [_wheel(w.name, w.version, found[w], environment) for w in wanted]
+    own = environment.store.put(
+        "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel
+    )
+    return wheels, _wheel(NAME, trainer.version, own, environment)
+
+
+def _wheel(name: str, version: str, path: Path, environment: Environment) -> WheelFile:
+    # In the store a wheel lies under its sha256; a find-links file's is remembered there.
+    folder = path.parent.name
+    of_store = path.parent.parent == environment.store.root / "wheels"
+    known = of_store and re.fullmatch(r"[0-9a-f]{64}", folder)
+    digest = folder if known else environment.store.file_digest(path)
+    return WheelFile(name, version, path, digest, path.stat().st_size)

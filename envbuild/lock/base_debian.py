@@ -1,0 +1,48 @@
+"""The base of an image from Debian packages: which suite and packages a recipe asks for, and their lock."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from envbuild.environment import Environment
+from envbuild.errors import LockError
+from envbuild.image.blobs import Blobs
+from envbuild.layers.debian.base import resolve_base
+from envbuild.layers.debian.defaults import default_packages, default_without, suites_by_python
+from envbuild.layers.debian.lock import DebianLock
+from envbuild.layers.debian.sources import Archive, archives, debian_client
+from envbuild.recipe.model import Recipe
+from envbuild.recipe.targets import Target
+
+
+def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
+    """Resolve the Debian packages of `recipe` for `target`. Raises LockError."""
+    known = suites_by_python()
+    suite = recipe.image.suite or known.get(recipe.python, "")
+    if not suite:
+        has = ", ".join(f"{python} ({name})" for python, name in known.items())
+        raise LockError(
+            f"no Debian release with Python {recipe.python} is known; known are {has}",
+            "choose one of these as `python`, or build on an existing image (`base` in [image])",
+        )
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    keyring = environment.site.debian.keyring
+    return resolve_base(
+        suite,
+        [*default_packages(suite), *recipe.image.packages],
+        default_without(),
+        target.arch,
+        archives=site_archives(suite, now, environment),
+        client=debian_client(environment.pip, environment.variables),
+        blobs=Blobs(environment.store.folder("blobs")),
+        keyring=Path(keyring) if keyring else None,
+    )
+
+
+def site_archives(suite: str, date: str, environment: Environment) -> list[Archive]:
+    """Where this site has the packages of `suite`, in order; snapshots of `date` come last."""
+    site = environment.site.debian
+    return archives(
+        suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None
+    )

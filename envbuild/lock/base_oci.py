@@ -1,0 +1,121 @@
+"""The base of an image that exists already: its digest for a target, and its blobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, LockError
+from envbuild.image.archive import read_archive, read_daemon
+from envbuild.image.blobs import Blobs
+from envbuild.image.layout import read_layout
+from envbuild.image.model import Index, Manifest, choose, parse, parse_config
+from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.reference import parse_reference
+from envbuild.image.registry import Registry, open_registry
+from envbuild.image.registry_http import Transport
+from envbuild.progress import transfer
+from envbuild.recipe.targets import Target
+from envbuild.site.pip_config import ca_bundle
+
+_LOCAL = ("oci", "docker-archive", "docker-daemon")
+
+
+def resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
+    """The digest of the manifest that `base` has for `target`'s architecture. Relative paths begin at
+    `folder`. Raises LockError."""
+    try:
+        if _kind(base) in _LOCAL:
+            return _local(base, target.arch, environment, folder).manifest.digest
+        return _manifest(registry_of(base, environment), None, target.arch).digest
+    except BuildError as error:
+        raise LockError(error.message, error.hint) from error
+
+
+def pull(base: str, digest: str, arch: str, environment: Environment, folder: Path) -> Pulled:
+    """The image `base` as it was locked, its blobs in the store. Raises BuildError when it is not there
+    any more, or is another one."""
+    blobs = Blobs(environment.store.folder("blobs"))
+    if (known := _stored(digest, blobs)) is not None:
+        return known
+    if _kind(base) in _LOCAL:
+        pulled = _local(base, arch, environment, folder)
+        if pulled.manifest.digest != digest:
+            raise BuildError(
+                f"{base} is {pulled.manifest.digest}, locked is {digest}",
+                "lock the recipe again, or bring the image back that was locked",
+            )
+        return pulled
+    with_registry = registry_of(base, environment)
+    manifest = _manifest(with_registry, digest, arch)
+    size = manifest.config.size + sum(layer.size for layer in manifest.layers)
+    with transfer(f"pulling {base}", size) as moved:
+        with_registry.fetch_blobs([manifest.config, *manifest.layers], blobs, moved)
+    config = parse_config(blobs.read(manifest.config.digest), base)
+    check_image(manifest, config, arch, base)
+    blobs.add(manifest.raw)  # last: what has a manifest here is whole
+    return Pulled(manifest, config, blobs)
+
+
+def registry_of(image: str, environment: Environment) -> Registry:
+    """The registry of `image`, as this site reaches it."""
+    site = environment.site
+    reference = parse_reference(image)
+    pip = environment.pip
+    transport = Transport(
+        verify=ca_bundle(pip, environment.variables) or True,
+        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
+        client_cert=pip.client_cert,
+        timeout_s=pip.timeout_s or 15.0,
+        retries=5 if pip.retries is None else pip.retries,
+        insecure=frozenset(host for host, table in site.registries if table.insecure),
+        unverified=frozenset(pip.trusted_hosts),
+    )
+    mirrors = site.registry(reference.registry).mirrors
+    return open_registry(reference, transport, environment.variables, mirrors)
+
+
+def _manifest(registry: Registry, digest: str | None, arch: str) -> Manifest:
+    raw, media_type = registry.manifest(digest)
+    where = str(registry.reference)
+    found = parse(raw, where, media_type)
+    if isinstance(found, Index):
+        chosen = choose(found, arch, where)
+        raw, media_type = registry.manifest(chosen.digest)
+        found = parse(raw, where, media_type)
+    if not isinstance(found, Manifest):
+        raise BuildError(f"{where}: an index inside of an index")
+    return found
+
+
+def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled:
+    kind, _, rest = base.partition(":")
+    blobs = Blobs(environment.store.folder("blobs"))
+    if kind == "docker-daemon":
+        from envbuild.image.daemon import connect
+
+        with connect(environment.variables) as client:
+            pulled = read_daemon(rest, blobs, client)
+        check_image(pulled.manifest, pulled.config, arch, base)
+    elif kind == "oci":
+        path, _, tag = rest.partition(":")
+        pulled = read_layout(folder / path, blobs, tag or None, arch)
+    else:
+        pulled = read_archive(folder / rest, blobs, None, arch)
+    blobs.add(pulled.manifest.raw)
+    return pulled
+
+
+def _stored(digest: str, blobs: Blobs) -> Pulled | None:
+    if not blobs.path(digest).is_file():
+        return None
+    manifest = parse(blobs.read(digest), digest)
+    if not isinstance(manifest, Manifest):
+        return None
+    if not all(blobs.has(blob) for blob in (manifest.config, *manifest.layers)):
+        return None
+    return Pulled(manifest, parse_config(blobs.read(manifest.config.digest), digest), blobs)
+
+
+def _kind(base: str) -> str:
+    return base.partition(":")[0]

@@ -1,0 +1,263 @@
+"""Nodes simulated by containers of one image on one docker network.
+
+Each node is a container that idles; torchrun is started in it as `docker exec` does, with the image's own
+environment. A volume that all share stands for the cluster's file system. Everything is labelled with the time
+by which it is of no more use, so that a later run removes what a killed one left.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import shutil
+import tarfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from envbuild.artifacts import survey as survey_module
+from envbuild.artifacts.survey import Survey, read_survey
+from envbuild.errors import HostError, VerificationError
+from envbuild.verify import find_rank as find_rank_module
+
+LABEL = "org.envbuild.verify.until"
+_WORK = "/envbuild-verify"
+_WORK_PATH = PurePosixPath(_WORK)
+_TOOLS = f"{_WORK}/.tools"
+_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+_JOIN_S = 10.0
+
+
+@dataclass(slots=True)
+class _Agent:
+    """A program under way in a container; a thread reads what it prints."""
+
+    api: Any
+    exec_id: str
+    container: str
+    reader: threading.Thread
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and not self.reader.is_alive():
+            found = self.api.exec_inspect(self.exec_id)
+            if not found["Running"]:
+                self.returncode = found["ExitCode"]
+        return self.returncode
+
+
+@dataclass(slots=True)
+class ContainerNodes:
+    """Running containers, one a node."""
+
+    client: Any
+    containers: list[Any]
+    network: str
+    work: PurePosixPath = _WORK_PATH
+    interface: str = "eth0"
+    _addresses: dict[int, str] = field(default_factory=dict)
+
+    def address(self, node: int) -> str:
+        if node not in self._addresses:
+            self.containers[node].reload()
+            networks = self.containers[node].attrs["NetworkSettings"]["Networks"]
+            self._addresses[node] = networks[self.network]["IPAddress"]
+        return self._addresses[node]
+
+    def free_port(self) -> int:
+        return int(self._run(0, ["python", "-c", _FREE_PORT]))
+
+    def start(
+        self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
+    ) -> _Agent:
+        api, container = self.client.api, self.containers[node]
+        created = api.exec_create(
+            container.id, [program, *arguments], environment=dict(extra), workdir=_WORK
+        )
+        stream = api.exec_start(created["Id"], stream=True)
+
+        def read() -> None:
+            with log.open("wb") as file, suppress(Exception):
+                for data in stream:
+                    file.write(data)
+                    file.flush()
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        return _Agent(api, created["Id"], container.id, reader)
+
+    def stop(self, agents: Sequence[Any]) -> None:
+        """Kill every process but the idling first one in the containers where something still runs."""
+        for container in {agent.container for agent in agents if agent.poll() is None}:
+            with suppress(Exception):
+                self._run(container, ["sh", "-c", "kill -9 -1"], check=False)
+        for agent in agents:
+            agent.reader.join(_JOIN_S)
+            agent.poll()
+
+    def collect(self, into: Path) -> None:
+        stream, _ = self.containers[0].get_archive(_WORK)
+        with tarfile.open(fileobj=_Stream(stream), mode="r|") as archive:
+            for member in archive:
+                name = posixpath.basename(member.name)
+                source = archive.extractfile(member) if member.isfile() else None
+                # Files of the work folder itself; the nodes' logs are here already.
+                if source is None or member.name.count("/") != 1 or name.endswith(".log"):
+                    continue
+                with (into / name).open("wb") as file:
+                    shutil.copyfileobj(source, file)
+
+    def kill_rank(self, run_id: str, rank: int) -> int | None:
+        for container in self.containers:
+            said = self._run(
+                container.id, ["python", f"{_TOOLS}/find_rank.py", run_id, str(rank)], check=False
+            )
+            if said.strip().isdigit():
+                return int(said)
+        return None
+
+    def survey(self, root: str, site_packages: str, elf_machine: int) -> Survey:
+        """Survey the environment at `root` by the image's own interpreter. Raises VerificationError."""
+        command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages]
+        said = self._run(0, [*command, str(elf_machine)], variables={"PYTHONPATH": _TOOLS})
+        try:
+            return read_survey(said)
+        except (ValueError, KeyError, TypeError) as error:
+            raise VerificationError(f"the image could not be surveyed: {error}") from error
+
+    def prepare(self) -> None:
+        """Put the tools of verification into the shared folder. Raises VerificationError."""
+        package = Path(survey_module.__file__).parents[1]
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            for name in survey_module.MODULES:
+                archive.add(package / name, f".tools/envbuild/{name}")
+            archive.add(find_rank_module.__file__, ".tools/find_rank.py")
+        if not self.containers[0].put_archive(_WORK, buffer.getvalue()):
+            raise VerificationError("the docker daemon refused files for a container")
+
+    def _run(
+        self,
+        where: int | str,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        check: bool = True,
+    ) -> str:
+        container = self.containers[where].id if isinstance(where, int) else where
+        api = self.client.api
+        created = api.exec_create(
+            container, list(command), environment=dict(variables or {}), stderr=True
+        )
+        out, err = api.exec_start(created["Id"], demux=True)
+        code = api.exec_inspect(created["Id"])["ExitCode"]
+        if check and code != 0:
+            text = (err or out or b"").decode(errors="replace").strip()
+            raise VerificationError(
+                f"{command[0]} failed in the container (exit {code}):\n  {text[-2000:]}",
+                "the image lacks what verification runs in it; see the message above",
+            )
+        return (out or b"").decode(errors="replace")
+
+
+@contextmanager
+def container_nodes(
+    client: Any, image: str, count: int, lifetime_s: float
+) -> Iterator[ContainerNodes]:
+    """`count` containers of `image` on a network of their own, removed at the end.
+
+    Raises HostError when the daemon cannot run them.
+    """
+    from docker.errors import DockerException
+
+    name = f"envbuild-verify-{uuid.uuid4().hex[:12]}"
+    until = {LABEL: str(int(time.time() + lifetime_s))}
+    _remove_stale(client)
+    containers: list[Any] = []
+    network = volume = None
+    try:
+        try:
+            network = client.networks.create(name, driver="bridge", labels=until)
+            volume = client.volumes.create(name, labels=until)
+            for node in range(count):
+                containers.append(
+                    client.containers.run(
+                        image,
+                        [str(int(lifetime_s))],
+                        entrypoint=["sleep"],
+                        name=f"{name}-{node}",
+                        hostname=f"node{node}",
+                        network=name,
+                        volumes={name: {"bind": _WORK, "mode": "rw"}},
+                        working_dir=_WORK,
+                        user="0",
+                        labels=until,
+                        detach=True,
+                        init=True,
+                        shm_size="1g",
+                    )
+                )
+        except DockerException as error:
+            text = str(getattr(error, "explanation", None) or error)
+            raise HostError(
+                f"the docker daemon could not start containers of the image: {text}"
+            ) from error
+        nodes = ContainerNodes(client, containers, name)
+        nodes.prepare()
+        yield nodes
+    finally:
+        _remove(containers, network, volume)
+
+
+def _remove(containers: Sequence[Any], network: Any, volume: Any) -> None:
+    for container in containers:
+        with suppress(Exception):
+            container.remove(force=True, v=True)
+    for thing in (network, volume):
+        if thing is not None:
+            with suppress(Exception):
+                thing.remove()
+
+
+def _remove_stale(client: Any) -> None:
+    """Remove what a killed verification left, once its time is over."""
+    with suppress(Exception):
+        found = client.containers.list(all=True, filters={"label": LABEL})
+        _remove([one for one in found if _is_over(one.labels)], None, None)
+        for thing in [
+            *client.networks.list(filters={"label": LABEL}),
+            *client.volumes.list(filters={"label": LABEL}),
+        ]:
+            if _is_over(thing.attrs.get("Labels") or {}):
+                with suppress(Exception):
+                    thing.remove()
+
+
+def _is_over(labels: Mapping[str, str]) -> bool:
+    return labels.get(LABEL, "").isdigit() and int(labels[LABEL]) < time.time()
+
+
+class _Stream(io.RawIOBase):
+    """The daemon's chunks as a file to read."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = iter(chunks), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count

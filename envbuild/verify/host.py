@@ -1,0 +1,86 @@
+"""Nodes simulated by processes of this host, which meet on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envbuild import process
+from envbuild.verify.find_rank import find_rank
+
+_ADDRESS = "127.0.0.1"
+# Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
+_JOB_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+)
+_JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    work: Path
+    command: Callable[[str, Sequence[str]], list[str]]
+    variables: Mapping[str, str]
+    interface: str = "lo"
+
+    def address(self, node: int) -> str:
+        return _ADDRESS
+
+    def free_port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind((_ADDRESS, 0))
+            return int(probe.getsockname()[1])
+
+    def start(
+        self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        with log.open("wb") as stream:
+            # SIGTERM on our death: torchrun passes it on to the ranks before it ends.
+            return process.start(
+                self.command(program, arguments),
+                env={**self.variables, **extra},
+                cwd=self.work,
+                stdout=stream.fileno(),
+                stderr=stream.fileno(),
+                death_signal=signal.SIGTERM,
+            )
+
+    def stop(self, agents: Sequence[Any]) -> None:
+        process.stop(agents)
+
+    def collect(self, into: Path) -> None:
+        """Nothing to bring: it is the same folder."""
+
+    def kill_rank(self, run_id: str, rank: int) -> int | None:
+        pid = find_rank(run_id, rank)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+@contextmanager
+def host_nodes(
+    work: Path,
+    command: Callable[[str, Sequence[str]], list[str]],
+    variables: Mapping[str, str],
+) -> Iterator[_Nodes]:
+    """Nodes that run `command(program, arguments)` with `variables`, less those of a job around us."""
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
+    }
+    yield _Nodes(work, command, kept)

@@ -1,0 +1,42 @@
+"""An image in a docker daemon as the subject of a verification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.image import Image
+from envbuild.layers.compose import PREFIX
+from envbuild.recipe.targets import Target
+from envbuild.verify.containers import ContainerNodes, container_nodes
+from envbuild.verify.run import Settings
+from envbuild.verify.subject import Subject
+
+# Launches of one verification: reference beside training, resume, faults; and time to start them.
+_LAUNCHES, _SPARE_S = 4, 300
+
+
+def image_subject(client: Any, image: Image, settings: Settings) -> Subject:
+    """`image`, which `client`'s daemon has, run as containers."""
+    state = image.state
+    target = Target.parse(state.target)
+    root = f"/{PREFIX}"
+    lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
+    packages = f"{root}/lib/python{state.python}/site-packages"
+
+    def survey(nodes: Any) -> Any:
+        assert isinstance(nodes, ContainerNodes)
+        return nodes.survey(root, packages, target.elf_machine)
+
+    version = client.version().get("Version", "")
+    return Subject(
+        path=Path(root),
+        root=Path(root),
+        state=state,
+        target=target,
+        digest=image.digest,
+        runtime=f"docker {version}".strip(),
+        survey=survey,
+        nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime),
+        alone=True,
+    )
