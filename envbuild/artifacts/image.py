@@ -5,7 +5,6 @@ Docker, enroot and Apptainer artifacts all come from what `assemble` makes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,13 +28,14 @@ from envbuild.image.model import (
 )
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import PREFIX, environment_part, wheel_parts
+from envbuild.layers.compose import PREFIX, Part, WheelFile, environment_part, wheel_parts
 from envbuild.layers.made import Made, blobs_of, make_part
 from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import Scheme
+from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
+from envbuild.record import record_digest
 
 Say = Callable[[str], None]
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -92,24 +92,27 @@ def assemble(
     made = list(base.layers)
     for part in wheel_parts(wheels, scheme, compiler, plan.mtime):
         made.append(make_part(part, store, say))
-    last = _environment_layer(plan, base, own, compiler, made)
-    made.append(make_part(last[0], store, say))
+    last, state = _environment_layer(plan, base, own, compiler, made)
+    made.append(make_part(last, store, say))
     blobs = blobs_of(store)
     config = canonical(_config(plan, base, made, target))
     manifest = _manifest(config, [m.layer for m in made])
     for data in (config, manifest.raw):
         blobs.add(data)
-    return Image(manifest, config, tuple(made), last[1], GOARCH[target.arch], base.name, blobs)
+    return Image(manifest, config, tuple(made), state, GOARCH[target.arch], base.name, blobs)
 
 
 def _environment_layer(
-    plan: Plan, base: BaseImage, own: Any, compiler: Compiler | None, made: list[Made]
-) -> tuple[Any, State]:
+    plan: Plan, base: BaseImage, own: WheelFile, compiler: Compiler | None, made: list[Made]
+) -> tuple[Part, State]:
+    """The last layer, and the record of the whole that it holds."""
     found = [distribution for layer in made for distribution in layer.distributions]
     wanted = {(package.name, package.version) for package in plan.packages}
     if {(name, version) for name, version, _ in found} != wanted:
         names = sorted({f"{n} {v}" for n, v, _ in found} ^ {f"{n} {v}" for n, v in wanted})
         raise BuildError(f"the wheels do not hold what is locked: {', '.join(names)}")
+    scheme = Scheme(PREFIX, plan.python)
+    trainer = (own.name, own.version, record_digest(wheel_record(own.path, scheme)))
     state = State(
         artifact=plan.artifact,
         recipe=plan.recipe,
@@ -120,13 +123,13 @@ def _environment_layer(
         python=plan.python,
         python_version=base.python_version,
         interpreter=base.interpreter,
-        packages=tuple(sorted(found)),
+        packages=tuple(sorted([*found, trainer])),
         verify=plan.verify_settings(),
         envbuild=__version__,
     )
     assert plan.image is not None
     part = environment_part(
-        own, Scheme(PREFIX, plan.python), base.interpreter, base.python_version, state.render(),
+        own, scheme, base.interpreter, base.python_version, state.render(),
         compiler, plan.mtime, system_packages=base.system_packages, folders=[plan.image.workdir],
     )  # fmt: skip
     return part, state
@@ -200,9 +203,3 @@ def _manifest(config: bytes, layers: list[Layer]) -> Manifest:
     manifest = parse(raw, "the image's manifest")
     assert isinstance(manifest, Manifest)
     return manifest
-
-
-def python_release(version: str) -> str:
-    """The upstream part of a distribution's version: "3.11.2" of 3.11.2-6+deb12u6."""
-    match = re.match(r"\d+(\.\d+)+", version)
-    return match[0] if match else version

@@ -49,11 +49,19 @@ class Layer:
 
 
 def write_layer(tree: Tree, blobs: Blobs) -> Layer:
-    """Write `tree` into `blobs`. Raises BuildError when a file is not as long as its entry says."""
+    """Write `tree` into `blobs`.
+
+    Raises BuildError when a file is not as long as its entry says, or a path comes twice: runtimes differ in
+    what they make of that.
+    """
+    seen: set[str] = set()
     with blobs.new() as (stream, place):
         writer = _Writer(stream, _gzip())
         try:
             for entry, content in tree:
+                if entry.path in seen:
+                    raise BuildError(f"/{entry.path} comes twice in one layer")
+                seen.add(entry.path)
                 writer.write(header(entry))
                 if entry.kind == FILE and entry.size:
                     if content is None:

@@ -155,9 +155,9 @@ def choose(index: Index, arch: str, where: str) -> Descriptor:
     for item in index.manifests:
         if item.arch == wanted and item.os in ("linux", ""):
             return item
-    has = sorted(
-        {f"{item.os or 'linux'}/{item.arch}" for item in index.manifests} - {"unknown/unknown"}
-    )
+    # Attestations are listed beside images, for "unknown/unknown".
+    images = [item for item in index.manifests if item.arch not in ("", "unknown")]
+    has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images})
     raise BuildError(
         f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",
         "choose another base image, or leave the target out",

@@ -85,7 +85,10 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
         return
     prefixes = tuple(folder + "/" for folder in below)
     with tempfile.TemporaryFile() as spool, _Pool(compiler, spool) as pool:
+        own: set[str] = set()  # numpy's wheel has a .pyc of its own, which its RECORD lists
         for entry, content in tree:
+            if entry.path.endswith(".pyc"):
+                own.add(entry.path)
             wanted = (
                 entry.kind == FILE
                 and entry.path.endswith(".py")
@@ -99,7 +102,9 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
                 yield entry, _Once(source, content)
             else:
                 yield entry, content
-        yield from _compiled(pool, compiler, mtime)
+        for entry, content in _compiled(pool, compiler, mtime):
+            if entry.path not in own:
+                yield entry, content
 
 
 def _compiled(pool: _Pool, compiler: Compiler, mtime: int) -> Tree:

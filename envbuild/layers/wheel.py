@@ -84,6 +84,15 @@ def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
         raise BuildError(f"{wheel.name}: not a wheel, or damaged: {error}") from error
 
 
+def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
+    """The RECORD that `wheel_tree` gives, for a wheel that is small."""
+    content = b""
+    for entry, stream in wheel_tree(wheel, scheme, 0):
+        if stream is not None:
+            content = stream.read(entry.size)
+    return content  # RECORD comes last
+
+
 class _Wheel:
     """One open wheel on its way into a tree."""
 

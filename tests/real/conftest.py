@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.dockerd import Lab, dockerd, missing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -94,6 +96,16 @@ def lab(tmp_path: Path) -> Command:
         "PIP_NO_INDEX": "1",
     }
     return Command(tmp_path, env)
+
+
+@pytest.fixture(scope="session")
+def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A real dockerd for all tests of the session; `environment()` points commands at it."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with dockerd(tmp_path_factory.mktemp("dockerd")) as lab:
+        yield lab
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

@@ -1,0 +1,264 @@
+"""Image archives: the tar that `docker save` writes, old form and new, and OCI layouts in a tar.
+
+Sources: Docker image specification 1.2, "Combined Image JSON + Filesystem Changeset Format" (manifest.json,
+<id>/layer.tar), as Docker since 25 writes it (blobs/sha256/<hex>), OCI image specification 1.1 "Image Layout".
+An archive is read in one go, forward only, so that a daemon's answer needs no file in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.image.compression import decompressed, open_layer
+from envbuild.image.contents import Contents
+from envbuild.image.entry import Entry
+from envbuild.image.layer import header
+from envbuild.image.layout import from_index, same_tag
+from envbuild.image.model import (
+    OCI_CONFIG,
+    OCI_MANIFEST,
+    Descriptor,
+    Manifest,
+    canonical,
+    digest_of,
+    parse_config,
+)
+from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.untar import Source, members
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+_CHUNK = 1 << 20
+_TAG_HINT = "name one of its tags"
+
+
+def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
+    """The image `tag` of an archive (None: its only one), which may be compressed as a whole.
+
+    Layers become blobs as they are stored and are checked against the configuration's diff_ids. The
+    manifest is made here from them, the same bytes each time. `arch` is x86_64 or aarch64, None for
+    whatever it is. Raises BuildError.
+    """
+    try:
+        with path.open("rb") as stream:
+            return read_stream(stream, str(path), blobs, tag, arch)
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror or error}") from error
+
+
+def read_daemon(
+    reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None
+) -> Pulled:
+    """The image that a Docker daemon has under `reference`, a name or an id. Raises BuildError."""
+    import docker.errors
+    import requests
+
+    where = f"docker image {reference}"
+    try:
+        chunks = client.images.get(reference).save(chunk_size=_CHUNK)
+        return read_stream(cast(BinaryIO, _Chunks(chunks)), where, blobs, None, arch)
+    except docker.errors.ImageNotFound:
+        raise BuildError(
+            f"{where}: the daemon does not have it", "pull or build it first, or check its name"
+        ) from None
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        raise BuildError(f"{where}: {error}") from error
+
+
+def read_stream(
+    stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None
+) -> Pulled:
+    """As `read_archive`, from a stream that need not seek; `where` names it in messages."""
+    found = Contents(where, blobs)
+    source = Source(decompressed(stream, where), where)
+    for member in members(source):
+        found.take(member, source)
+    source.finish()
+    if "manifest.json" in found.files:
+        return _from_manifest_json(found, tag, arch)
+    if "index.json" in found.files:
+        pulled = from_index(found.small("index.json"), where, blobs, found.bring, tag, arch)
+        _check_diff_ids(pulled, where)
+        return pulled
+    raise BuildError(
+        f"{where}: neither manifest.json nor index.json in it: not an image archive",
+        "make it with `docker save` or `skopeo copy`; a bare file system needs `docker import`",
+    )
+
+
+def write_archive(
+    stream: BinaryIO,
+    config: bytes,
+    layers: Sequence[Descriptor],
+    blobs: Blobs,
+    tags: Sequence[str],
+    *,
+    unpack: bool = True,
+    without: Collection[str] = (),
+) -> None:
+    """Write an archive that `docker load` and skopeo read, the same bytes each time.
+
+    `config` is the image's configuration, `layers` its blobs, lowest first. Layers are written
+    uncompressed, which each daemon reads, or with `unpack=False` as they are. Those whose diff_id is in
+    `without` are named and left out: a daemon that has them below the same layers does not ask for them.
+    Raises BuildError when a layer is not what the configuration says.
+    """
+    ids = parse_config(config, "image configuration")["rootfs"]["diff_ids"]
+    if len(ids) != len(layers):
+        raise BuildError(f"an image of {len(layers)} layers whose configuration lists {len(ids)}")
+    config_name = digest_of(config).removeprefix("sha256:") + ".json"
+    names = [diff_id.removeprefix("sha256:") + ".tar" for diff_id in ids]
+    listed = [{"Config": config_name, "RepoTags": list(tags) or None, "Layers": names}]
+    for name, data in (("manifest.json", canonical(listed)), (config_name, config)):
+        stream.write(_header(name, len(data)))
+        stream.write(data + bytes(-len(data) % 512))
+    written = set(without)
+    for diff_id, name, layer in zip(ids, names, layers, strict=True):
+        if diff_id not in written:
+            written.add(diff_id)
+            _write_layer(stream, name, diff_id, layer, blobs.path(layer.digest), unpack)
+    stream.write(bytes(1024))
+
+
+def _write_layer(
+    stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, path: Path, unpack: bool
+) -> None:
+    size = layer.size
+    if unpack:
+        # The header comes before the data: a first reading finds the size and checks the layer.
+        digest, size = _unpacked(path, layer.digest)
+        if digest != diff_id:
+            raise BuildError(f"{path}: not the layer {diff_id} of the configuration")
+    stream.write(_header(name, size))
+    left = size
+    with open_layer(path, layer.digest) if unpack else path.open("rb") as data:
+        while piece := data.read(min(left + 1, _CHUNK)):
+            left -= len(piece)
+            if left < 0:
+                break
+            stream.write(piece)
+    if left:
+        raise BuildError(f"{path}: changed while it was read, or not {layer.size} bytes long")
+    stream.write(bytes(-size % 512))
+
+
+def _header(name: str, size: int) -> bytes:
+    return header(Entry(name, size=size))
+
+
+def _unpacked(path: Path, name: str) -> tuple[str, int]:
+    """Digest and size, in bytes, of a layer's tar."""
+    seen = hashlib.sha256()
+    size = 0
+    with open_layer(path, name) as stream:
+        while data := stream.read(_CHUNK):
+            seen.update(data)
+            size += len(data)
+    return f"sha256:{seen.hexdigest()}", size
+
+
+def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> Pulled:
+    where = f"{found.where}: manifest.json"
+    image = _pick(_images(found.small("manifest.json"), where), where, tag)
+    raw = found.small(image.config)
+    config = parse_config(raw, f"{found.where}: {image.config}")
+    layers = [found.get(name) for name in image.layers]
+    about = Descriptor(OCI_CONFIG, found.blobs.add(raw), len(raw))
+    manifest = canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "config": about.as_json(),
+            "layers": [layer.as_json() for layer in layers],
+        }
+    )
+    found.blobs.add(manifest)
+    made = Manifest(manifest, OCI_MANIFEST, about, tuple(layers))
+    check_image(made, config, arch, found.where)
+    pulled = Pulled(made, config, found.blobs)
+    _check_diff_ids(pulled, found.where)
+    return pulled
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """An item of manifest.json."""
+
+    config: str
+    tags: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+def _images(raw: bytes, where: str) -> list[_Image]:
+    try:
+        listed = json.loads(raw)
+        return [
+            _Image(
+                _string(item["Config"]),
+                tuple(map(_string, item.get("RepoTags") or ())),
+                tuple(map(_string, item["Layers"] or ())),
+            )
+            for item in listed
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise BuildError(f"{where}: not what `docker save` writes") from None
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _pick(images: list[_Image], where: str, tag: str | None) -> _Image:
+    meant = [
+        image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)
+    ]
+    # One image is listed twice when it was saved under two names.
+    if len({image.config for image in meant}) == 1:
+        return meant[0]
+    has = ", ".join(sorted({name for image in images for name in image.tags})) or "none with a tag"
+    if tag is not None and not meant:
+        raise BuildError(f"{where}: no image with the tag {tag!r}; it has {has}", _TAG_HINT)
+    raise BuildError(
+        f"{where}: {len(meant) or 'no'} images, where one is needed; it has {has}",
+        _TAG_HINT if meant else None,
+    )
+
+
+def _check_diff_ids(pulled: Pulled, where: str) -> None:
+    for layer, diff_id in zip(
+        pulled.manifest.layers, pulled.config["rootfs"]["diff_ids"], strict=True
+    ):
+        if layer.digest == diff_id:
+            continue
+        name = f"{where}: layer {layer.digest}"
+        if _unpacked(pulled.blobs.path(layer.digest), name)[0] != diff_id:
+            raise BuildError(f"{name} is not {diff_id}, which the configuration lists")
+
+
+class _Chunks:
+    """An iterator of bytes, as the Docker SDK gives them, read as a stream."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Some bytes, `size` at most; none at the end only."""
+        while not self._rest:
+            data = next(self._chunks, None)
+            if data is None:
+                return b""
+            self._rest = data
+        size = len(self._rest) if size < 0 else size
+        data, self._rest = self._rest[:size], self._rest[size:]
+        return data

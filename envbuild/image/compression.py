@@ -1,0 +1,170 @@
+"""Layers read uncompressed, whichever way they are stored: the first bytes tell, not the media type.
+
+Sources: RFC 1952 (gzip; several members follow one another), RFC 8878 (zstd; several frames, and frames
+to be skipped). A stream that ends before its last member or frame does is an error, never a short layer.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import Readable
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_CHUNK = 1 << 20
+# zstd yields at most 128 KiB from four bytes. Its decoder cannot be told to stop, so it gets little at a
+# time: no input makes it hold more than 128 MiB, and these steps cost nothing measurable.
+_ZSTD_CHUNK = 4096
+
+
+def kind_of(head: bytes) -> str:
+    """`gzip`, `zstd` or `none`, from the first four bytes of a layer or more."""
+    if head.startswith(_GZIP):
+        return "gzip"
+    # A zstd stream may begin with a frame to be skipped: 0x184D2A50 to 0x184D2A5F, little-endian.
+    if head.startswith(_ZSTD) or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
+        return "zstd"
+    return "none"
+
+
+def open_layer(path: Path, name: str) -> BinaryIO:
+    """A layer's blob opened for reading its tar; seekable when it is stored uncompressed.
+
+    Reading raises BuildError, naming `name`, when the blob is truncated or corrupt.
+    """
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise BuildError(f"{name}: {path}: {error.strerror}") from error
+    kind = kind_of(stream.read(4))
+    stream.seek(0)
+    return stream if kind == "none" else cast(BinaryIO, _Decompressed(stream, kind, name))
+
+
+def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
+    """What `stream`, which need not seek, holds when it is uncompressed; closing it closes `stream`.
+
+    Reading raises BuildError, naming `name`, when it is truncated or corrupt.
+    """
+    head = b""
+    while len(head) < 4 and (data := stream.read(4 - len(head))):
+        head += data
+    return cast(BinaryIO, _Decompressed(stream, kind_of(head), name, head))
+
+
+class _Decoder(Protocol):
+    """One gzip member or one zstd frame."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+
+
+class _Decompressed(io.RawIOBase):
+    """Reads forward only. Holds one chunk of input and what it yields."""
+
+    def __init__(self, stream: Readable, kind: str, name: str, head: bytes = b"") -> None:
+        self._stream, self._kind, self._name = stream, kind, name
+        self._input = head
+        self._ready = b""
+        self._used = 0
+        self._decoder: _Decoder | None = None
+        self._step: Callable[[bytes], bytes] = {
+            "none": self._copy,
+            "gzip": self._gunzip,
+            "zstd": self._unzstd,
+        }[kind]
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed and isinstance(self._stream, io.IOBase):
+            self._stream.close()
+        super().close()
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Up to `size` bytes, less only at the end; everything when negative."""
+        left = len(self._ready) - self._used
+        if 0 <= size <= left:
+            start, self._used = self._used, self._used + size
+            return self._ready[start : self._used]
+        parts = [self._ready[self._used :]]
+        self._ready, self._used = b"", 0
+        while size < 0 or left < size:
+            data = self._more()
+            if not data:
+                break
+            parts.append(data)
+            left += len(data)
+        if 0 <= size < left:
+            last = parts[-1]
+            self._ready, self._used = last, len(last) - (left - size)
+            parts[-1] = last[: self._used]
+        return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _more(self) -> bytes:
+        """The next uncompressed bytes, empty at the end."""
+        while True:
+            # A decoder can hold back output without wanting input; gzip's keeps its input instead.
+            if not self._input:
+                self._input = self._stream.read(_CHUNK if self._kind != "zstd" else _ZSTD_CHUNK)
+                if not self._input:
+                    if self._decoder is not None:
+                        raise BuildError(f"{self._name}: the {self._kind} data is cut short")
+                    return b""
+            data, self._input = self._input, b""
+            output = self._step(data)
+            if output:
+                return output
+
+    def _copy(self, data: bytes) -> bytes:
+        return data
+
+    def _gunzip(self, data: bytes) -> bytes:
+        if self._decoder is None:
+            # Writers to tapes and some tools pad the last member with zeros.
+            data = data.lstrip(b"\0")
+            if not data:
+                return b""
+            self._decoder = zlib.decompressobj(wbits=31)
+        decoder = cast("zlib._Decompress", self._decoder)
+        try:
+            output = decoder.decompress(data, _CHUNK)
+        except zlib.error as error:
+            raise BuildError(f"{self._name}: the gzip data is corrupt: {error}") from None
+        if decoder.eof:
+            self._input, self._decoder = decoder.unused_data, None
+        else:
+            self._input = decoder.unconsumed_tail
+        return output
+
+    def _unzstd(self, data: bytes) -> bytes:
+        import zstandard
+
+        if self._decoder is None:
+            self._decoder = zstandard.ZstdDecompressor().decompressobj()
+        decoder = cast("zstandard.ZstdDecompressionObj", self._decoder)
+        try:
+            output = decoder.decompress(data)
+        except zstandard.ZstdError as error:
+            raise BuildError(f"{self._name}: the zstd data is corrupt: {error}") from None
+        if decoder.eof:
+            self._input, self._decoder = decoder.unused_data, None
+        return output

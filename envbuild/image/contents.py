@@ -1,0 +1,99 @@
+"""What an image archive holds, taken from it in one go: each file becomes a blob."""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from dataclasses import dataclass, field
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.image.compression import kind_of
+from envbuild.image.entry import FILE, HARDLINK, SYMLINK
+from envbuild.image.model import (
+    MAX_MANIFEST,
+    OCI_LAYER,
+    OCI_LAYER_GZIP,
+    OCI_LAYER_ZSTD,
+    Descriptor,
+)
+from envbuild.image.untar import Member, Source
+
+_CHUNK = 1 << 20
+_LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
+# Written by `docker save` for daemons before 1.10; nothing reads them now.
+_USELESS = ("VERSION", "json", "repositories", "oci-layout")
+_MAX_LINKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The files of the archive that `where` names, as blobs, by their names in it.
+
+    Layers can only be told from configurations by manifest.json, which may come last; so all are kept.
+    """
+
+    where: str
+    blobs: Blobs
+    files: dict[str, Descriptor] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+
+    def take(self, member: Member, source: Source) -> None:
+        """Keep what `member` is: a file as a blob, a link as a link."""
+        name = _normal(member.name)
+        self.files.pop(name, None)
+        self.links.pop(name, None)
+        if member.kind == SYMLINK:
+            self.links[name] = _normal(posixpath.join(posixpath.dirname(name), member.link))
+        elif member.kind == HARDLINK:
+            self.links[name] = _normal(member.link)
+        elif member.kind == FILE and posixpath.basename(name) not in _USELESS:
+            if member.pieces is not None:
+                raise BuildError(f"{self.where}: {name}: a sparse file in an image archive")
+            self.files[name] = self._store(name, member.stored, source)
+
+    def get(self, name: str) -> Descriptor:
+        """The blob that `name`, as manifest.json spells it, leads to."""
+        path = _normal(name)
+        for _ in range(_MAX_LINKS):
+            if path not in self.links:
+                break
+            path = self.links[path]
+        if path not in self.files:
+            raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
+        return self.files[path]
+
+    def small(self, name: str) -> bytes:
+        """The JSON that `name` leads to. Raises BuildError when it is absurdly large."""
+        blob = self.get(name)
+        if blob.size > MAX_MANIFEST:
+            raise BuildError(f"{self.where}: {name}: {blob.size} bytes where JSON is expected")
+        return self.blobs.read(blob.digest)
+
+    def bring(self, blob: Descriptor) -> None:
+        """Raise BuildError when `blob` was not in the archive."""
+        if not self.blobs.has(blob):
+            raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
+
+    def _store(self, name: str, size: int, source: Source) -> Descriptor:
+        seen = hashlib.sha256()
+        head = b""
+        left = size
+        with self.blobs.new() as (out, place):
+            while left:
+                data = source.exactly(min(left, _CHUNK))
+                head = head or data[:4]
+                seen.update(data)
+                out.write(data)
+                left -= len(data)
+            out.flush()
+            digest = f"sha256:{seen.hexdigest()}"
+            folder, _, last = name.rpartition("/")
+            if folder == "blobs/sha256" and digest != f"sha256:{last}":
+                raise BuildError(f"{self.where}: {name}: damaged: its digest is {digest}")
+            place(digest)
+        return Descriptor(_LAYER_TYPES[kind_of(head)], digest, size)
+
+
+def _normal(name: str) -> str:
+    return posixpath.normpath("/" + name).lstrip("/")

@@ -1,0 +1,86 @@
+"""Programs that keep registry credentials: `docker-credential-NAME get`.
+
+Source: github.com/docker/docker-credential-helpers: the server's name on standard input, a JSON object
+with Username and Secret on standard output, or a message there and an exit code other than 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from envbuild.errors import HostError, RecipeError
+from envbuild.process import die_with_parent
+
+_TIMEOUT_S = 30.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NONE = ("credentials not found", "no credentials", "not found in native keychain")
+
+
+def ask_helper(
+    name: str, server: str, env: Mapping[str, str], named_by: Path
+) -> tuple[str, str] | None:
+    """(user, secret) that helper `name` keeps for `server`; None when it has none, or is not installed.
+
+    Raises RecipeError, naming the file that names it, for what is no helper's name; HostError when the
+    helper fails, answers in another form, or does not answer within half a minute.
+    """
+    if not _NAME.fullmatch(name):
+        raise RecipeError(f"{named_by}: {name!r} is not the name of a credential helper")
+    program = shutil.which(f"docker-credential-{name}", path=env.get("PATH", os.defpath))
+    if program is None:
+        return None
+    code, out = _run(program, server, env)
+    hint = f"{named_by} names this helper"
+    if code != 0:
+        if any(sign in out.lower() for sign in _NONE):
+            return None
+        raise HostError(f"{program} get failed for {server}: {_first_line(out) or code}", hint)
+    try:
+        answer = json.loads(out)
+        user, secret = answer["Username"], answer["Secret"]
+    except (ValueError, KeyError, TypeError):
+        user = secret = None
+    if not isinstance(user, str) or not isinstance(secret, str):
+        raise HostError(f"{program} get: not the answer of a credential helper", hint)
+    return (user, secret) if secret else None
+
+
+def _run(program: str, server: str, env: Mapping[str, str]) -> tuple[int, str]:
+    try:
+        child = subprocess.Popen(
+            [program, "get"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(env),
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+    except OSError as error:
+        raise HostError(f"cannot run {program}: {error.strerror}") from None
+    try:
+        out, _ = child.communicate(server.encode(), timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise HostError(
+            f"{program} get did not answer within {_TIMEOUT_S:g} s",
+            "it may wait for a keyring that is locked",
+        ) from None
+    finally:
+        if child.poll() is None:  # with all that it started, which may hold our pipe
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return child.returncode, out.decode(errors="replace").strip()
+
+
+def _first_line(out: str) -> str:
+    """What the helper says in one line; nothing of an answer, which would hold the secret."""
+    return "" if "{" in out else out.partition("\n")[0][:200]

@@ -1,0 +1,233 @@
+"""OCI image layouts: folders with `oci-layout`, `index.json` and blobs by digest.
+
+Source: OCI image specification 1.1, "Image Layout". An image's tag is the annotation
+`org.opencontainers.image.ref.name` of its entry in `index.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.image.model import (
+    COMPRESSION,
+    MAX_MANIFEST,
+    OCI_INDEX,
+    Descriptor,
+    Index,
+    Manifest,
+    canonical,
+    choose,
+    json_object,
+    parse,
+    parse_config,
+)
+from envbuild.image.pulled import Pulled, check_image
+
+REF_NAME = "org.opencontainers.image.ref.name"
+# containerd and BuildKit write the whole reference here and only its tag above
+_IMAGE_NAME = "io.containerd.image.name"
+_VERSION = "1.0.0"
+_CHUNK = 1 << 20
+_DEPTH = 4
+# How a blob gets into `Blobs`, if it is not there: raises BuildError when it cannot, or is not what it should be.
+Bring = Callable[[Descriptor], None]
+
+
+def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
+    """The image `tag` of a layout (None: its only one), for `arch` (x86_64, aarch64; None: whatever it is).
+
+    Its blobs are copied into `blobs`, each checked against its digest and size. Raises BuildError.
+    """
+    marker = _small_file(folder / "oci-layout")
+    version = json_object(marker, str(folder / "oci-layout")).get("imageLayoutVersion")
+    if not isinstance(version, str) or not version.startswith("1."):
+        raise BuildError(f"{folder}: an OCI layout of unknown version {version!r}")
+    raw = _small_file(folder / "index.json")
+
+    def bring(blob: Descriptor) -> None:
+        _copy(folder, blob, blobs)
+
+    return from_index(raw, str(folder), blobs, bring, tag, arch)
+
+
+def from_index(
+    raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None
+) -> Pulled:
+    """The image that `index.json`, whose bytes are `raw`, has under `tag`. Raises BuildError."""
+    index = parse(raw, f"{where}: index.json", OCI_INDEX)
+    if not isinstance(index, Index):
+        raise BuildError(f"{where}: index.json is not an image index")
+    found = _pick(index, where, tag, arch)
+    for _ in range(_DEPTH):
+        _bring_small(found, where, bring)
+        manifest = parse(blobs.read(found.digest), f"{where}: {found.digest}", found.media_type)
+        if isinstance(manifest, Manifest):
+            _bring_small(manifest.config, where, bring)
+            raw_config = blobs.read(manifest.config.digest)
+            config = parse_config(raw_config, f"{where}: {manifest.config.digest}")
+            check_image(manifest, config, arch, where)
+            for layer in manifest.layers:
+                if layer.media_type not in COMPRESSION and "tar" not in layer.media_type:
+                    raise BuildError(
+                        f"{where}: not a container image: a layer is {layer.media_type}"
+                    )
+                bring(layer)
+            return Pulled(manifest, config, blobs)
+        found = _of_arch(manifest, where, arch)
+    raise BuildError(f"{where}: indexes within indexes, more than {_DEPTH} deep")
+
+
+def fill_layout(
+    folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, str | None]]
+) -> None:
+    """Make `folder`, which is empty, a layout of `images`: manifests or indexes in `blobs`, with their tags.
+
+    Blobs are hard links where the file system allows, else copies. The caller makes the folder beside its
+    place and moves it in when it is filled. Raises BuildError when a blob is missing or of another size,
+    OSError when the folder cannot be written.
+    """
+    listed = []
+    for image, tag in images:
+        _link_all(folder, blobs, image)
+        notes = {**image.annotations, REF_NAME: tag} if tag else image.annotations
+        listed.append(
+            Descriptor(image.media_type, image.digest, image.size, image.arch, image.os, notes)
+        )
+    index = {
+        "schemaVersion": 2,
+        "mediaType": OCI_INDEX,
+        "manifests": [item.as_json() for item in listed],
+    }
+    (folder / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+    (folder / "oci-layout").write_bytes(canonical({"imageLayoutVersion": _VERSION}))
+    (folder / "index.json").write_bytes(canonical(index))
+
+
+def same_tag(wanted: str, name: str) -> bool:
+    """Whether `wanted` means the image called `name`: all of it, its end after a slash, or its tag alone."""
+    short = name.removeprefix("docker.io/").removeprefix("library/")
+    repository, colon, tag = short.rpartition(":")
+    candidates = {name, short, tag if colon else name}
+    if colon and tag == "latest":
+        candidates.add(repository)
+    return (
+        wanted in candidates or wanted.removeprefix("docker.io/").removeprefix("library/") == short
+    )
+
+
+def _pick(index: Index, where: str, tag: str | None, arch: str | None) -> Descriptor:
+    """The entry of `index.json` that is meant."""
+    named = index.manifests
+    if tag is not None:
+        named = tuple(item for item in named if _called(item, tag))
+    # The same image under two tags is one image.
+    distinct = {item.digest: item for item in named}
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
+    if named and all(item.arch for item in named):
+        return _of_arch(Index(index.raw, index.media_type, named), where, arch)
+    names = sorted({name for item in index.manifests for name in _names(item)})
+    has = f"it has {', '.join(names) or 'none with a tag'}"
+    if tag is not None and not named:
+        raise BuildError(f"{where}: no image with the tag {tag!r}; {has}", "name one of its tags")
+    raise BuildError(
+        f"{where}: {len(distinct) or 'no'} images, where one is needed; {has}",
+        "name the tag of one of them" if distinct else None,
+    )
+
+
+def _names(item: Descriptor) -> list[str]:
+    return [item.annotations[key] for key in (REF_NAME, _IMAGE_NAME) if key in item.annotations]
+
+
+def _called(item: Descriptor, tag: str) -> bool:
+    return any(same_tag(tag, name) for name in _names(item))
+
+
+def _of_arch(index: Index, where: str, arch: str | None) -> Descriptor:
+    if arch is not None:
+        return choose(index, arch, where)
+    # Attestations are listed beside images, for a platform that is unknown.
+    images = [item for item in index.manifests if item.arch != "unknown"]
+    if len(images) == 1:
+        return images[0]
+    raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
+
+
+def _bring_small(blob: Descriptor, where: str, bring: Bring) -> None:
+    if blob.size > MAX_MANIFEST:
+        raise BuildError(
+            f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes"
+        )
+    bring(blob)
+
+
+def _small_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_MANIFEST + 1)
+    except OSError as error:
+        raise BuildError(
+            f"{path}: {error.strerror}", "give the folder of an OCI image layout"
+        ) from error
+    if len(data) > MAX_MANIFEST:
+        raise BuildError(f"{path}: larger than {MAX_MANIFEST} bytes")
+    return data
+
+
+def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
+    """A copy, not a link: what is changed in somebody's folder must not change in the store."""
+    if blobs.has(blob):
+        return
+    file = Blobs(folder / "blobs").path(blob.digest)
+    seen = hashlib.sha256()
+    with blobs.new() as (out, place):
+        try:
+            with file.open("rb") as stream:
+                while data := stream.read(_CHUNK):
+                    seen.update(data)
+                    out.write(data)
+                    if out.tell() > blob.size:
+                        break
+        except OSError as error:
+            raise BuildError(f"{file}: {error.strerror}") from error
+        size = out.tell()
+        if size != blob.size or f"sha256:{seen.hexdigest()}" != blob.digest:
+            raise BuildError(f"{file}: damaged: its content is not what its name and index say")
+        out.flush()
+        place(blob.digest)
+
+
+def _link_all(folder: Path, blobs: Blobs, image: Descriptor) -> None:
+    """Put `image` and everything below it into the layout."""
+    todo = [image]
+    while todo:
+        blob = todo.pop()
+        _link(folder, blobs, blob)
+        manifest = parse(blobs.read(blob.digest), blob.digest, blob.media_type)
+        if isinstance(manifest, Index):
+            todo += manifest.manifests
+        else:
+            for part in (manifest.config, *manifest.layers):
+                _link(folder, blobs, part)
+
+
+def _link(folder: Path, blobs: Blobs, blob: Descriptor) -> None:
+    if not blobs.has(blob):
+        raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
+    place = Blobs(folder / "blobs").path(blob.digest)
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    source = blobs.path(blob.digest)
+    with contextlib.suppress(OSError):
+        os.link(source, place)
+        return
+    shutil.copyfile(source, place)

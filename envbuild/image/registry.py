@@ -1,0 +1,208 @@
+"""Images in registries: a repository to pull from, by way of its mirrors, and to push to.
+
+Own code over requests: oras and python-dxf neither resume nor check what they pull, know no mirrors, and
+read credentials from fewer places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from envbuild.errors import UsageError
+from envbuild.image import registry_pull, registry_push, registry_upload
+from envbuild.image.blobs import Blobs
+from envbuild.image.credentials import Credentials, find_credentials
+from envbuild.image.model import Descriptor
+from envbuild.image.parallel import each
+from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
+from envbuild.image.registry_auth import Login
+from envbuild.image.registry_endpoint import Endpoint, complain
+from envbuild.image.registry_http import Transport, Wire
+from envbuild.image.registry_pull import Advance
+from envbuild.image.registry_push import Pushed
+from envbuild.image.registry_upload import CHUNK
+from envbuild.image.retry import Failed
+
+_WORKERS = 4
+# A mirror is a help: one that falters must not hold up the registry itself.
+_MIRROR_RETRIES = 1
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The repository of `reference`: pulls ask `mirrors` in their order, then `endpoint`; pushes `endpoint`.
+
+    Every method raises BuildError for what registries answer, RecipeError or HostError for credentials
+    that cannot be read. Tags and digests are those of the repository.
+    """
+
+    reference: Reference
+    endpoint: Endpoint
+    mirrors: tuple[Endpoint, ...] = ()
+
+    def manifest(self, pointer: str | None = None) -> tuple[bytes, str]:
+        """The manifest or index of a tag or digest (the reference's), and its media type as served.
+
+        One that is asked for by digest is checked; a tag is the word of the source that answers.
+        """
+        pointer = pointer or self.reference.pointer
+        return registry_pull.get_manifest(self._sources, pointer, self._named(pointer))
+
+    def head_manifest(self, pointer: str | None = None) -> str | None:
+        """The digest that a tag or digest stands for, None when the registry has no such manifest."""
+        pointer = pointer or self.reference.pointer
+        return registry_pull.head_manifest(self._sources, pointer, self._named(pointer))
+
+    def fetch_blob(self, blob: Descriptor, blobs: Blobs, moved: Advance) -> Path:
+        """The blob's file in `blobs`, fetched if it is not there: resumed, checked, then put in place.
+
+        `moved` is told how many bytes came; a negative count takes back such as must come again.
+        """
+        return self._fetch(blob, threading.Event(), blobs=blobs, moved=moved)
+
+    def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, moved: Advance) -> list[Path]:
+        """The files of several blobs, fetched at the same time; `moved` is called from several threads."""
+        unique = list({blob.digest: blob for blob in wanted}.values())
+        each(unique, partial(self._fetch, blobs=blobs, moved=moved), _WORKERS, "pull")
+        return [blobs.path(blob.digest) for blob in wanted]
+
+    def has_blob(self, digest: str) -> bool:
+        """Whether the registry itself has the blob in this repository."""
+        with _told(self, f"{self.reference.name}: blob {digest}"):
+            return registry_upload.has_blob(self.endpoint, digest, threading.Event())
+
+    def mount(self, digest: str, from_repository: str) -> bool:
+        """Take a blob over from another repository of the registry; False when it must be sent."""
+        with _told(self, f"{self.reference.name}: mounting blob {digest}"):
+            stop = threading.Event()
+            return registry_push.mount(self.endpoint, digest, from_repository, stop)
+
+    def push_blob(self, blob: Descriptor, path: Path, moved: Advance, chunk: int = CHUNK) -> None:
+        """Send one blob, whether or not the registry has it. `moved` as for `fetch_blob`."""
+        with _told(self, f"{self.reference.name}: pushing blob {blob.digest}"):
+            registry_upload.push_blob(self.endpoint, blob, path, moved, threading.Event(), chunk)
+
+    def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> str:
+        """Publish a manifest or index whose blobs the registry has; returns its digest."""
+        with _told(self, f"publishing {self._named(pointer)}"):
+            stop = threading.Event()
+            return registry_push.put_manifest(self.endpoint, raw, media_type, pointer, stop)
+
+    def push(
+        self,
+        blobs: Blobs,
+        descriptors: Sequence[Descriptor],
+        manifest: bytes,
+        media_type: str,
+        pointer: str,
+        *,
+        mount_from: Sequence[str] = (),
+        moved: Advance = lambda _count: None,
+    ) -> Pushed:
+        """Publish `manifest` under tag or digest `pointer`, after the blobs that the registry lacks.
+
+        Blobs are taken from `mount_from`, other repositories of the registry, where these have them, and
+        else sent, several at once. `moved` is told the size of every blob, sent or not.
+        """
+        what = f"pushing {self._named(pointer)}"
+        pushed = registry_push.push(self.endpoint, blobs, descriptors, mount_from, moved, what)
+        self.put_manifest(manifest, media_type, pointer)
+        return pushed
+
+    def close(self) -> None:
+        """Close the connections that are kept open."""
+        for endpoint in self._sources:
+            endpoint.wire.close()
+
+    @property
+    def _sources(self) -> tuple[Endpoint, ...]:
+        return (*self.mirrors, self.endpoint)
+
+    def _fetch(
+        self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, moved: Advance
+    ) -> Path:
+        what = self.reference.name
+        return registry_pull.fetch_blob(self._sources, blob, blobs, moved, stop, what)
+
+    def _named(self, pointer: str) -> str:
+        return f"{self.reference.name}{'@' if ':' in pointer else ':'}{pointer}"
+
+
+@contextlib.contextmanager
+def _told(registry: Registry, what: str) -> Iterator[None]:
+    """A failure inside becomes an error for a user."""
+    try:
+        yield
+    except Failed as error:
+        raise complain(what, [(registry.endpoint, error)]) from None
+
+
+def open_registry(
+    image: Reference | str,
+    transport: Transport,
+    env: Mapping[str, str],
+    mirrors: Sequence[str] = (),
+) -> Registry:
+    """The repository of `image`; nothing is asked yet.
+
+    `mirrors` are hosts or URLs, tried in their order before the registry for pulls alone. A path in one
+    goes before the repository's name, as Harbor, Artifactory and Nexus have it: mirror.site/hub serves
+    docker.io/library/ubuntu as hub/library/ubuntu. Credentials are looked for (find_credentials) when a
+    server asks, for its own host. Raises UsageError for what is no image and no mirror.
+    """
+    reference = parse_reference(image) if isinstance(image, str) else image
+    host = reference.registry
+    scheme = "http" if transport.is_insecure(host) else "https"
+    own = _endpoint(host, f"{scheme}://{api_host(host)}", reference.repository, transport,
+                    partial(find_credentials, host, env), transport.retries)  # fmt: skip
+    found = [_mirror(mirror, reference.repository, transport, env) for mirror in mirrors]
+    return Registry(reference, own, tuple(found))
+
+
+def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, str]) -> Endpoint:
+    url = text if "://" in text else f"https://{text}"
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # checks it
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        shown = text.rpartition("@")[2]  # the user part may be a password's
+        raise UsageError(
+            f"mirror {shown!r}: neither a host nor a URL", "https://mirror.site/prefix"
+        )
+    user, at, netloc = parts.netloc.rpartition("@")
+    prefix = parts.path.strip("/")
+    if prefix == "v2" or prefix.startswith("v2/"):
+        prefix = prefix[3:]
+    name, _, password = user.partition(":")
+
+    def find() -> Credentials | None:
+        if at:
+            return Credentials(unquote(name), unquote(password), "", "the mirror's URL")
+        return find_credentials(DOCKER_HUB if netloc == api_host(DOCKER_HUB) else netloc, env)
+
+    where = "/".join(filter(None, (prefix, repository)))
+    plain = parts.scheme == "http" or transport.is_insecure(netloc)
+    base = f"{'http' if plain else 'https'}://{netloc}"
+    shown = f"mirror {netloc}" + (f"/{prefix}" if prefix else "")
+    retries = min(_MIRROR_RETRIES, transport.retries)
+    return _endpoint(shown, base, where, transport, find, retries)
+
+
+def _endpoint(
+    name: str,
+    base: str,
+    repository: str,
+    transport: Transport,
+    find: Callable[[], Credentials | None],
+    retries: int,
+) -> Endpoint:
+    wire = Wire(transport, plain=base.startswith("http:"))
+    return Endpoint(name, base, repository, wire, Login(find, wire, retries), retries)

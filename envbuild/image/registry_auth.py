@@ -1,0 +1,173 @@
+"""Authorization at a registry: what it asks for, and the tokens got for that.
+
+Sources: RFC 9110 §11 (challenges), RFC 7617 (Basic), and Docker's "Token Authentication Specification"
+with "Oauth2 Token Authentication" (Bearer), which all registries follow.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlencode, urlunsplit
+
+from envbuild.image.credentials import Credentials
+from envbuild.image.registry_http import Wire, failure, read_all, split
+from envbuild.image.retry import Failed, patiently
+
+_MAX_TOKEN = 1 << 20
+_CLIENT = "envbuild"
+# The specification's, for a token that does not say how long it is good.
+_DEFAULT_LIFE_S = 60
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_ITEM = re.compile(rf'[\s,]*({_TOKEN})(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*)))?')
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """One scheme that a server accepts, in lower case, with its parameters."""
+
+    scheme: str
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+def parse_challenges(header: str) -> list[Challenge]:
+    """The challenges of a WWW-Authenticate header, or of several joined by commas."""
+    found: list[Challenge] = []
+    position = 0
+    while match := _ITEM.match(header, position):
+        position = match.end()
+        name, quoted, bare = match.groups()
+        if quoted is None and bare is None:
+            found.append(Challenge(name.lower()))
+        elif found:
+            value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else bare
+            found[-1].parameters.setdefault(name.lower(), value)
+    return found
+
+
+@dataclass
+class Login:
+    """What is sent as Authorization to one registry. Used by several threads.
+
+    `find` looks for credentials; it is asked once, and only when the registry wants to know who we are.
+    """
+
+    find: Callable[[], Credentials | None] = field(repr=False)
+    wire: Wire
+    retries: int
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _found: list[Credentials | None] = field(default_factory=list, repr=False)
+    _basic: str | None = field(default=None, repr=False)
+    _bearer: Challenge | None = field(default=None, repr=False)
+    # scopes → the header, and the time from which it is no longer good
+    _tokens: dict[tuple[str, ...], tuple[str, float]] = field(default_factory=dict, repr=False)
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """The registry's credentials. Raises as find_credentials does."""
+        with self._lock:
+            if not self._found:
+                self._found.append(self.find())
+            return self._found[0]
+
+    def header(self, scopes: Sequence[str], stop: threading.Event) -> str | None:
+        """The Authorization for `scopes`, None before the registry has asked. Raises Failed."""
+        with self._lock:
+            if self._bearer is None:
+                return self._basic
+            key = tuple(scopes)
+            header, good_until = self._tokens.get(key, ("", 0.0))
+            if not header or time.monotonic() >= good_until:
+                header, good_until = self._ask_for_token(self._bearer, key, stop)
+                self._tokens[key] = header, good_until
+            return header
+
+    def refused(self, header: str | None, asked: str) -> bool:
+        """Note that `header` got 401 with the challenges `asked`; whether another try may help."""
+        challenges = {
+            challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))
+        }
+        with self._lock:
+            if bearer := challenges.get("bearer"):
+                self._bearer = bearer
+                self._tokens = {k: v for k, v in self._tokens.items() if v[0] != header}
+                return True
+            if "basic" in challenges and (known := self.credentials) and known.password:
+                self._bearer, self._basic = None, _basic(known)
+            return self._basic is not None and self._basic != header
+
+    def _ask_for_token(
+        self, challenge: Challenge, scopes: tuple[str, ...], stop: threading.Event
+    ) -> tuple[str, float]:
+        realm = challenge.parameters.get("realm", "")
+        server = realm.partition("?")[0]
+        known = self.credentials
+        fields = [("service", challenge.parameters.get("service", "")), ("client_id", _CLIENT)]
+        fields = [(name, value) for name, value in fields if value]
+        try:
+            server = split(realm).netloc.rpartition("@")[2]
+            if known and known.identity_token:
+                fields += [("grant_type", "refresh_token"), ("scope", " ".join(scopes))]
+                fields += [("refresh_token", known.identity_token)]
+                data = patiently(lambda: self._post(realm, fields, stop), self.retries, stop)
+            else:
+                fields += [("scope", scope) for scope in scopes]
+                data = patiently(lambda: self._get(realm, fields, known, stop), self.retries, stop)
+        except Failed as error:
+            who = f" with the credentials from {known.source}" if known else ""
+            raise Failed(
+                f"no token from {server or 'a server that it does not name'}{who}: {error}",
+                status=error.status,
+            ) from None
+        return _token(data, server)
+
+    def _get(
+        self,
+        realm: str,
+        fields: list[tuple[str, str]],
+        known: Credentials | None,
+        stop: threading.Event,
+    ) -> bytes:
+        parts = split(realm)
+        if known and known.username:
+            fields = [*fields, ("account", known.username)]
+        query = urlencode(parse_qsl(parts.query, keep_blank_values=True) + fields)
+        headers = {"Authorization": _basic(known)} if known else {}
+        with self.wire.send(
+            "GET", urlunsplit(parts._replace(query=query)), headers, own=False
+        ) as response:  # fmt: skip
+            if response.status_code != 200:
+                raise failure(response)
+            return read_all(response, _MAX_TOKEN, stop)
+
+    def _post(self, realm: str, fields: list[tuple[str, str]], stop: threading.Event) -> bytes:
+        headers = {"Content-Type": "application/x-www-form-urlencoded"}
+        body = urlencode(fields).encode()
+        with self.wire.send("POST", realm, headers, body, own=False) as response:
+            if response.status_code != 200:
+                raise failure(response)
+            return read_all(response, _MAX_TOKEN, stop)
+
+
+def _token(data: bytes, server: str) -> tuple[str, float]:
+    """The header of a token server's answer, and until when it is good, by time.monotonic()."""
+    try:
+        answer = json.loads(data)
+        token = answer.get("token") or answer.get("access_token")
+        life = float(answer.get("expires_in") or _DEFAULT_LIFE_S)
+    except (ValueError, AttributeError, TypeError):
+        token, life = None, 0.0
+    if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable():
+        raise Failed(f"the answer of {server} holds no token")
+    # A little less than it says, for the time that a request is under way.
+    return f"Bearer {token}", time.monotonic() + max(life, 10.0) * 0.9
+
+
+def _basic(known: Credentials) -> str:
+    text = f"{known.username}:{known.password}"
+    return "Basic " + base64.b64encode(text.encode()).decode()

@@ -1,0 +1,155 @@
+"""One repository at one server, a registry or a mirror of it: requests with authorization and redirects."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin, urlunsplit
+
+from envbuild.errors import BuildError
+from envbuild.image.credentials import PLACES
+from envbuild.image.registry_auth import Login
+from envbuild.image.registry_http import Body, Wire, failure, origin, split
+from envbuild.image.retry import Failed, patiently
+
+if TYPE_CHECKING:
+    import requests
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MOST_REDIRECTS = 5
+# A token may have ended since it was cached, and another thread may have cached one that did, too.
+_RENEWALS = 2
+
+
+@dataclass
+class Endpoint:
+    """`repository` at the server `base` (scheme://host). `name` is how messages call the server."""
+
+    name: str
+    base: str
+    repository: str
+    wire: Wire
+    login: Login
+    retries: int
+    # Why no request can succeed; set for a mirror that does not answer, so that it is asked once only.
+    dead: Failed | None = None
+
+    def url(self, path: str) -> str:
+        """The URL of `path` below the repository."""
+        return f"{self.base}/v2/{self.repository}/{path}"
+
+    def scope(self, actions: str, repository: str | None = None) -> str:
+        """What a token is asked for; `actions` are pull or pull,push."""
+        return f"repository:{repository or self.repository}:{actions}"
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        stop: threading.Event,
+        *,
+        scopes: Sequence[str],
+        ok: Sequence[int] = (200,),
+        headers: Mapping[str, str] | None = None,
+        body: Callable[[], Body | bytes] | None = None,
+        retries: int | None = None,
+    ) -> requests.Response:
+        """An answer with a status of `ok`, its body not read yet; close it.
+
+        `body` is called for each time that the body must be sent. Raises Failed.
+        """
+        return patiently(
+            lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
+            self.retries if retries is None else retries,
+            stop,
+        )
+
+    def follow(self, response: requests.Response) -> str:
+        """The URL that an answer's Location names. Raises Failed when it has none."""
+        location = response.headers.get("Location")
+        if not location:
+            raise Failed(f"its answer HTTP {response.status_code} lacks a Location")
+        split(location)  # urljoin has errors of its own for what is none
+        target = split(urljoin(response.url, location))
+        own = split(self.base)
+        if (target.scheme, own.scheme) == ("http", "https") and target.hostname == own.hostname:
+            # A registry behind a proxy that does TLS for it may not know that it is spoken to in TLS.
+            target = target._replace(scheme="https", netloc=own.netloc)
+        return urlunsplit(target)
+
+    def _authorized(
+        self,
+        method: str,
+        url: str,
+        stop: threading.Event,
+        scopes: Sequence[str],
+        ok: Sequence[int],
+        headers: Mapping[str, str],
+        body: Callable[[], Body | bytes] | None,
+    ) -> requests.Response:
+        for attempt in range(_RENEWALS + 1):
+            header = self.login.header(scopes, stop)
+            response = self._following(method, url, headers, header, body)
+            if response.status_code in ok:
+                return response
+            with response:
+                asked = response.headers.get("WWW-Authenticate", "")
+                ours = origin(response.url) == origin(self.base)
+                again = response.status_code == 401 and ours and attempt < _RENEWALS
+                if not (again and self.login.refused(header, asked)):
+                    raise failure(response)
+        raise AssertionError  # the last attempt returned or raised
+
+    def _following(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        header: str | None,
+        body: Callable[[], Body | bytes] | None,
+    ) -> requests.Response:
+        """Authorization goes to the registry alone: its object store has its own in the URL."""
+        for _ in range(_MOST_REDIRECTS):
+            own = origin(url) == origin(self.base)
+            sent = {**headers, "Authorization": header} if own and header else headers
+            response = self.wire.send(method, url, sent, body() if body else None, own=own)
+            code = response.status_code
+            if code not in _REDIRECTS or not response.headers.get("Location"):
+                return response
+            if method not in ("GET", "HEAD") and code not in (307, 308):
+                return response
+            with response:
+                url = self.follow(response)
+        raise Failed(f"redirected more than {_MOST_REDIRECTS} times")
+
+
+def complain(what: str, failures: Sequence[tuple[Endpoint, Failed]]) -> BuildError:
+    """The error for a user, who wanted `what`: what each source answered, and what to do about the last."""
+    answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
+    endpoint, last = failures[-1]
+    return BuildError(f"{what}: {answers}", _hint(endpoint, last))
+
+
+def _hint(endpoint: Endpoint, error: Failed) -> str | None:
+    text = str(error).lower()
+    host = endpoint.name
+    if error.status in (401, 403):
+        known = endpoint.login.credentials
+        if known is None:
+            return f"check the name; if it needs credentials: docker login {host} (places that are {PLACES})"
+        return f"the credentials from {known.source} were used; docker login {host} renews them ({PLACES})"
+    if error.status == 404:
+        return "check repository and tag"
+    if error.status == 429:
+        return "wait, log in for a higher limit (docker login), or name a mirror in site.toml"
+    if error.status == 413:
+        return "a proxy before the registry limits the size of requests; raise its limit"
+    if "wrong version number" in text or "record layer failure" in text:
+        return f"if {host} speaks plain HTTP, name it insecure in site.toml"
+    if "certificate" in text:
+        return "name the site's CA bundle: pip's `cert`, or REQUESTS_CA_BUNDLE"
+    if error.status is None:
+        return "check the registry's name, the network and the proxy, or name a mirror in site.toml"
+    return None

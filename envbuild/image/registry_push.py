@@ -1,0 +1,103 @@
+"""Blobs and manifests into a registry; nothing is sent that it has.
+
+Source: OCI distribution specification 1.1, "Push" and "Mounting a blob from another repository".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.image.model import Descriptor, digest_of
+from envbuild.image.parallel import each
+from envbuild.image.registry_endpoint import Endpoint, complain
+from envbuild.image.registry_upload import has_blob, push_blob
+from envbuild.image.retry import Failed
+
+Advance = Callable[[int], None]
+_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """How many blobs were sent, with how many bytes; mounted from other repositories; there before."""
+
+    uploaded_bytes: int
+    uploaded: int
+    mounted: int
+    present: int
+
+
+def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
+    """Take the blob from repository `source` of the same registry; False when it gives none. Raises Failed."""
+    scopes = (endpoint.scope("pull,push"), endpoint.scope("pull", source))
+    url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
+    try:
+        with endpoint.request("POST", url, stop, scopes=scopes, ok=(201, 202)) as answer:
+            if answer.status_code == 201:
+                return True
+            location = endpoint.follow(answer)  # it began an upload in place of a mount
+    except Failed as error:
+        if error.status in (400, 401, 403, 404, 405):
+            return False
+        raise
+    ok = (204, 202, 200)
+    with contextlib.suppress(Failed):  # the registry forgets it after a while
+        endpoint.request("DELETE", location, stop, scopes=scopes[:1], ok=ok, retries=0).close()
+    return False
+
+
+def put_manifest(
+    endpoint: Endpoint, raw: bytes, media_type: str, pointer: str, stop: threading.Event
+) -> str:
+    """Publish a manifest or index under tag or digest `pointer`; returns its digest. Raises Failed."""
+    with endpoint.request(
+        "PUT",
+        endpoint.url(f"manifests/{pointer}"),
+        stop,
+        scopes=(endpoint.scope("pull,push"),),
+        ok=(201, 200, 202, 204),
+        headers={"Content-Type": media_type},
+        body=lambda: raw,
+    ) as answer:
+        digest = digest_of(raw)
+        if answer.headers.get("Docker-Content-Digest", digest) != digest:
+            raise Failed(f"it took the manifest {digest} for another one", status=200)
+        return digest
+
+
+def push(
+    endpoint: Endpoint,
+    blobs: Blobs,
+    descriptors: Sequence[Descriptor],
+    mount_from: Sequence[str],
+    moved: Advance,
+    what: str,
+) -> Pushed:
+    """Bring all of `descriptors` into the repository, several at once. Raises BuildError."""
+    unique = list({blob.digest: blob for blob in descriptors}.values())
+
+    def bring(blob: Descriptor, stop: threading.Event) -> str:
+        try:
+            if has_blob(endpoint, blob.digest, stop):
+                how = "present"
+            elif any(mount(endpoint, blob.digest, source, stop) for source in mount_from):
+                how = "mounted"
+            else:
+                push_blob(endpoint, blob, blobs.path(blob.digest), moved, stop)
+                return "uploaded"
+        except Failed as error:
+            raise complain(f"{what}: pushing blob {blob.digest}", [(endpoint, error)]) from None
+        except OSError as error:
+            raise BuildError(f"{blobs.path(blob.digest)}: {error.strerror}") from error
+        moved(blob.size)
+        return how
+
+    ways = each(unique, bring, _WORKERS, "push")
+    sent = sum(blob.size for blob, way in zip(unique, ways, strict=True) if way == "uploaded")
+    return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"))

@@ -1,0 +1,235 @@
+"""One blob sent to a registry, gone on with where a try was cut.
+
+Source: OCI distribution specification 1.1, "Pushing blobs": POST begins an upload, PATCH adds a chunk,
+GET says how far it is, PUT ends it, alone or with all of the content.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from envbuild.errors import BuildError
+from envbuild.image.model import Descriptor
+from envbuild.image.registry_endpoint import Endpoint
+from envbuild.image.registry_http import BLOCK, Body
+from envbuild.image.retry import Failed, Stopped, pause
+
+if TYPE_CHECKING:
+    import requests
+
+Advance = Callable[[int], None]
+CHUNK = 16 << 20
+# What a registry answers that cannot, or must not, take chunks.
+_NO_CHUNKS = frozenset({400, 403, 404, 405, 411, 413, 415, 416, 501})
+_OCTETS = "application/octet-stream"
+
+
+def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
+    """Whether the repository has the blob. Raises Failed."""
+    scopes = (endpoint.scope("pull,push"),)
+    url = endpoint.url(f"blobs/{digest}")
+    with endpoint.request("HEAD", url, stop, scopes=scopes, ok=(200, 404)) as answer:
+        return answer.status_code == 200
+
+
+def push_blob(
+    endpoint: Endpoint,
+    blob: Descriptor,
+    path: Path,
+    moved: Advance,
+    stop: threading.Event,
+    chunk: int = CHUNK,
+) -> None:
+    """Send the file `path`, whose content is `blob`, in chunks of `chunk` bytes.
+
+    `moved` is told bytes as they go, and a negative count for such as must go again. Raises Failed, and
+    BuildError when the file is not what `blob` says.
+    """
+    size = path.stat().st_size
+    if size != blob.size:
+        raise BuildError(f"{path}: has {size} bytes, not {blob.size}: it changed")
+    _Upload(endpoint, blob, path, moved, stop, chunk).run()
+
+
+@dataclass
+class _Upload:
+    endpoint: Endpoint
+    blob: Descriptor
+    path: Path
+    moved: Advance
+    stop: threading.Event
+    chunk: int
+    location: str = ""  # "" before an upload is begun
+    offset: int = 0  # how much of it the registry has
+    told: int = 0  # how much of it `moved` was told
+    unsure: bool = False  # the last request was cut: the registry may have another offset
+    troubled: bool = False  # some request was cut
+    refusals: int = 0  # uploads that the registry gave up
+    whole: bool = False  # send it in one piece: the registry takes no chunks
+    done: bool = False
+
+    def run(self) -> None:
+        """Send all. Tries that bring the registry more than it ever had do not count as retries."""
+        most, tries = 0, 0
+        while not self.done:
+            try:
+                self._step()
+            except Failed as error:
+                if self._in_another_way(error):
+                    continue
+                tries += 1
+                if tries > self.endpoint.retries:
+                    raise
+                pause(tries - 1, error, self.stop)
+            if self.offset > most:
+                most, tries = self.offset, 0
+
+    def _step(self) -> None:
+        if not self.location:
+            self._begin()
+        elif self.unsure:
+            self._ask()
+        elif self._is_last():
+            self._finish()
+        else:
+            self._send_chunk()
+
+    def _is_last(self) -> bool:
+        """Whether the next request is the last: all was sent, or all goes at once."""
+        small = self.offset == 0 and self.blob.size <= self.chunk
+        return self.whole or small or self.offset == self.blob.size
+
+    def _in_another_way(self, error: Failed) -> bool:
+        """Set right what `error` leaves behind; raises it when trying again will not help.
+
+        Returns whether to go on at once, since it was not a fault but a way that the registry lacks.
+        """
+        if self.location and error.passing:
+            self.unsure = self.troubled = True
+        elif error.passing:
+            pass
+        elif self.unsure:  # it knows no such upload: it is whole there, or lost
+            self.done = has_blob(self.endpoint, self.blob.digest, self.stop)
+            self._give_up(self.blob.size if self.done else 0)
+        elif not self.location:
+            raise error
+        elif not (self._is_last() or self.offset or self.troubled) and error.status in _NO_CHUNKS:
+            self.whole = True
+            self._give_up()
+            return True
+        elif (self.troubled or self.offset) and not self.whole and error.status in (400, 404, 416):
+            self.refusals += 1
+            self.whole = self.refusals > 1
+            self._give_up()
+        else:
+            raise error
+        return False
+
+    def _give_up(self, told: int = 0) -> None:
+        self.location, self.offset, self.unsure = "", 0, False
+        self._tell(told)
+
+    def _begin(self) -> None:
+        url = self.endpoint.url("blobs/uploads/")
+        with self._request("POST", url, ok=(202,)) as answer:
+            self.location = self.endpoint.follow(answer)
+            least = answer.headers.get("OCI-Chunk-Min-Length", "")
+            self.chunk = max(self.chunk, int(least) if least.isdecimal() else 1)
+
+    def _ask(self) -> None:
+        with self._request("GET", self.location, ok=(204, 200, 202)) as answer:
+            offset = _received(answer.headers.get("Range"), 0)
+            self._moved_to(answer)
+        if offset > self.blob.size or (self.whole and offset):
+            self._give_up()
+            return
+        self.offset, self.unsure = offset, False
+        self._tell(offset)
+
+    def _send_chunk(self) -> None:
+        start, end = self.offset, min(self.offset + self.chunk, self.blob.size)
+        headers = {"Content-Type": _OCTETS, "Content-Range": f"{start}-{end - 1}"}
+        with self._request(
+            "PATCH", self.location, (202, 200, 201, 204), headers, lambda: _Part(self, start, end)
+        ) as answer:
+            offset = _received(answer.headers.get("Range"), end)
+            self._moved_to(answer)
+        if not start < offset <= end:
+            raise Failed(f"it says that it has {offset} bytes after {end} were sent", passing=True)
+        self.offset = offset
+        self._tell(offset)
+
+    def _finish(self) -> None:
+        url = self.location + ("&" if "?" in self.location else "?")
+        rest = self.offset < self.blob.size
+        with self._request(
+            "PUT",
+            f"{url}digest={quote(self.blob.digest)}",
+            (201, 200, 202, 204),
+            {"Content-Type": _OCTETS},
+            lambda: _Part(self, 0, self.blob.size) if rest else b"",
+        ):
+            self.done = True
+
+    def _request(
+        self,
+        method: str,
+        url: str,
+        ok: Sequence[int],
+        headers: dict[str, str] | None = None,
+        body: Callable[[], Body | bytes] | None = None,
+    ) -> requests.Response:
+        scopes = (self.endpoint.scope("pull,push"),)
+        return self.endpoint.request(
+            method, url, self.stop, scopes=scopes, ok=ok, headers=headers, body=body, retries=0
+        )
+
+    def _moved_to(self, answer: requests.Response) -> None:
+        """An upload may change its address with each answer."""
+        if answer.headers.get("Location"):
+            self.location = self.endpoint.follow(answer)
+
+    def _tell(self, offset: int) -> None:
+        if offset != self.told:
+            self.moved(offset - self.told)
+            self.told = offset
+
+
+@dataclass
+class _Part:
+    """The bytes of a file from `start` up to `end`, as a request's body."""
+
+    upload: _Upload
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[bytes]:
+        upload, at = self.upload, self.start
+        with upload.path.open("rb") as stream:
+            stream.seek(at)
+            while at < self.end:
+                if upload.stop.is_set():
+                    raise Stopped
+                block = stream.read(min(BLOCK, self.end - at))
+                if not block:
+                    raise BuildError(f"{upload.path}: became shorter while it was sent")
+                yield block
+                at += len(block)
+                upload._tell(at)
+
+
+def _received(header: str | None, otherwise: int) -> int:
+    """How many bytes a Range header of an upload speaks of. `0-0` stands for none, and for one: say none."""
+    match = re.search(r"0-(\d+)$", header or "")
+    if match is None:
+        return otherwise
+    return int(match[1]) + 1 if int(match[1]) else 0

@@ -1,0 +1,231 @@
+"""A file system tree in memory, without data, to which layers are applied one after another.
+
+Rules: OCI image specification 1.1, "Image Layer Filesystem Changeset". Where it is silent, a member does
+what `umoci unpack` does with it, in the order of the archive; nothing ever leads out of the root.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import DIR, HARDLINK, SYMLINK
+from envbuild.image.untar import Member
+
+_WHITEOUT = ".wh."
+_OPAQUE = ".wh..wh..opq"
+_AUFS = ".wh..wh."
+_LINKS = 255  # as many symbolic links may be followed on the way to one path
+_PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A file, under one name or several. `member` is None for a directory that no layer describes."""
+
+    member: Member | None
+    layer: int
+    ordinal: int
+    children: dict[str, Node] | None = None
+
+    @property
+    def target(self) -> str | None:
+        """Where a symbolic link points; None for anything else."""
+        member = self.member
+        return member.link if member is not None and member.kind == SYMLINK else None
+
+
+class Root:
+    """The tree as the layers so far have made it."""
+
+    def __init__(self) -> None:
+        self.node = _directory()
+        self._layer = -1
+        # Paths that the layer under way has made, and what is above them: its whiteouts spare them.
+        self._upper: set[str] = set()
+
+    def begin(self) -> None:
+        """What follows belongs to the next layer."""
+        self._layer += 1
+        self._upper = set()
+
+    def apply(self, member: Member, ordinal: int, layer: str) -> None:
+        """Do what one member says. Raises BuildError, naming `layer` and the path, when it makes no sense."""
+        parts = _clean(member.name)
+        if parts and parts[0].startswith(_AUFS) and parts[0] != _OPAQUE:
+            return  # aufs' own bookkeeping, as in layers of old daemons
+        try:
+            self._apply(member, parts, ordinal)
+        except _Refused as error:
+            raise BuildError(f"{layer}: {'/'.join(parts) or '/'}: {error}") from None
+
+    def walk(self) -> Iterator[tuple[str, Node]]:
+        """Each path with its node, in the order of the paths; the root, "", comes first."""
+        found = [("", self.node)]
+        folders = [("", self.node)]
+        while folders:
+            path, node = folders.pop()
+            for name, child in (node.children or {}).items():
+                below = f"{path}/{name}" if path else name
+                found.append((below, child))
+                if child.children is not None:
+                    folders.append((below, child))
+        found.sort(key=lambda item: item[0])
+        return iter(found)
+
+    def _apply(self, member: Member, parts: list[str], ordinal: int) -> None:
+        if not parts:
+            if member.kind != DIR:
+                raise _Refused("the root can be nothing but a directory")
+            self.node.member, self.node.layer, self.node.ordinal = member, self._layer, ordinal
+            return
+        name = parts[-1]
+        folder = self._resolve(parts[:-1])
+        if name.startswith(_WHITEOUT):
+            self._whiteout(folder, name)
+            return
+        _check(folder, name)
+        parent = self._make(folder)
+        assert parent.children is not None
+        old = parent.children.get(name)
+        if old is not None and old.children is not None and member.kind == DIR:
+            old.member, old.layer, old.ordinal = member, self._layer, ordinal
+        else:
+            parent.children.pop(name, None)
+            parent.children[name] = self._new(member, ordinal)
+        self._mark([*folder, name])
+
+    def _new(self, member: Member, ordinal: int) -> Node:
+        if member.kind == HARDLINK:
+            parts = _clean(member.link)
+            node = self._at(self._resolve(parts[:-1]) + parts[-1:])
+            if node is None:
+                raise _Refused(f"a hard link to {member.link!r}, which is not there")
+            if node.children is not None:
+                raise _Refused(f"a hard link to {member.link!r}, a directory")
+            return node
+        if member.kind == SYMLINK and not member.link:
+            raise _Refused("a symbolic link to nothing")
+        if member.kind == SYMLINK and len(os.fsencode(member.link)) > _PATH_MAX:
+            raise _Refused("a symbolic link longer than Linux allows")
+        return Node(member, self._layer, ordinal, {} if member.kind == DIR else None)
+
+    def _whiteout(self, folder: list[str], name: str) -> None:
+        opaque = name == _OPAQUE
+        hidden = name.removeprefix(_WHITEOUT)
+        if hidden in ("", ".", ".."):
+            raise _Refused("a whiteout without a name")
+        top = folder if opaque else [*folder, hidden]
+        node = self._at(top)
+        if node is None:
+            return
+        path = "/".join(top)
+        if not opaque and path not in self._upper:
+            parent = self._at(folder)
+            assert parent is not None and parent.children is not None
+            del parent.children[hidden]
+            return
+        # What this layer has made stays, with what is above it; the rest goes.
+        folders = [(path, node)]
+        while folders:
+            path, node = folders.pop()
+            for name, child in list((node.children or {}).items()):
+                below = f"{path}/{name}" if path else name
+                if below not in self._upper:
+                    assert node.children is not None
+                    del node.children[name]
+                elif child.children is not None:
+                    folders.append((below, child))
+
+    def _resolve(self, parts: list[str]) -> list[str]:
+        """Follow symbolic links in `parts`, within the root; what does not exist is taken as it is."""
+        nodes = [self.node]  # the nodes of `done` as far as they exist, the root first
+        done: list[str] = []
+        todo = parts[::-1]
+        links = 0
+        while todo:
+            part = todo.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                if done:
+                    done.pop()
+                    del nodes[len(done) + 1 :]
+                continue
+            children = nodes[-1].children if len(nodes) == len(done) + 1 else None
+            node = children.get(part) if children is not None else None
+            target = node.target if node is not None else None
+            if target is None:
+                done.append(part)
+                if node is not None:
+                    nodes.append(node)
+                continue
+            links += 1
+            if links > _LINKS:
+                raise _Refused("too many symbolic links on the way")
+            if target.startswith("/"):
+                done, nodes = [], [self.node]
+            todo += target.split("/")[::-1]
+        return done
+
+    def _at(self, parts: list[str]) -> Node | None:
+        """The node at a path without symbolic links in it."""
+        node: Node | None = self.node
+        for part in parts:
+            if node is None or node.children is None:
+                return None
+            node = node.children.get(part)
+        return node
+
+    def _make(self, folder: list[str]) -> Node:
+        """The directory at a path without symbolic links in it; made, with those above it, if missing.
+
+        A lower layer's file in the way is replaced, as a mounted overlay would hide it.
+        """
+        node = self.node
+        for depth, part in enumerate(folder, 1):
+            assert node.children is not None
+            child = node.children.get(part)
+            if child is None or child.children is None:
+                path = "/".join(folder[:depth])
+                if child is not None and path in self._upper:
+                    raise _Refused(f"{path} is not a directory")
+                child = node.children[part] = _directory()
+            node = child
+        return node
+
+    def _mark(self, parts: list[str]) -> None:
+        path = "/".join(parts)
+        while path and path not in self._upper:
+            self._upper.add(path)
+            path = path.rpartition("/")[0]
+
+
+class _Refused(Exception):
+    """What is wrong with a member, without its name."""
+
+
+def _directory() -> Node:
+    return Node(None, -1, -1, {})
+
+
+def _clean(name: str) -> list[str]:
+    """The parts of a path below the root; ".." at the root stays there."""
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return parts
+
+
+def _check(folder: list[str], name: str) -> None:
+    path = "/".join([*folder, name])
+    size = len(path) if path.isascii() else len(os.fsencode(path))
+    if size > _PATH_MAX or (
+        size > _NAME_MAX and any(len(os.fsencode(part)) > _NAME_MAX for part in (*folder, name))
+    ):
+        raise _Refused("a path longer than Linux allows")

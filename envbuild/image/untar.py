@@ -1,0 +1,273 @@
+"""The members of a tar archive: headers only, the data is passed over and stays where it is.
+
+Sources: POSIX.1-2001 "pax Interchange Format" (ustar headers, x and g records), GNU tar manual "Basic Tar
+Format" (L and K names, base-256 numbers, S sparse members) and "Storing Sparse Files" (pax 0.0, 0.1, 1.0),
+star's SCHILY.xattr records. Where writers differ from the letter, what Go's archive/tar accepts is accepted,
+since every container tool reads with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
+from envbuild.image.sparse import Pieces, gnu_pieces, pax_pieces
+
+_KINDS = {
+    b"0": FILE,
+    b"\0": FILE,
+    b"7": FILE,
+    b"S": FILE,
+    b"1": HARDLINK,
+    b"2": SYMLINK,
+    b"3": CHAR,
+    b"4": BLOCK,
+    b"5": DIR,
+    b"6": FIFO,
+}
+_XATTR = "SCHILY.xattr."
+_ZEROS = bytes(512)
+_SKIP = 1 << 20
+# A name or a pax header is at most this long (bytes), as in Go's archive/tar.
+_MAX_SPECIAL = 1 << 20
+_MAX_SIZE = 1 << 62
+
+
+@dataclass(slots=True)
+class Member:
+    """One member as its headers describe it; names are as they stand there, in surrogate-escaped UTF-8.
+
+    `size` is what a reader of the file sees, in bytes; `stored` bytes lie in the archive at `offset`.
+    They differ for sparse files, of which `pieces` tells where the stored bytes belong.
+    """
+
+    name: str
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    mtime: int
+    size: int
+    link: str
+    device: tuple[int, int]
+    offset: int = 0
+    stored: int = 0
+    pieces: Pieces | None = None
+    xattrs: tuple[tuple[str, bytes], ...] = ()
+
+
+class Source:
+    """A stream with its position: seeks where it can, else reads and discards."""
+
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        self.where = where
+        self._stream = stream
+        self.position = 0
+        self._end: int | None = None
+        if stream.seekable():
+            self._end = stream.seek(0, 2)
+            stream.seek(0)
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes, or less at the end."""
+        data = self._stream.read(size)
+        while len(data) < size and (more := self._stream.read(size - len(data))):
+            data += more
+        self.position += len(data)
+        return data
+
+    def exactly(self, size: int) -> bytes:
+        data = self.read(size)
+        if len(data) < size:
+            raise self.cut()
+        return data
+
+    def go(self, position: int) -> None:
+        """Pass over what lies before `position`. Raises BuildError when the stream ends sooner."""
+        if self._end is not None:
+            if position > self._end:
+                raise self.cut()
+            self._stream.seek(position)
+            self.position = position
+        while self.position < position:
+            self.exactly(min(position - self.position, _SKIP))
+
+    def finish(self) -> None:
+        """Read on to the end where there is no seeking: a checksum of the compressed data stands there."""
+        while self._end is None and self.read(_SKIP):
+            pass
+
+    def cut(self) -> BuildError:
+        return BuildError(f"{self.where}: the tar archive is cut short")
+
+
+@dataclass(slots=True)
+class _Records:
+    """What extended headers say of the next member; `pairs` keeps the order for sparse maps."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    pairs: list[tuple[str, bytes]] = field(default_factory=list)
+    name: bytes | None = None
+    link: bytes | None = None
+
+
+def members(source: Source) -> Iterator[Member]:
+    """The members in their order; a member's data may be read from `source` before the next is asked for.
+
+    Raises BuildError for what is not a tar archive, is cut short or holds members of unknown kinds.
+    """
+    shared: dict[str, bytes] = {}
+    records = _Records()
+    while (block := source.read(512)) and block != _ZEROS:
+        if len(block) < 512:
+            raise source.cut()
+        _check_sum(block, source)
+        kind = block[156:157]
+        size = _number(block[124:136], source)
+        if size < 0:
+            raise BuildError(f"{source.where}: a tar header with a negative size")
+        if kind in b"xXgLK":
+            data = _special(source, size)
+            if kind == b"g":
+                shared.update(_records(data, source))
+            elif kind in b"xX":
+                records.pairs = _records(data, source)
+                records.values = dict(records.pairs)
+            elif kind == b"L":
+                records.name = data.partition(b"\0")[0]
+            else:
+                records.link = data.partition(b"\0")[0]
+            continue
+        member = _member(block, size, {**shared, **records.values}, records, source)
+        yield member
+        end = member.offset + member.stored
+        source.go(end)
+        if end % 512:
+            source.read(-end % 512)  # the last padding may be missing: the data is whole
+        records = _Records()
+    if block:
+        after = source.read(512)
+        if after and after != _ZEROS[: len(after)]:
+            raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
+    if records.values or records.name is not None or records.link is not None:
+        raise source.cut()
+
+
+def _member(
+    block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: Source
+) -> Member:
+    name, link = _text(block[0:100]), _text(block[157:257])
+    posix = block[257:263] == b"ustar\0"
+    if posix:
+        # star's own format has times where ustar has the end of the prefix
+        prefix = _text(block[345 : 476 if block[508:512] == b"tar\0" else 500])
+        name = prefix + b"/" + name if prefix else name
+    name, link = pax.get("path", name), pax.get("linkpath", link)
+    name = name if records.name is None else records.name
+    link = link if records.link is None else records.link
+    kind = _KINDS.get(block[156:157])
+    shown = name.decode("utf-8", "replace")
+    if kind is None:
+        raise BuildError(f"{source.where}: {shown}: a member of unknown kind {block[156:157]!r}")
+    if block[156:157] == b"\0" and name.endswith(b"/"):
+        kind = DIR
+    size = _decimal(pax["size"], source) if "size" in pax else size
+    if not 0 <= size < _MAX_SIZE:
+        raise BuildError(f"{source.where}: {shown}: a size of {size} bytes")
+    device = (0, 0)
+    if kind in (CHAR, BLOCK):
+        device = (_number(block[329:337], source), _number(block[337:345], source))
+    member = Member(
+        "",
+        kind,
+        _number(block[100:108], source) & 0o7777,
+        _decimal(pax["uid"], source) if "uid" in pax else _number(block[108:116], source),
+        _decimal(pax["gid"], source) if "gid" in pax else _number(block[116:124], source),
+        _decimal(pax["mtime"], source) if "mtime" in pax else _number(block[136:148], source),
+        size if kind == FILE else 0,
+        link.decode("utf-8", "surrogateescape"),
+        device,
+        stored=size if kind == FILE else 0,
+    )
+    if block[156:157] == b"S":
+        member.size, member.pieces = gnu_pieces(block, source, shown, _number)
+    elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
+        named = pax_pieces(member, records.pairs, source, shown)
+        name = named or name
+    member.name = name.decode("utf-8", "surrogateescape")
+    if b"\0" in name or b"\0" in link:
+        raise BuildError(f"{source.where}: {shown!r}: a name with a NUL in it")
+    if pax:
+        xattrs = {k[len(_XATTR) :]: v for k, v in pax.items() if k.startswith(_XATTR)}
+        member.xattrs = tuple(sorted(xattrs.items()))
+    # What reading the sparse map took from the stored bytes is taken off already.
+    member.offset = source.position
+    return member
+
+
+def _special(source: Source, size: int) -> bytes:
+    if size > _MAX_SPECIAL:
+        raise BuildError(f"{source.where}: an extended tar header of {size} bytes")
+    data = source.exactly(size)
+    source.exactly(-size % 512)
+    return data
+
+
+def _records(data: bytes, source: Source) -> list[tuple[str, bytes]]:
+    """The `length key=value` records of a pax header; a record without value says nothing."""
+    found: list[tuple[str, bytes]] = []
+    position = 0
+    while position < len(data):
+        space = data.find(b" ", position, position + 20)
+        digits = data[position:space] if space > 0 else b""
+        end = position + int(digits) if digits.isdigit() else 0
+        key, equals, value = data[space + 1 : end - 1].partition(b"=")
+        if not space < end <= len(data) or data[end - 1 : end] != b"\n" or not equals or not key:
+            raise BuildError(f"{source.where}: a damaged pax header")
+        if value:
+            found.append((key.decode("utf-8", "surrogateescape"), value))
+        position = end
+    return found
+
+
+def _check_sum(block: bytes, source: Source) -> None:
+    said = _number(block[148:156], source)
+    rest = block[:148] + b" " * 8 + block[156:]
+    if said != sum(rest):
+        # Some old writers added up signed bytes.
+        if said == sum(rest) - 256 * sum(byte > 127 for byte in rest):
+            return
+        raise BuildError(f"{source.where}: not a tar archive, or damaged: a wrong header checksum")
+
+
+def _text(raw: bytes) -> bytes:
+    return raw.partition(b"\0")[0]
+
+
+def _number(raw: bytes, source: Source) -> int:
+    """A header's number: octal digits with spaces and NULs around them, or base 256."""
+    if raw[0] & 0x80:
+        bits = 8 * len(raw) - 1
+        value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
+        return value - (1 << bits) if raw[0] & 0x40 else value
+    text = raw.lstrip(b" \0").partition(b"\0")[0].rstrip(b" ")
+    if not text:
+        return 0
+    try:
+        if text.isdigit():
+            return int(text, 8)
+    except ValueError:
+        pass
+    raise BuildError(f"{source.where}: not a tar archive, or damaged: {raw!r} is not a number")
+
+
+def _decimal(raw: bytes, source: Source) -> int:
+    """A pax record's number; of a time its whole seconds, rounded down."""
+    whole, _, fraction = raw.partition(b".")
+    digits = whole.removeprefix(b"-")
+    if not digits.isdigit() or len(digits) > 20 or (fraction and not fraction.isdigit()):
+        raise BuildError(f"{source.where}: a damaged pax header: {raw[:40]!r} is not a number")
+    return int(whole) - (whole.startswith(b"-") and fraction.strip(b"0") != b"")

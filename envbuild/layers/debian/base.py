@@ -1,0 +1,108 @@
+"""`resolve_base`: from the names of packages to a lock, over the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envbuild.errors import LockError
+from envbuild.image.blobs import Blobs
+from envbuild.layers.debian.index import Index, Package
+from envbuild.layers.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
+from envbuild.layers.debian.release import Release, fetch_packages, fetch_release, load_keys
+from envbuild.layers.debian.resolve import resolve
+from envbuild.layers.debian.sources import Archive, suites
+from envbuild.progress import say, transfer
+from envbuild.store.client import Client, NotFound, Unreachable
+
+if TYPE_CHECKING:
+    from pysequoia import Cert
+
+
+def resolve_base(
+    suite: str,
+    packages: Iterable[str],
+    without: Iterable[str],
+    arch: str,
+    *,
+    archives: Sequence[Archive],
+    client: Client,
+    blobs: Blobs,
+    keyring: Path | None = None,
+) -> DebianLock:
+    """Lock `packages` of `suite` and what they need, on `arch` (x86_64, aarch64, or Debian's names).
+
+    The first of `archives` that serves a suite well is used for it. Raises LockError when one of the
+    suite, its updates and its security fixes has no good archive, and for what cannot be resolved.
+    """
+    arch = DEBIAN_ARCH.get(arch, arch)
+    keys = load_keys(keyring)
+    index, dates = Index(), []
+    for name in suites(suite):
+        candidates = [archive for archive in archives if archive.suite == name]
+        dates.append(_add_first(index, candidates, name, arch, client, blobs, keys))
+    chosen = resolve(index, packages, without, arch)
+    lock = DebianLock(suite, max(dates), tuple(_locked(package) for package in chosen))
+    # What is written must be read again: an archive's odd path is refused now, not on the next run.
+    return from_table(lock.as_toml_table(), f"the packages of {suite}")
+
+
+def _add_first(
+    index: Index,
+    candidates: Sequence[Archive],
+    suite: str,
+    arch: str,
+    client: Client,
+    blobs: Blobs,
+    keys: Sequence[Cert],
+) -> str:
+    """Add the first good archive of `candidates`; returns the date of its Release."""
+    answers: list[str] = []
+    for archive in candidates:
+        try:
+            release = fetch_release(archive, client, keys)
+            _say_if_old(release)
+            for component in archive.components:
+                with transfer(f"package list of {archive} {component} for {arch}", None) as moved:
+                    path, form = fetch_packages(release, component, arch, client, blobs, moved)
+                index.add(path, form, archive.kind)
+        except NotFound:
+            answers.append(f"{archive}: not there")
+        except Unreachable as error:
+            answers.append(f"{archive}: {error}")
+        except LockError as error:
+            answers.append(error.message)
+        else:
+            for answer in answers:
+                say(f"{answer}; {archive} is used instead")
+            return release.date
+    raise LockError(
+        "\n    ".join([f"no archive serves {suite}:", *(answers or ["none is known"])]),
+        "name a mirror of Debian's in site.toml, or check the proxy",
+    )
+
+
+def _say_if_old(release: Release) -> None:
+    from datetime import UTC, datetime
+
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    if release.valid_until and release.valid_until < now and "snapshot" not in release.archive.url:
+        say(
+            f"{release.archive} has not been renewed since {release.date}: newer security fixes "
+            "may be missing"
+        )
+
+
+def _locked(package: Package) -> LockedDeb:
+    fields = package.fields()
+    size = fields.get("size", "")
+    return LockedDeb(
+        package.name,
+        package.version,
+        fields.get("architecture", ""),
+        fields.get("filename", ""),
+        fields.get("sha256", "").lower(),
+        int(size) if size.isdecimal() else 0,
+        package.archive,
+    )

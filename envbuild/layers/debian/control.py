@@ -1,0 +1,140 @@
+"""Control files, relationship fields and versions.
+
+Source: Debian Policy 4.7, chapter 5 (control files), 5.6.12 (version), chapter 7 (relationships).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from envbuild.errors import LockError
+
+_NAME = r"[a-z0-9][a-z0-9+.\-]*"
+_RELATION = re.compile(
+    rf"(?P<name>{_NAME})(?::(?P<qualifier>[a-z0-9\-]+))?"
+    r"\s*(?:\(\s*(?P<operator><<|<=|=|>=|>>)\s*(?P<version>[^\s()]+)\s*\))?",
+)
+_VERSION = re.compile(
+    r"(?:(?P<epoch>[0-9]+):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?"
+)
+_FIELD = re.compile(r"([!-9;-~]+):[ \t]*(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """One alternative of a relationship: a name, perhaps with an architecture and a bound on the version.
+
+    `qualifier` is "" when none was given, `operator` likewise.
+    """
+
+    name: str
+    qualifier: str = ""
+    operator: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.name}:{self.qualifier}" if self.qualifier else self.name
+        return f"{name} ({self.operator} {self.version})" if self.operator else name
+
+    def admits(self, version: str | None) -> bool:
+        """Whether a package of `version` will do; None is a name provided without a version."""
+        if not self.operator:
+            return True
+        if version is None:
+            return False
+        order = compare_versions(version, self.version)
+        match self.operator:
+            case "<<":
+                return order < 0
+            case "<=":
+                return order <= 0
+            case "=":
+                return order == 0
+            case ">=":
+                return order >= 0
+        return order > 0
+
+
+def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
+    """The groups of a relationship field; of each group one alternative must hold.
+
+    Raises LockError, naming `where`, for text that is no such field.
+    """
+    groups = []
+    for group in field.split(","):
+        if not group.strip():
+            continue  # a trailing comma is allowed in control files
+        alternatives = []
+        for text in group.split("|"):
+            match = _RELATION.fullmatch(text.strip())
+            if match is None:
+                raise LockError(f"{where}: {text.strip()!r} is not a package relationship")
+            alternatives.append(Relation(**match.groupdict(default="")))
+        groups.append(tuple(alternatives))
+    return tuple(groups)
+
+
+def parse_control(text: str, where: str) -> dict[str, str]:
+    """The fields of the one paragraph `text`, by name in lower case (names have no case).
+
+    Continuation lines are kept behind newlines, without the blank that marks them. Raises LockError,
+    naming `where`, for a line that is none of a paragraph's or a field that stands twice.
+    """
+    fields: dict[str, str] = {}
+    last = ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.startswith("#") or (not line.strip() and not last):
+            continue
+        if line[:1] in (" ", "\t") and last:
+            fields[last] += "\n" + line[1:].rstrip()
+        elif match := _FIELD.fullmatch(line.rstrip()):
+            last = match[1].lower()
+            if last in fields:
+                raise LockError(f"{where}, line {number}: the field {match[1]} stands twice")
+            fields[last] = match[2].rstrip()
+        elif line.strip():
+            raise LockError(f"{where}, line {number}: neither `Field: value` nor a continuation")
+    return fields
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a control file, parted by empty lines."""
+    for part in re.split(r"\n(?:[ \t]*\n)+", text.replace("\r\n", "\n")):
+        if part.strip():
+            yield part.strip("\n")
+
+
+def compare_versions(one: str, other: str) -> int:
+    """Negative, zero or positive as `one` is older than, equal to or newer than `other`.
+
+    Raises LockError for text that is no version.
+    """
+    left, right = _key(one), _key(other)
+    return (left > right) - (left < right)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(version: str) -> tuple[int, tuple[object, ...], tuple[object, ...]]:
+    match = _VERSION.fullmatch(version)
+    if match is None or not match["upstream"]:
+        raise LockError(f"{version!r} is not a Debian version")
+    return int(match["epoch"] or 0), _part(match["upstream"]), _part(match["revision"] or "")
+
+
+def _part(text: str) -> tuple[object, ...]:
+    """A key whose order is that of Policy: non-digits and digits in turn, "~" before the end, the end
+    before letters, letters before all else."""
+    key: list[object] = []
+    for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", text or "0")[:-1]:
+        key += [(*map(_weight, letters), 0), int(digits or 0)]
+    # The end is what a pair without letters and digits is; an empty text counts as "0".
+    return (*key, (0,), 0)
+
+
+def _weight(letter: str) -> int:
+    if letter == "~":
+        return -1
+    return ord(letter) if letter.isalpha() else ord(letter) + 256

@@ -1,0 +1,203 @@
+"""One Debian package as a stream: its control files, and its files as tree entries.
+
+Source: deb(5) format 2.0: an ar archive of debian-binary, control.tar and data.tar, in this order.
+"""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+from envbuild.errors import BuildError, LockError
+from envbuild.image import entry as kinds
+from envbuild.image.entry import Entry, Tree
+from envbuild.layers.debian.control import parse_control
+
+_MAGIC = b"!<arch>\n"
+_HEADER = 60
+# No control file of a real package is larger; they are read into memory.
+_MAX_CONTROL = 16 << 20
+_KINDS = {
+    tarfile.REGTYPE: kinds.FILE,
+    tarfile.AREGTYPE: kinds.FILE,
+    tarfile.DIRTYPE: kinds.DIR,
+    tarfile.SYMTYPE: kinds.SYMLINK,
+    tarfile.LNKTYPE: kinds.HARDLINK,
+    tarfile.CHRTYPE: kinds.CHAR,
+    tarfile.BLKTYPE: kinds.BLOCK,
+    tarfile.FIFOTYPE: kinds.FIFO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a package says of itself: `text` is its control file, `fields` the same by lower-case name,
+    `conffiles` are paths relative to the root, `md5sums` is as it lies in the package."""
+
+    text: str
+    fields: dict[str, str]
+    conffiles: tuple[str, ...]
+    md5sums: str
+
+
+def read_control(path: Path, name: str) -> Control:
+    """The control files of the package `name` at `path`. Raises BuildError for a faulty package."""
+    wanted = ("control", "conffiles", "md5sums")
+    found: dict[str, str] = {}
+    for entry, content in _members(path, name, "control.tar"):
+        if entry.path in wanted and content is not None:
+            if entry.size > _MAX_CONTROL:
+                raise _faulty(name, f"its {entry.path} has {entry.size} bytes")
+            found[entry.path] = content.read().decode("utf-8", "replace")
+    text = found.get("control", "").strip("\n")
+    try:
+        fields = parse_control(text, f"the package {name}")
+    except LockError as error:
+        raise _faulty(name, error.message) from None
+    if fields.get("package") != name:
+        raise _faulty(name, f"its control file is of {fields.get('package')!r}")
+    conffiles = []
+    for line in found.get("conffiles", "").splitlines():
+        # "remove-on-upgrade PATH" names a file that the package no longer has.
+        if line.startswith("/"):
+            conffiles.append(relative(line.strip().lstrip("/"), name))
+    return Control(text, fields, tuple(conffiles), found.get("md5sums", ""))
+
+
+def read_data(path: Path, name: str) -> Tree:
+    """The files of the package `name`, in its own order; the root is "". Raises BuildError when the
+    package is faulty or holds a path that leaves the root."""
+    return _members(path, name, "data.tar")
+
+
+def relative(path: str, name: str) -> str:
+    """`path` of a package as entries have it. Raises BuildError for one that could leave the root."""
+    parts = path.split("/")
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise _faulty(name, f"it holds the path {path!r}")
+    return "/".join(part for part in parts if part not in ("", "."))
+
+
+def _members(path: Path, name: str, part: str) -> Tree:
+    with _reporting(name), path.open("rb") as file:
+        member, stream = _find(file, name, part)
+        with tarfile.open(fileobj=_decompressed(member, stream, name), mode="r|") as archive:
+            for item in archive:
+                content = archive.extractfile(item) if item.isreg() else None
+                yield _entry(item, name), _Content(content, name) if content else None
+
+
+@contextmanager
+def _reporting(name: str) -> Iterator[None]:
+    """Any fault of the data as a BuildError that names the package."""
+    import lzma
+
+    try:
+        yield
+    except (lzma.LZMAError, zlib.error, EOFError, tarfile.TarError, UnicodeError) as error:
+        raise _faulty(name, f"it is damaged: {error}") from None
+    except OSError as error:  # gzip.BadGzipFile among them
+        raise _faulty(name, f"it cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        if type(error).__module__.startswith("zstandard") or type(error).__name__ == "ZstdError":
+            raise _faulty(name, f"it is damaged: {error}") from None
+        raise
+
+
+def _entry(item: tarfile.TarInfo, name: str) -> Entry:
+    kind = _KINDS.get(item.type)
+    if kind is None:
+        raise _faulty(name, f"{item.name!r} is of the unknown type {item.type!r}")
+    target = item.linkname
+    if kind == kinds.HARDLINK:
+        target = relative(target, name)
+    return Entry(
+        relative(item.name, name),
+        kind,
+        item.mode & 0o7777,
+        item.size if kind == kinds.FILE else 0,
+        target,
+        item.uid,
+        item.gid,
+        int(item.mtime),
+        (item.devmajor, item.devminor) if kind in (kinds.CHAR, kinds.BLOCK) else (0, 0),
+    )
+
+
+def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
+    """The ar member whose name begins with `part`, as a stream."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise _faulty(name, "it is no ar archive")
+    size_of_file = file.seek(0, 2)
+    place, number = len(_MAGIC), 0
+    while place < size_of_file:
+        file.seek(place)
+        header = file.read(_HEADER)
+        if len(header) < _HEADER or header[58:] != b"`\n":
+            raise _faulty(name, "it is truncated or no ar archive")
+        member = header[:16].decode("ascii", "replace").strip().removesuffix("/")
+        digits = header[48:58].strip()
+        if not digits.isdigit() or place + _HEADER + int(digits) > size_of_file:
+            raise _faulty(name, f"it is truncated: {member!r} is not whole")
+        size = int(digits)
+        if number == 0 and (member != "debian-binary" or not file.read(size).startswith(b"2.")):
+            raise _faulty(name, "it is no Debian package of format 2")
+        if member.startswith(part):
+            return member, _Section(file, place + _HEADER, size)
+        place += _HEADER + size + size % 2
+        number += 1
+    raise _faulty(name, f"it has no {part}")
+
+
+def _decompressed(member: str, stream: _Section, name: str) -> IO[bytes]:
+    file = cast("IO[bytes]", stream)
+    match member.rpartition(".tar")[2]:
+        case "":
+            return file
+        case ".gz":
+            import gzip
+
+            return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+        case ".xz":
+            import lzma
+
+            return cast("IO[bytes]", lzma.LZMAFile(file))
+        case ".zst":
+            import zstandard
+
+            return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file))
+    raise _faulty(name, f"{member} is compressed in a way that is not known here")
+
+
+class _Content:
+    """The content of one file, whose faults are told like those of the archive."""
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def read(self, size: int = -1, /) -> bytes:
+        with _reporting(self._name):
+            return self._stream.read(size)
+
+
+class _Section:
+    """Part of a file, read from its start to its end."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        file.seek(start)
+        self._file, self._left = file, size
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes of what is left, all of it when negative."""
+        data = self._file.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _faulty(name: str, what: str) -> BuildError:
+    return BuildError(f"the package {name} cannot be unpacked: {what}", "lock the base again")

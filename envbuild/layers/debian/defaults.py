@@ -1,0 +1,86 @@
+"""What envbuild knows of Debian, from data/debian.toml."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from envbuild.errors import RecipeError
+
+_FILE = Path(__file__).resolve().parents[2] / "data" / "debian.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How packages become a tree: `drop` and `keep` match whole paths (slim); the rest is what maintainer
+    scripts would have made: `copies` target → source, `links` path → text, `folders` path → (mode, gid),
+    `alternatives` name in usr/bin → programs, best first."""
+
+    drop: re.Pattern[str]
+    keep: re.Pattern[str]
+    copies: Mapping[str, str]
+    links: Mapping[str, str]
+    folders: Mapping[str, tuple[int, int]]
+    alternatives: Mapping[str, tuple[str, ...]]
+
+
+def default_packages(suite: str) -> tuple[str, ...]:
+    """The packages of a base of `suite`, by name. Raises RecipeError for a suite without data."""
+    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    if suite not in data["suites"]:
+        known = " and ".join(sorted(data["suites"]))
+        raise RecipeError(
+            f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}"
+        )
+    return tuple(sorted(data["base"]["packages"] + data["suites"][suite]["python"]))
+
+
+def default_without() -> tuple[str, ...]:
+    """The packages that a base does without: maintainer scripts alone need them."""
+    return tuple(tomllib.loads(_FILE.read_text(encoding="utf-8"))["base"]["without"])
+
+
+@lru_cache(maxsize=1)
+def load_rules() -> Rules:
+    """The rules for the tree of a base."""
+    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    slim, made = data["slim"], data["made"]
+    return Rules(
+        _any_of(slim["drop"]),
+        _any_of(slim["keep"]),
+        made["copies"],
+        made["links"],
+        {path: (mode, gid) for path, (mode, gid) in made["folders"].items()},
+        {name: tuple(programs) for name, programs in made["alternatives"].items()},
+    )
+
+
+def _any_of(globs: list[str]) -> re.Pattern[str]:
+    """A pattern for paths that one of `globs` matches. A "*" at the end takes in all that is below, any
+    other stands for one name."""
+    texts = []
+    for glob in globs:
+        text = re.escape(glob.removesuffix("*")).replace(r"\*", "[^/]+")
+        texts.append(text + (".+" if glob.endswith("*") else ""))
+    return re.compile("|".join(texts))
+
+
+def suites_by_python() -> dict[str, str]:
+    """Python's version → the suite that has it."""
+    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    found = {}
+    for suite, table in data["suites"].items():
+        for name in table["python"]:
+            if match := re.fullmatch(r"python(\d+\.\d+)-minimal", name):
+                found[match[1]] = suite
+    return found
+
+
+def rules_digest() -> str:
+    """The digest of all of the data: a base made by other rules is another base."""
+    return hashlib.sha256(_FILE.read_bytes()).hexdigest()

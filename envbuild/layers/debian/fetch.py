@@ -1,0 +1,154 @@
+"""Locked packages as files: from the store, else from the first archive that has the very content."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from envbuild.errors import BuildError
+from envbuild.image.blobs import Blobs
+from envbuild.layers.debian.lock import DebianLock, LockedDeb
+from envbuild.layers.debian.sources import Archive
+from envbuild.progress import transfer
+from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
+from envbuild.store.store import alone
+
+_PARALLEL = 6
+_GRACE_S = 0.5
+
+
+def fetch_debs(
+    lock: DebianLock, blobs: Blobs, archives: Sequence[Archive], client: Client
+) -> list[Path]:
+    """A file for each package of `lock`, in its order. What is in `blobs` is not asked for again.
+
+    `archives` are asked in order; none means to stay offline. Raises BuildError naming every package
+    that nobody has, with what each archive said; what arrived is kept for the next run.
+    """
+    missing = [deb for deb in lock.packages if not _here(deb, blobs)]
+    if missing:
+        answers: dict[str, list[str]] = {deb.name: [] for deb in missing}
+        size = sum(deb.size for deb in missing)
+        try:
+            with transfer(f"fetching {len(missing)} Debian packages", size) as moved:
+                _fetch_all(missing, blobs, archives, client, answers, moved)
+        except OSError as error:
+            raise BuildError(
+                f"the store {blobs.root} cannot be written: {error.strerror or error}",
+                "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
+            ) from error
+        if lacking := [deb for deb in missing if not _here(deb, blobs)]:
+            raise _not_found(lacking, answers)
+    return [blobs.path(f"sha256:{deb.sha256}") for deb in lock.packages]
+
+
+def _here(deb: LockedDeb, blobs: Blobs) -> bool:
+    try:
+        return blobs.path(f"sha256:{deb.sha256}").stat().st_size == deb.size
+    except OSError:
+        return False
+
+
+def _fetch_all(
+    missing: Sequence[LockedDeb],
+    blobs: Blobs,
+    archives: Sequence[Archive],
+    client: Client,
+    answers: dict[str, list[str]],
+    moved: Callable[[int], None],
+) -> None:
+    from queue import Empty, SimpleQueue
+
+    waiting: SimpleQueue[LockedDeb] = SimpleQueue()
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    # The largest first: none of them is then what all wait for at the end.
+    for deb in sorted(missing, key=lambda deb: -deb.size):
+        waiting.put(deb)
+    down: dict[str, str] = {}
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                deb = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                _fetch_one(deb, blobs, archives, client, answers[deb.name], down, moved)
+                done.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                done.put(error)
+
+    # Daemons: Python would wait at its end for a thread that hangs in a silent server's answer.
+    threads = [
+        threading.Thread(target=work, daemon=True, name=f"debian-{number}")
+        for number in range(min(_PARALLEL, len(missing)))
+    ]
+    finished = False
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in missing:
+            if (error := done.get()) is not None:
+                raise error
+        finished = True
+    finally:
+        stop.set()
+        if not finished:  # whoever is in the midst of a file ends at its next chunk
+            client.stop.set()
+        deadline = time.monotonic() + _GRACE_S
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _fetch_one(
+    deb: LockedDeb,
+    blobs: Blobs,
+    archives: Sequence[Archive],
+    client: Client,
+    answers: list[str],
+    down: dict[str, str],
+    moved: Callable[[int], None],
+) -> None:
+    digest = f"sha256:{deb.sha256}"
+    roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
+    with alone(blobs.partial(digest), client.stop) as partial:
+        for root in roots:
+            if _here(deb, blobs):  # another process was quicker
+                break
+            source = str(Archive(root, deb.archive))
+            if root in down:
+                answers.append(f"{source}: {down[root]}")
+                continue
+            # "~" stands in paths as it is, "+" must not become a blank on servers that decode it.
+            url = f"{root}/{deb.path.replace('+', '%2B')}"
+            try:
+                client.download(url, partial, frozenset([deb.sha256]), moved)
+            except NotFound:
+                answers.append(f"{source}: not there")
+            except Mismatch as other:
+                answers.append(f"{source}: has other content, sha256:{other}")
+            except Unreachable as error:
+                answers.append(f"{source}: {error}")
+                if isinstance(error, Down):
+                    down[root] = str(error)
+            else:
+                blobs.adopt(partial, digest)
+                break
+    with contextlib.suppress(OSError):
+        blobs.partial(digest).with_suffix(".lock").unlink()
+
+
+def _not_found(lacking: Sequence[LockedDeb], answers: dict[str, list[str]]) -> BuildError:
+    lines = []
+    for deb in lacking:
+        lines.append(f"{deb}: no archive has {deb.path} with sha256:{deb.sha256}")
+        lines += [f"    {answer}" for answer in answers[deb.name]] or ["    none is asked"]
+    return BuildError(
+        "\n".join(lines),
+        "name a mirror of Debian's in site.toml, check the proxy, or lock again: mirrors keep no old versions",
+    )

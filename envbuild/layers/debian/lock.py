@@ -1,0 +1,113 @@
+"""What is locked of a Debian base: names, versions and hashes, no mirror."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from envbuild.errors import LockError
+
+# architecture as targets spell it → as Debian does
+DEBIAN_ARCH = {"x86_64": "amd64", "aarch64": "arm64"}
+ARCHIVES = ("debian", "debian-security")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9+.\-]+")
+_VERSION = re.compile(r"[0-9A-Za-z.+~:\-]+")
+_PATH = re.compile(r"[A-Za-z0-9_.+~%:\-]+(?:/[A-Za-z0-9_.+~%:\-]+)*\.deb")
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_SUITE = re.compile(r"[a-z][a-z0-9.\-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class LockedDeb:
+    """One package: `path` is relative to the root of `archive` ("debian" or "debian-security"), `size`
+    is in bytes, `sha256` is hexadecimal, `arch` is Debian's name of it, or "all"."""
+
+    name: str
+    version: str
+    arch: str
+    path: str
+    sha256: str
+    size: int
+    archive: str = "debian"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} ({self.arch})"
+
+
+@dataclass(frozen=True, slots=True)
+class DebianLock:
+    """All packages of a base, by name. `date` is that of the newest archive (ISO 8601, UTC): with it, a
+    snapshot has every one of them for ever."""
+
+    suite: str
+    date: str
+    packages: tuple[LockedDeb, ...]
+
+    def as_toml_table(self) -> dict[str, Any]:
+        """The lock as plain values for TOML."""
+        return {
+            "suite": self.suite,
+            "date": self.date,
+            "package": [
+                {field: getattr(deb, field) for field in LockedDeb.__slots__}
+                for deb in self.packages
+            ],
+        }
+
+
+def from_table(table: Mapping[str, Any], where: str) -> DebianLock:
+    """The lock that `as_toml_table` gave. Raises LockError, naming `where` and the fault."""
+    suite, date = _text(table, "suite", _SUITE, where), _text(table, "date", _DATE, where)
+    listed = table.get("package")
+    if not isinstance(listed, list) or not listed:
+        raise _faulty(where, "`package` is not a list of packages")
+    packages = tuple(_deb(item, f"{where}, package {n}") for n, item in enumerate(listed, start=1))
+    names = [deb.name for deb in packages]
+    if unsorted := [b for a, b in pairwise(names) if a >= b]:
+        raise _faulty(where, f"{unsorted[0]} stands twice or out of order")
+    if len(arches := {deb.arch for deb in packages} - {"all"}) > 1:
+        raise _faulty(where, f"packages of several architectures: {', '.join(sorted(arches))}")
+    if unknown := table.keys() - {"suite", "date", "package"}:
+        raise _faulty(where, f"unknown key {sorted(unknown)[0]!r}")
+    return DebianLock(suite, date, packages)
+
+
+def _deb(item: Any, where: str) -> LockedDeb:
+    if not isinstance(item, Mapping):
+        raise _faulty(where, "not a table")
+    name = _text(item, "name", _NAME, where)
+    where = f"{where} ({name})"
+    size, path = item.get("size"), _text(item, "path", _PATH, where)
+    if type(size) is not int or size <= 0:
+        raise _faulty(where, "`size` is not a count of bytes")
+    if {".", ".."} & set(path.split("/")):
+        raise _faulty(where, f"`path` is {path!r}, which leaves the archive")
+    archive = item.get("archive")
+    if archive not in ARCHIVES:
+        raise _faulty(where, f"`archive` is {archive!r}, not one of {', '.join(ARCHIVES)}")
+    if unknown := item.keys() - set(LockedDeb.__slots__):
+        raise _faulty(where, f"unknown key {sorted(unknown)[0]!r}")
+    return LockedDeb(
+        name,
+        _text(item, "version", _VERSION, where),
+        _text(item, "arch", _NAME, where),
+        path,
+        _text(item, "sha256", _SHA256, where),
+        size,
+        archive,
+    )
+
+
+def _text(table: Mapping[str, Any], key: str, pattern: re.Pattern[str], where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise _faulty(where, f"`{key}` is {'missing' if value is None else repr(value)}")
+    return value
+
+
+def _faulty(where: str, what: str) -> LockError:
+    return LockError(f"{where}: {what}", "lock again; this file is not made for editing")

@@ -1,0 +1,112 @@
+"""What maintainer scripts would have made: accounts, CA bundle, alternatives, folders.
+
+Sources: the postinst scripts of base-files 12.4, base-passwd 3.6, ca-certificates 20230311, debianutils 5.7,
+libc-bin 2.36, readline-common 8.2; update-alternatives(1); shadow(5), gshadow(5).
+
+No ld.so.cache: it holds paths that the loader searches anyway (its built-in ones name Debian's
+/usr/lib/<triplet>), and ldconfig of another architecture cannot be run. No hashed links in
+/etc/ssl/certs: they serve programs that are given this folder as CApath; OpenSSL's default is
+/usr/lib/ssl/cert.pem, a link to the bundle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from envbuild.image.entry import DIR, SYMLINK, Entry
+from envbuild.layers.debian.defaults import Rules
+
+# Files of packages that others are made of.
+SOURCES = re.compile(
+    r"usr/share/base-passwd/(?:passwd|group)\.master|usr/share/ca-certificates/.+\.crt"
+    r"|usr/share/debianutils/shells(?:\.d/[^/]+)?|usr/share/base-files/[^/]+"
+    r"|usr/share/libc-bin/nsswitch\.conf|usr/share/readline/inputrc"
+)
+_CERTIFICATES = "usr/share/ca-certificates/"
+_PYTHON = re.compile(r"usr/bin/python3\.(\d+)")
+_SHADOW_GID = 42
+Made = Iterator[tuple[Entry, bytes | None]]
+
+
+def made(rules: Rules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
+    """What is to be added to the packages' files: entries, and the content of each file.
+
+    `sources` are the contents of the files that SOURCES matches, `seen` all paths of packages.
+    """
+    for path, (mode, gid) in sorted(rules.folders.items()):
+        yield Entry(path, DIR, mode, gid=gid), None
+    for path, text in sorted(rules.links.items()):
+        yield Entry(path, SYMLINK, 0o777, target=text), None
+    for path, source in sorted(rules.copies.items()):
+        if source in sources:
+            yield Entry(path), sources[source]
+    yield from _accounts(sources, mtime)
+    yield from _shells(sources)
+    yield from _certificates(sources)
+    for name, programs in sorted(rules.alternatives.items()):
+        program = next((p for p in programs if f"usr/bin/{p}" in seen), None)
+        if program and f"usr/bin/{name}" not in seen:
+            yield _link(f"etc/alternatives/{name}", f"/usr/bin/{program}"), None
+            yield _link(f"usr/bin/{name}", f"/etc/alternatives/{name}"), None
+    # python3-minimal, which has this link, would bring scripts that only other packages' scripts run.
+    versions = [int(match[1]) for path in seen if (match := _PYTHON.fullmatch(path))]
+    if versions:
+        yield _link("usr/bin/python3", f"python3.{max(versions)}"), None
+
+
+def _accounts(sources: Mapping[str, bytes], mtime: int) -> Made:
+    """Accounts by base-passwd's masters, passwords moved to the shadow files; "*" lets nobody in."""
+    users = sources.get("usr/share/base-passwd/passwd.master")
+    groups = sources.get("usr/share/base-passwd/group.master")
+    if users is not None:
+        names, shadowed = _shadowed(users)
+        # Days since 1970: the date of the last change, which must be the same for each build.
+        rows = [f"{name}:*:{mtime // 86400}:0:99999:7:::" for name in names]
+        yield Entry("etc/passwd"), shadowed
+        yield Entry("etc/shadow", mode=0o640, gid=_SHADOW_GID), _lines(rows)
+    if groups is not None:
+        names, shadowed = _shadowed(groups)
+        yield Entry("etc/group"), shadowed
+        yield (
+            Entry("etc/gshadow", mode=0o640, gid=_SHADOW_GID),
+            _lines([f"{name}:*::" for name in names]),
+        )
+
+
+def _shadowed(master: bytes) -> tuple[list[str], bytes]:
+    names, lines = [], []
+    for line in master.decode("utf-8", "replace").splitlines():
+        name, _password, *rest = line.split(":")
+        names.append(name)
+        lines.append(":".join([name, "x", *rest]))
+    return names, _lines(lines)
+
+
+def _shells(sources: Mapping[str, bytes]) -> Made:
+    first = sources.get("usr/share/debianutils/shells")
+    if first is not None:
+        lines = first.decode("utf-8", "replace").splitlines()
+        for path in sorted(sources):
+            if path.startswith("usr/share/debianutils/shells.d/"):
+                for shell in sources[path].decode("utf-8", "replace").split():
+                    other = shell[4:] if shell.startswith("/usr/") else f"/usr{shell}"
+                    lines += [name for name in (shell, other) if name not in lines]
+        yield Entry("etc/shells"), _lines(lines)
+
+
+def _certificates(sources: Mapping[str, bytes]) -> Made:
+    paths = sorted(path for path in sources if path.startswith(_CERTIFICATES))
+    if paths:
+        # As update-ca-certificates does, a certificate without a line end must not spoil the next.
+        bundle = b"".join(sources[path].rstrip(b"\n") + b"\n" for path in paths)
+        yield Entry("etc/ssl/certs/ca-certificates.crt"), bundle
+        yield Entry("etc/ca-certificates.conf"), _lines([p[len(_CERTIFICATES) :] for p in paths])
+
+
+def _link(path: str, target: str) -> Entry:
+    return Entry(path, SYMLINK, 0o777, target=target)
+
+
+def _lines(lines: list[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode()

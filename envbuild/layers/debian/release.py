@@ -1,0 +1,232 @@
+"""One suite of an archive: its signed Release, and the package lists that this vouches for.
+
+Sources: Debian's repository format (wiki.debian.org/DebianRepository/Format), OpenPGP (RFC 9580) by
+Sequoia. One good signature by a known key is enough, as for apt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from envbuild.errors import LockError
+from envbuild.image.blobs import Blobs
+from envbuild.layers.debian.control import parse_control
+from envbuild.layers.debian.sources import Archive
+from envbuild.store.client import Client, Mismatch, NotFound
+from envbuild.store.store import alone
+
+if TYPE_CHECKING:
+    from pysequoia import Cert
+
+_SHIPPED = Path(__file__).resolve().parents[2] / "data" / "debian-keys"
+# Ours first: the smallest is taken.
+_FORMS = (".xz", ".gz", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a signed Release says. `date` is ISO 8601 in UTC; `files` gives the sha256 and the size in
+    bytes of each file below the suite's folder."""
+
+    archive: Archive
+    date: str
+    valid_until: str
+    by_hash: bool
+    files: Mapping[str, tuple[str, int]]
+
+    @property
+    def folder(self) -> str:
+        return f"{self.archive.url}/dists/{self.archive.suite}"
+
+
+def load_keys(keyring: Path | None = None) -> list[Cert]:
+    """The keys that may sign an archive: those of `keyring` (armored or binary), else those that came
+    with envbuild. Raises LockError when there are none."""
+    from pysequoia import Cert
+
+    files = sorted(_SHIPPED.glob("*.asc")) if keyring is None else [keyring]
+    keys: list[Cert] = []
+    for path in files:
+        try:
+            keys += Cert.split_bytes(path.read_bytes())
+        except OSError as error:
+            raise LockError(f"the keyring {path} cannot be read: {error.strerror}") from error
+        except Exception as error:  # noqa: BLE001 - pysequoia raises whatever Rust's anyhow becomes
+            raise LockError(f"the keyring {path} holds no OpenPGP keys: {_first(error)}") from None
+    if not keys:
+        raise LockError(f"there are no keys in {keyring or _SHIPPED}", "reinstall envbuild")
+    return keys
+
+
+def fetch_release(archive: Archive, client: Client, keys: Sequence[Cert]) -> Release:
+    """Fetch and check an archive's InRelease, or its Release and Release.gpg.
+
+    Raises NotFound or Unreachable for an archive that cannot be read, and LockError for one that is
+    unsigned, badly signed, signed by unknown or expired keys alone, or of another suite.
+    """
+    folder = f"{archive.url}/dists/{archive.suite}"
+    try:
+        signed = verified(_get(f"{folder}/InRelease", client), None, keys, f"{archive}: InRelease")
+    except NotFound:
+        content = _get(f"{folder}/Release", client)
+        try:
+            signature = _get(f"{folder}/Release.gpg", client)
+        except NotFound:
+            raise _unsigned(f"{archive}: Release") from None
+        signed = verified(content, signature, keys, f"{archive}: Release")
+    return read_release(signed.decode("utf-8", "replace"), archive)
+
+
+def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
+    """What is signed in `content`: cleartext-signed, or as a whole where a detached `signature` is given.
+
+    Raises LockError, naming `where`, when no signature by one of `keys` is good.
+    """
+    from pysequoia import Sig, verify
+
+    asked: list[str] = []
+
+    def known(ids: Sequence[str]) -> list[Cert]:
+        asked.extend(ids)
+        return list(keys)
+
+    try:
+        if signature is None:
+            if not content.lstrip().startswith(b"-----BEGIN PGP SIGNED MESSAGE-----"):
+                raise _unsigned(where)
+            signed = verify(bytes=content, store=known)
+            # What stands outside the signature is not in here.
+            return bytes(signed.bytes or b"")
+        verify(bytes=content, store=known, signature=Sig.from_bytes(signature))
+        return content
+    except LockError:
+        raise
+    except Exception as error:  # noqa: BLE001 - pysequoia raises whatever Rust's anyhow becomes
+        raise LockError(
+            f"{where}: {_why(asked, keys) or _first(error)}",
+            "a proxy or mirror may have changed it; a mirror that signs with its own key needs that key "
+            "as the site's keyring",
+        ) from None
+
+
+def read_release(text: str, archive: Archive) -> Release:
+    """The content of a Release file that was verified. Raises LockError when it is of another suite."""
+    fields = parse_control(text.strip("\n"), f"{archive}: Release")
+    names = {fields.get("suite"), fields.get("codename")} - {None}
+    if archive.suite not in names:
+        raise LockError(
+            f"{archive}: the server sends {' or '.join(sorted(map(str, names))) or 'no suite'} instead",
+            "correct the mirror's URL",
+        )
+    files = {}
+    for line in fields.get("sha256", "").splitlines():
+        match line.split():
+            case [digest, size, path] if size.isdecimal() and len(digest) == 64:
+                files[path] = (digest.lower(), int(size))
+    date = _iso(fields.get("date", ""))
+    if not date or not files:
+        raise LockError(f"{archive}: the Release file has no {'Date' if files else 'SHA256'}")
+    return Release(
+        archive,
+        date,
+        _iso(fields.get("valid-until", "")),
+        fields.get("acquire-by-hash") == "yes",
+        files,
+    )
+
+
+def fetch_packages(
+    release: Release,
+    component: str,
+    arch: str,
+    client: Client,
+    blobs: Blobs,
+    moved: Callable[[int], None] = lambda _count: None,
+) -> tuple[Path, str]:
+    """The package list of a component for a Debian architecture: its file and how it is compressed
+    (".xz", ".gz", ""). It is taken from `blobs` when its content is there already.
+
+    Raises NotFound or Unreachable, and LockError when the suite has no such list or another is served.
+    """
+    for form in _FORMS:
+        name = f"{component}/binary-{arch}/Packages{form}"
+        if name in release.files:
+            break
+    else:
+        raise LockError(f"{release.archive} has no packages of {component} for {arch}")
+    sha256, _size = release.files[name]
+    digest = f"sha256:{sha256}"
+    if (place := blobs.path(digest)).is_file():
+        return place, form
+    base, _, _ = name.rpartition("/")
+    # By hash first: a list replaced while we read is no error then.
+    urls = [f"{release.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
+    urls.append(f"{release.folder}/{name}")
+    with alone(blobs.partial(digest), client.stop) as partial:
+        for url in urls:
+            try:
+                client.download(url, partial, frozenset([sha256]), moved)
+            except NotFound:
+                if url == urls[-1]:
+                    raise
+                continue
+            except Mismatch as other:
+                raise LockError(
+                    f"{release.archive}: {name} has sha256:{other}, but the signed Release says {digest}",
+                    "the mirror may be in the midst of an update: try again, or name another",
+                ) from None
+            break
+        return blobs.adopt(partial, digest), form
+
+
+def _get(url: str, client: Client) -> bytes:
+    if url.startswith("file:"):
+        try:
+            return Path(unquote(urlsplit(url).path)).read_bytes()
+        except OSError as error:
+            raise NotFound(f"cannot be read: {error.strerror}") from None
+    return bytes(client.page(url).content)
+
+
+def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
+    """Why no signature by the keys named in `asked` is good; None when there was none at all."""
+    from pysequoia.packet import PacketPile
+
+    if not asked:
+        return None
+    wanted = [name.lower() for name in asked]
+    reasons = []
+    for cert in keys:
+        prints = {p.fingerprint for p in PacketPile.from_bytes(bytes(cert))} - {None}
+        # A signature names its key by fingerprint, an old one by the last 16 digits of it.
+        if not any(str(own).endswith(name) for own in prints for name in wanted):
+            continue
+        if cert.expiration is not None and cert.expiration < datetime.now(UTC):
+            reasons.append(f"the key {cert.fingerprint} expired on {cert.expiration:%Y-%m-%d}")
+        elif cert.is_revoked:
+            reasons.append(f"the key {cert.fingerprint} is revoked")
+        else:
+            reasons.append(f"the signature by {cert.fingerprint} does not fit the content")
+    return "; ".join(reasons) or f"signed by unknown keys alone ({', '.join(wanted)})"
+
+
+def _unsigned(where: str) -> LockError:
+    return LockError(f"{where} is not signed", "name a mirror that keeps Debian's signatures")
+
+
+def _iso(date: str) -> str:
+    try:
+        return parsedate_to_datetime(date).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except ValueError:
+        return ""
+
+
+def _first(error: BaseException) -> str:
+    """The first line: behind it Sequoia prints a backtrace."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

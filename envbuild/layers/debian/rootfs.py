@@ -1,0 +1,182 @@
+"""Debian packages → the tree of one layer, as dpkg would have unpacked them on a merged /usr.
+
+Nothing of them is run. What their scripts would have made and programs rely on is made here (made.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
+from envbuild.layers.debian.database import Installed, database
+from envbuild.layers.debian.deb import Control, read_control, read_data
+from envbuild.layers.debian.defaults import Rules, load_rules
+from envbuild.layers.debian.lock import LockedDeb
+from envbuild.layers.debian.made import SOURCES, made
+
+# Folders that are links: what packages have below the first lies below the second. Those of /usr are
+# Debian's since 12 (base-files makes them since 13); var/run and var/lock are base-files' own.
+_ALIASES = {
+    "bin": "usr/bin",
+    "sbin": "usr/sbin",
+    "lib": "usr/lib",
+    "lib32": "usr/lib32",
+    "lib64": "usr/lib64",
+    "libx32": "usr/libx32",
+    "var/run": "run",
+    "var/lock": "run/lock",
+}
+_ALWAYS = ("bin", "lib", "sbin")
+# Files that are read into memory because others are made of them; none in Debian comes near.
+_MAX_SOURCE = 16 << 20
+
+
+def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
+    """The base made of `debs` (locked package, its file): the same items in the same order each time.
+
+    Parents come before their children; the root itself is not among the items. Each item has `mtime`
+    (seconds since 1970). Raises BuildError, naming the package, for one that is damaged, is not the
+    locked one, or has a file that another one has.
+    """
+    merge = _Merge(load_rules(), mtime)
+    for alias in _ALWAYS:
+        yield from merge.alias(alias)
+    installed = []
+    # base-files first: it gives the common folders their modes.
+    for deb, path in sorted(debs, key=lambda item: (item[0].name != "base-files", item[0].name)):
+        control = _checked(deb, path)
+        merge.begin(deb.name, control)
+        for entry, content in read_data(path, deb.name):
+            yield from merge.item(entry, content)
+        installed.append(Installed(control, tuple(merge.listing), dict(merge.conffiles)))
+    files = made(merge.rules, merge.sources, frozenset(merge.seen), mtime)
+    for entry, data in [*files, *database(installed)]:
+        yield from merge.own(entry, data)
+
+
+def _checked(deb: LockedDeb, path: Path) -> Control:
+    control = read_control(path, deb.name)
+    has = (control.fields.get("version"), control.fields.get("architecture"))
+    if has != (deb.version, deb.arch):
+        raise BuildError(
+            f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
+            "remove the file and fetch it again",
+        )
+    return control
+
+
+def merged(path: str) -> str:
+    """Where `path` of a package really lies."""
+    for alias, real in _ALIASES.items():
+        if path.startswith(alias + "/"):
+            return real + path[len(alias) :]
+    return path
+
+
+@dataclass(slots=True)
+class _Merge:
+    """What has been given out, by path, with its kind and package; and of the current package its name,
+    its paths as they stand in it, and the MD5 of its conffiles."""
+
+    rules: Rules
+    mtime: int
+    seen: dict[str, tuple[str, str]] = field(default_factory=dict)
+    sources: dict[str, bytes] = field(default_factory=dict)
+    name: str = ""
+    listing: list[str] = field(default_factory=list)
+    conffiles: dict[str, str] = field(default_factory=dict)
+    _expected: frozenset[str] = frozenset()
+
+    def begin(self, name: str, control: Control) -> None:
+        """Go on with another package."""
+        self.name, self.listing, self.conffiles = name, [], {}
+        self._expected = frozenset(control.conffiles)
+
+    def item(self, entry: Entry, content: Readable | None) -> Tree:
+        """The items that an entry of the current package becomes, its missing parents among them."""
+        self.listing.append(entry.path)
+        if not entry.path or entry.path in _ALIASES:
+            return
+        path = merged(entry.path)
+        if content is not None:
+            content = self._remembered(entry, path, content)
+        if self._dropped(path, entry.kind):
+            return
+        if known := self.seen.get(path):
+            if entry.kind == known[0] == DIR:
+                return
+            raise BuildError(
+                f"{known[1]} and {self.name} both have /{path}",
+                "leave one of the two packages out of the base",
+            )
+        target = entry.target
+        if entry.kind == HARDLINK:
+            target = merged(target)
+            if self.seen.get(target, ("",))[0] not in (FILE, HARDLINK):
+                raise BuildError(
+                    f"{self.name}: /{path} is a hard link to /{target}, which is no file"
+                )
+        alias = next((a for a in _ALIASES if entry.path.startswith(a + "/")), "")
+        if alias and _ALIASES[alias].startswith("usr/"):
+            yield from self.alias(alias)
+        yield from self._parents(path)
+        self.seen[path] = (entry.kind, self.name)
+        yield replace(entry, path=path, target=target, mtime=self.mtime), content
+
+    def own(self, entry: Entry, data: bytes | None) -> Tree:
+        """The items of something that no package has; none where one has it after all."""
+        if entry.path not in self.seen:
+            self.name = "envbuild"
+            yield from self._parents(entry.path)
+            self.seen[entry.path] = (entry.kind, self.name)
+            size = len(data) if data is not None else 0
+            yield (
+                replace(entry, size=size, mtime=self.mtime),
+                io.BytesIO(data) if data is not None else None,
+            )
+
+    def alias(self, alias: str) -> Tree:
+        """The link `alias`, once, and before it the folder that it names."""
+        if alias not in self.seen:
+            yield from self._parents(_ALIASES[alias] + "/")
+            self.seen[alias] = (SYMLINK, "envbuild")
+            yield Entry(alias, SYMLINK, 0o777, target=_ALIASES[alias], mtime=self.mtime), None
+
+    def _parents(self, path: str) -> Tree:
+        parts = path.split("/")[:-1]
+        for count in range(1, len(parts) + 1):
+            parent = "/".join(parts[:count])
+            kind, owner = self.seen.get(parent, ("", ""))
+            if not kind:
+                self.seen[parent] = (DIR, self.name)
+                yield Entry(parent, DIR, 0o755, mtime=self.mtime), None
+            elif kind != DIR:
+                raise BuildError(
+                    f"{self.name}: /{path} lies below /{parent}, which is no folder but a {kind} "
+                    f"of {owner}"
+                )
+
+    def _dropped(self, path: str, kind: str) -> bool:
+        """Whether the slim rule leaves it out. Links among usr/share/doc lead to a licence elsewhere."""
+        if not self.rules.drop.fullmatch(path) or self.rules.keep.fullmatch(path):
+            return False
+        return not (kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3)
+
+    def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
+        """The content again, noted if others are made of it."""
+        source, conffile = SOURCES.fullmatch(path), entry.path in self._expected
+        if not (source or conffile):
+            return content
+        if entry.size > _MAX_SOURCE:
+            raise BuildError(f"{self.name}: /{path} has {entry.size} bytes, which cannot be right")
+        data = content.read()
+        if source:
+            self.sources[path] = data
+        if conffile:
+            self.conffiles[entry.path] = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return io.BytesIO(data)

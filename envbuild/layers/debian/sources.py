@@ -1,0 +1,158 @@
+"""Where Debian's archives can be reached: a site's mirror, this host's apt sources, snapshots by date.
+
+Sources: sources.list(5) and apt.conf(5) of apt 2.6; snapshot.debian.org's URL scheme.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from envbuild.errors import LockError
+from envbuild.layers.debian.control import paragraphs, parse_control
+from envbuild.site.pip_config import PipConfig, redact
+from envbuild.store.client import Client
+
+_SNAPSHOT = "https://snapshot.debian.org/archive"
+_ETC_APT = Path("/etc/apt")
+_OFF = frozenset({"no", "false", "without", "off", "disable"})
+_SCHEMES = ("http://", "https://", "file:/")
+# Suites by role; whoever serves one Debian release serves the others beside it.
+_RELEASES = ("bullseye", "bookworm", "trixie", "forky", "sid", "testing", "stable", "oldstable")
+_PROXY = re.compile(r"^\s*Acquire::https?::Proxy\s+\"([^\"]*)\"\s*;", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Archive:
+    """One suite of an archive. `url` is the archive's root, without a slash at its end; it may hold
+    credentials, which neither `str()` nor `repr()` shows."""
+
+    url: str
+    suite: str
+    components: tuple[str, ...] = ("main",)
+
+    @property
+    def kind(self) -> str:
+        """Which archive it is, as locks call it."""
+        return "debian-security" if self.suite.endswith("-security") else "debian"
+
+    def __str__(self) -> str:
+        return f"{redact(self.url)} {self.suite}"
+
+    __repr__ = __str__
+
+
+def suites(suite: str) -> tuple[str, str, str]:
+    """The suites that make up a Debian release: itself, its updates, its security fixes."""
+    return suite, f"{suite}-updates", f"{suite}-security"
+
+
+def archives(
+    suite: str,
+    date: str,
+    *,
+    mirror: str | None = None,
+    security_mirror: str | None = None,
+    etc: Path = _ETC_APT,
+) -> list[Archive]:
+    """Every place to look, in order: the site's mirror, the host's apt sources, snapshots of `date`.
+
+    Without `security_mirror`, a mirror that ends in "/debian" is taken to have "/debian-security"
+    beside it, as mirrors do. `date` is ISO 8601 in UTC.
+    """
+    found = []
+    if mirror:
+        root = mirror.rstrip("/")
+        found += [Archive(root, name) for name in suites(suite)[:2]]
+        if security_mirror is None and root.endswith("/debian"):
+            found.append(Archive(root + "-security", suites(suite)[2]))
+    if security_mirror:
+        found.append(Archive(security_mirror.rstrip("/"), suites(suite)[2]))
+    found += host_archives(suite, etc)
+    # A snapshot is taken hours after the date that its Release names, and the one asked for is the
+    # newest not after the time in its URL; what a Release lists stays in the pool for longer than a day.
+    when = datetime.strptime(date, "%Y-%m-%dT%H:%M:%SZ")
+    for moment in (when + timedelta(days=1), when):
+        for name in suites(suite):
+            root = f"{_SNAPSHOT}/{Archive('', name).kind}/{moment:%Y%m%dT%H%M%SZ}"
+            found.append(Archive(root, name))
+    return list(dict.fromkeys(found))
+
+
+def host_archives(suite: str, etc: Path = _ETC_APT) -> list[Archive]:
+    """Where `suite`, its updates and its security fixes are by this host's apt sources, in apt's order of
+    files; none where the host is not Debian. Where it uses another Debian release, its servers have
+    `suite`, too. Of the components only main counts: the same lock must come of every host.
+
+    Raises LockError, naming the file, for one that cannot be read as apt does.
+    """
+    same, others = [], []
+    for path in _files(etc):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LockError(f"{path}: cannot be read: {error}", "apt reads it too") from error
+        listed = _deb822(text, path) if path.suffix == ".sources" else _one_line(text)
+        for archive in listed:
+            release, dash, part = archive.suite.partition("-")
+            if "main" in archive.components and part in ("", "updates", "security"):
+                found = Archive(archive.url, f"{suite}{dash}{part}")
+                if release == suite:
+                    same.append(found)
+                elif release in _RELEASES:
+                    others.append(found)
+    return list(dict.fromkeys(same + others))
+
+
+def debian_client(pip: PipConfig, env: Mapping[str, str], etc: Path = _ETC_APT) -> Client:
+    """A client for archives: pip's configuration and the environment, and where neither names a proxy,
+    the one that apt uses."""
+    named = pip.proxy or any(env.get(n) for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))  # fmt: skip
+    proxy = None if named else apt_proxy(etc)
+    return Client(replace(pip, proxy=proxy) if proxy else pip, env)
+
+
+def apt_proxy(etc: Path = _ETC_APT) -> str | None:
+    """The proxy of apt's configuration where it is written in the plain form `Acquire::http::Proxy "…";`,
+    else None. The last one set counts, as in apt."""
+    proxy = None
+    for path in [*sorted((etc / "apt.conf.d").glob("*")), etc / "apt.conf"]:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # a private file of root's: apt as this user does not read it either
+        for value in _PROXY.findall(text):
+            proxy = None if value in ("", "DIRECT", "false") else value
+    return proxy
+
+
+def _files(etc: Path) -> Iterator[Path]:
+    if (etc / "sources.list").is_file():
+        yield etc / "sources.list"
+    if (folder := etc / "sources.list.d").is_dir():
+        yield from sorted(p for p in folder.iterdir() if p.suffix in (".list", ".sources"))
+
+
+def _one_line(text: str) -> Iterator[Archive]:
+    for line in text.splitlines():
+        plain = re.sub(r"\[[^\]]*\]", " ", line.partition("#")[0], count=1)
+        match plain.split():
+            case ["deb", url, suite, *components] if url.startswith(_SCHEMES):
+                yield Archive(url.rstrip("/"), suite, tuple(components))
+
+
+def _deb822(text: str, path: Path) -> Iterator[Archive]:
+    for paragraph in paragraphs(text):
+        fields = parse_control(paragraph, str(path))
+        if "deb" not in fields.get("types", "").split():
+            continue
+        if fields.get("enabled", "yes").strip().lower() in _OFF:
+            continue
+        components = tuple(fields.get("components", "").split())
+        for url in fields.get("uris", "").split():
+            if url.startswith(_SCHEMES):
+                for suite in fields.get("suites", "").split():
+                    yield Archive(url.rstrip("/"), suite, components)

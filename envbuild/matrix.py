@@ -1,0 +1,209 @@
+"""Which builds a CI runs: recipes × targets × artifacts as jobs, and the jobs as GitHub and GitLab read them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import ARCHES, Target, target_problem
+from envbuild.toml import nearest
+
+# "A matrix will generate a maximum of 256 jobs per workflow run" (GitHub's workflow syntax, jobs.<id>.strategy.matrix).
+GITHUB_LIMIT = 256
+# What at the top of envbuild's own checkout may change what is built from any recipe.
+_DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
+# The parent pipeline's variable may name a version, a URL, or "." where envbuild itself is checked out.
+_GITLAB_DEFAULT = {
+    "image": "docker.io/library/python:3.11",
+    "before_script": ['python -m pip install --quiet "${ENVBUILD_PACKAGE:-envbuild}"'],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A kind of artifact as a matrix sees it."""
+
+    command: tuple[str, ...]
+    """What builds it, before the recipe's name."""
+
+
+ARTIFACTS = {
+    "venv": Artifact(("envbuild", "venv")),
+    "docker": Artifact(("envbuild", "docker")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A recipe to build: as the command line named it, and what was found there."""
+
+    name: str
+    loaded: LoadedRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One artifact that one runner builds."""
+
+    id: str
+    """RECIPE-TARGET-ARTIFACT; no two jobs of a matrix have the same."""
+    recipe: str
+    target: str
+    artifact: str
+    accelerator: str
+    arch: str
+    runner: str
+    """Label (GitHub) or tag (GitLab) of the runner."""
+    gpu: bool
+    """Whether the artifact is made for GPUs."""
+    verify: bool
+    """Whether the runner has what it takes to train in the artifact."""
+    command: str
+    """The build, for a shell; without verification where that cannot run."""
+
+
+def make_jobs(
+    recipes: Sequence[Chosen],
+    runners: Mapping[str, str],
+    *,
+    artifacts: Sequence[str] = (),
+    targets: Sequence[str] = (),
+) -> list[Job]:
+    """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them.
+
+    `runners` gives a runner to each architecture, and may give one to a target (`cu126-x86_64`), which is then
+    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. Raises UsageError for a target
+    that none of the recipes has, and for two recipes of one name.
+    """
+    _check_targets(recipes, targets)
+    unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
+    jobs = [
+        _job(one, Target.parse(name), artifact, runners)
+        for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name)
+        for name in one.loaded.recipe.targets
+        if not targets or name in targets
+        for artifact in ARTIFACTS
+        if not artifacts or artifact in artifacts
+    ]
+    _check_names(unique.values())
+    return jobs
+
+
+def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> Job:
+    verify = not target.is_cuda or target.name in runners
+    words = [*ARTIFACTS[artifact].command, one.name, "--target", target.name, "--locked"]
+    return Job(
+        id=f"{one.loaded.recipe.name}-{target.name}-{artifact}",
+        recipe=one.loaded.recipe.name,
+        target=target.name,
+        artifact=artifact,
+        accelerator=target.accelerator,
+        arch=target.arch,
+        runner=runners.get(target.name) or runners[target.arch],
+        gpu=target.is_cuda,
+        verify=verify,
+        command=shlex.join([*words, *([] if verify else ["--no-verify"])]),
+    )
+
+
+def _check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:
+    known = {name for one in recipes for name in one.loaded.recipe.targets}
+    for name in targets:
+        Target.parse(name)
+        if known and name not in known:
+            raise UsageError(
+                f"no recipe here has the target {name!r}{nearest(name, sorted(known))}"
+            )
+
+
+def _check_names(recipes: Iterable[Chosen]) -> None:
+    seen: dict[str, Chosen] = {}
+    for one in recipes:
+        other = seen.setdefault(one.loaded.recipe.name, one)
+        if other is not one:
+            raise UsageError(
+                f"two recipes are called {one.loaded.recipe.name!r}: "
+                f"{other.loaded.path} and {one.loaded.path}",
+                hint="jobs are told apart by their recipe's name: rename one, or leave one out",
+            )
+
+
+def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """`defaults` with each ARCH=LABEL or TARGET=LABEL over them. Raises UsageError for any other form."""
+    runners = dict(defaults)
+    for option in options:
+        key, equals, label = option.partition("=")
+        if not equals or not label.strip() or not label.isprintable():
+            raise UsageError(
+                f"--runner {option!r} is not ARCH=LABEL",
+                hint="such as --runner aarch64=my-arm-runner",
+            )
+        if key not in ARCHES and target_problem(key) is not None:
+            raise UsageError(
+                f"--runner {option!r}: no architecture {key!r}{nearest(key, ARCHES)}",
+                hint="a target, such as cu126-x86_64, may stand there too",
+            )
+        runners[key] = label.strip()
+    return runners
+
+
+def changed_recipes(
+    recipes: Iterable[Chosen], folders: Mapping[str, str], changed: Iterable[str]
+) -> list[Chosen]:
+    """Those of `recipes` that the files `changed` concern.
+
+    `folders` has, for each recipe's name on the command line, its folder; it and `changed` are relative to the top
+    of one checkout. A recipe that is not in `folders` lies elsewhere, and no file concerns it but those that
+    decide what is built from every recipe.
+    """
+    paths = [PurePosixPath(path) for path in changed]
+    if any(fnmatchcase(path.parts[0], pattern) for path in paths for pattern in _DECIDE_ALL):
+        return list(recipes)
+    touched = {str(parent) for path in paths for parent in path.parents}
+    return [one for one in recipes if folders.get(one.name) in touched]
+
+
+def as_json(jobs: Sequence[Job]) -> str:
+    """The jobs as a JSON array."""
+    return json.dumps([asdict(job) for job in jobs], indent=1)
+
+
+def as_github(jobs: Sequence[Job]) -> str:
+    """One line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
+
+    GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there
+    are more jobs than one workflow run may have.
+    """
+    if len(jobs) > GITHUB_LIMIT:
+        raise UsageError(
+            f"{len(jobs)} jobs, and GitHub runs at most {GITHUB_LIMIT} of one matrix",
+            hint="split it with --artifact, --target or by recipes",
+        )
+    return json.dumps({"include": [asdict(job) for job in jobs]}, separators=(",", ":"))
+
+
+def as_gitlab(jobs: Sequence[Job]) -> str:
+    """A child pipeline, in the part of YAML that JSON is (YAML 1.2, section 1.3).
+
+    It stands alone, for GitLab includes no other file beside one that a job made.
+    GitLab refuses a pipeline without jobs: without any, one job says that nothing is to be built.
+    """
+    pipeline: dict[str, Any] = {"stages": ["build"], "default": _GITLAB_DEFAULT}
+    for job in jobs:
+        pipeline[job.id] = {
+            "stage": "build",
+            "tags": [job.runner],
+            "script": [job.command],
+            "artifacts": {"when": "always", "paths": ["build/**/*.receipt.json"]},
+        }
+    if not jobs:
+        nothing = {"stage": "build", "before_script": [], "script": ["echo nothing to build"]}
+        pipeline["nothing-to-build"] = nothing
+    return json.dumps(pipeline, indent=1)

@@ -1,0 +1,153 @@
+"""The lock's table and the fetching of what it names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envbuild.errors import BuildError, LockError, RecipeError
+from envbuild.image.blobs import Blobs
+from envbuild.layers.debian.defaults import default_packages, default_without
+from envbuild.layers.debian.fetch import fetch_debs
+from envbuild.layers.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
+from envbuild.layers.debian.sources import Archive
+from envbuild.site.pip_config import PipConfig
+from envbuild.store.client import Client
+
+locked = st.builds(
+    LockedDeb,
+    st.from_regex(r"[a-z0-9][a-z0-9+.\-]{1,8}", fullmatch=True),
+    st.from_regex(r"([0-9]:)?[0-9][0-9a-z.+~]{0,6}(-[0-9a-z.+~]{1,4})?", fullmatch=True),
+    st.sampled_from(["amd64", "all"]),
+    st.from_regex(r"pool/[a-z0-9+]{1,5}/[a-z0-9+~.]{1,9}x\.deb", fullmatch=True),
+    st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
+    st.integers(1, 1 << 40),
+    st.sampled_from(ARCHIVES),
+)
+
+
+@given(st.lists(locked, min_size=1, unique_by=lambda deb: deb.name))
+def test_a_lock_survives_its_table(debs: list[LockedDeb]) -> None:
+    debs.sort(key=lambda deb: deb.name)
+    lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
+    assert from_table(lock.as_toml_table(), "x") == lock
+
+
+DEB = {"name": "lib", "version": "1:2-3", "arch": "amd64", "path": "pool/main/lib.deb", "sha256": "a" * 64,
+       "size": 5, "archive": "debian"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suite": None}, "`suite` is missing"),
+        ({"date": "yesterday"}, "`date` is 'yesterday'"),
+        ({"package": []}, "`package` is not a list"),
+        ({"package": [3]}, "package 1: not a table"),
+        ({"package": [DEB, DEB]}, "lib stands twice or out of order"),
+        ({"package": [DEB, DEB | {"name": "lic", "arch": "arm64"}]}, "several architectures: amd64, arm64"),
+        ({"url": "http://mirror.example"}, "unknown key 'url'"),
+        ({"package": [DEB | {"url": "x"}]}, r"package 1 \(lib\): unknown key 'url'"),
+        ({"package": [DEB | {"path": "pool/../../etc/passwd.deb"}]}, "leaves the archive"),
+        ({"package": [DEB | {"path": "/pool/x.deb"}]}, "`path` is '/pool/x.deb'"),
+        ({"package": [DEB | {"path": "http://x/y.deb?a"}]}, "`path` is"),
+        ({"package": [DEB | {"sha256": "A" * 64}]}, "`sha256` is"),
+        ({"package": [DEB | {"size": True}]}, "`size` is not a count"),
+        ({"package": [DEB | {"archive": "else"}]}, "`archive` is 'else', not one of"),
+        ({"package": [DEB | {"version": "1 2"}]}, "`version` is '1 2'"),
+    ],
+)  # fmt: skip
+def test_a_faulty_table_is_named_with_its_fault(change: dict[str, Any], message: str) -> None:
+    table = {"suite": "bookworm", "date": "2026-07-11T10:16:37Z", "package": [DEB]} | change
+    with pytest.raises(LockError, match=f"base.toml.*{message}"):
+        from_table(table, "base.toml")
+
+
+CONTENT = {"one+x": b"first", "two": b"second" * 1000}
+
+
+def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[Archive], Client]:
+    """A lock of two packages, an empty store, and mirrors of folders that are still empty."""
+    debs = []
+    for name, data in CONTENT.items():
+        archive = "debian-security" if name == "two" else "debian"
+        digest = hashlib.sha256(data).hexdigest()
+        debs.append(LockedDeb(name, "1+b1", "amd64", f"pool/{name}_1+b1.deb", digest, len(data), archive))  # fmt: skip
+    lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
+    archives = [
+        Archive((tmp_path / root).as_uri(), suite)
+        for root in roots
+        for suite in ("bookworm", "bookworm-updates", "bookworm-security")
+    ]
+    return lock, Blobs(tmp_path / "blobs"), archives, Client(PipConfig(retries=0), {})
+
+
+def put(folder: Path, **content: bytes) -> None:
+    (folder / "pool").mkdir(parents=True, exist_ok=True)
+    for name, data in (CONTENT | content).items():
+        (folder / f"pool/{name}_1+b1.deb").write_bytes(data)
+
+
+def test_packages_are_fetched_once_and_kept(tmp_path: Path) -> None:
+    lock, blobs, archives, client = world(tmp_path, "mirror")
+    put(tmp_path / "mirror")
+    paths = fetch_debs(lock, blobs, archives, client)
+    assert [path.read_bytes() for path in paths] == list(CONTENT.values())
+    assert fetch_debs(lock, blobs, [], client) == paths
+    assert not [p for p in (blobs.root / "partial").iterdir() if p.suffix != ".lock"]
+
+
+def test_a_mirror_with_other_content_is_never_used(tmp_path: Path) -> None:
+    lock, blobs, archives, client = world(tmp_path, "bad", "good")
+    put(tmp_path / "bad", two=b"evil")
+    put(tmp_path / "good")
+    paths = fetch_debs(lock, blobs, archives, client)
+    assert [path.read_bytes() for path in paths] == list(CONTENT.values())
+
+
+def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) -> None:
+    lock, blobs, archives, client = world(tmp_path, "bad", "none")
+    put(tmp_path / "bad", two=b"evil")
+    secret = Archive("http://user:geheim@127.0.0.1:9/debian", "bookworm-security")
+    with pytest.raises(BuildError) as caught:
+        fetch_debs(lock, blobs, [*archives, secret], client)
+    message = caught.value.message
+    evil = hashlib.sha256(b"evil").hexdigest()
+    assert re.search(
+        rf"two 1\+b1 \(amd64\): no archive has pool/two.* with sha256:{lock.packages[1].sha256}",
+        message,
+    )
+    assert f"has other content, sha256:{evil}" in message
+    assert message.count("not there") == 1 and "refused" in message
+    assert "geheim" not in message and "one+x" not in message
+    # What arrived is kept, what was wrong is not.
+    assert blobs.path(f"sha256:{lock.packages[0].sha256}").is_file()
+    assert not blobs.path(f"sha256:{evil}").exists()
+
+
+def test_a_cut_download_is_gone_on_with(tmp_path: Path) -> None:
+    lock, blobs, archives, client = world(tmp_path, "mirror")
+    put(tmp_path / "mirror")
+    blobs.partial(f"sha256:{lock.packages[1].sha256}").write_bytes(b"secon")
+    assert fetch_debs(lock, blobs, archives, client)[1].read_bytes() == CONTENT["two"]
+
+
+def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    lock, _, archives, client = world(tmp_path, "mirror")
+    put(tmp_path / "mirror")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"the store .*file/x cannot be written"):
+        fetch_debs(lock, Blobs(tmp_path / "file/x"), archives, client)
+
+
+def test_the_defaults_are_whole_and_an_unknown_suite_is_said() -> None:
+    assert {"bash", "dash", "python3.11-minimal"} <= set(default_packages("bookworm"))
+    assert not set(default_packages("trixie")) & set(default_without())
+    with pytest.raises(RecipeError, match="'potato' is not known here; bookworm and trixie are"):
+        default_packages("potato")
