@@ -25,6 +25,12 @@ _ALL = "*"
     help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
 )  # fmt: skip
 @click.option(
+    "--image",
+    "with_image",
+    is_flag=True,
+    help="Lock the base of container images too, where that was never done.",
+)
+@click.option(
     "--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale."
 )
 @click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
@@ -40,6 +46,7 @@ def lock_command(
     recipes: tuple[str, ...],
     targets: tuple[str, ...],
     upgrades: tuple[str, ...],
+    with_image: bool,
     check: bool,
     dry_run: bool,
     export: str | None,
@@ -51,12 +58,17 @@ def lock_command(
     A lock holds exact versions and the sha256 of the wheels that fit its target, no URLs. pip's
     configuration says where packages come from; the recipe may add indexes.
 
+    The base of container images has a lock of its own, made by --image or by the first image build: Debian
+    packages or an image's digest. From then on it is renewed when the recipe's [image] changes or by --upgrade
+    of everything.
+
     \b
     Examples:
       envbuild lock pt_cpu
       envbuild lock pt_cpu --target cpu-aarch64 --upgrade=numpy
       envbuild lock pt_cpu pt_minimal --check
       envbuild lock pt_cpu --export pylock
+      envbuild lock pt_cpu --image
     """
     from envbuild.lock.manage import update_lock
 
@@ -88,6 +100,10 @@ def lock_command(
             say=say,
             write=not dry_run,
         )
+        _lock_image(
+            loaded, target, environment,
+            wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
+        )  # fmt: skip
         if export and not dry_run:
             click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
 
@@ -104,6 +120,7 @@ def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
 
     faults = []
     for loaded, target in work:
+        faults += _image_faults(loaded, target)
         state = inspect_lock(loaded, target)
         if state.fault is not None or state.lock is None:
             faults.append(f"{state.path}: {state.fault}")
@@ -114,6 +131,43 @@ def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
         raise LockError(
             "\n".join(faults), "run `envbuild lock` with the same recipes and commit the result"
         )
+
+
+def _image_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
+    from envbuild.lock.image_manage import inspect_image_lock
+
+    state = inspect_image_lock(loaded, target)
+    if state.lock is None and not _names_an_image(loaded):
+        return []
+    return [f"{state.path}: {state.fault}"] if state.fault else []
+
+
+def _names_an_image(loaded: LoadedRecipe) -> bool:
+    return "image" in loaded.document.data
+
+
+def _lock_image(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    wanted: bool,
+    upgrade: bool,
+    offline: bool,
+    write: bool,
+) -> None:
+    """Renew the image lock where there is one to renew, or where one is wanted."""
+    from envbuild.lock.image_manage import inspect_image_lock, update_image_lock
+
+    state = inspect_image_lock(loaded, target)
+    if state.lock is None and not wanted and not _names_an_image(loaded):
+        return
+    if state.fault is None and not upgrade:
+        return
+    if offline:
+        say(f"{state.path}: left as it is (--offline)")
+        return
+    update_image_lock(loaded, target, environment, say=say, write=write)
 
 
 def _export(

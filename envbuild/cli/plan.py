@@ -21,7 +21,9 @@ from envbuild.plan.plan import Plan
 @click.command("plan")
 @click.argument("recipe")
 @target_option
-@click.option("--artifact", type=click.Choice(["venv"]), default="venv", show_default=True)
+@click.option(
+    "--artifact", type=click.Choice(["venv", "docker"]), default="venv", show_default=True
+)
 @locked_option
 @offline_option
 @json_option
@@ -33,14 +35,21 @@ def plan_command(
     \b
     Examples:
       envbuild plan pt_cpu
-      envbuild plan pt_cpu --target cpu-aarch64 --json
+      envbuild plan pt_cpu --target cpu-aarch64 --artifact docker --json
     """
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted, _ = loaded.target(target)
-    plan, _ = prepare(
-        loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say
-    )
+    if artifact == "docker":
+        from envbuild.make_image import prepare_image
+
+        plan = prepare_image(
+            loaded, wanted, environment, locked=locked, offline=offline, bytecode=True, say=say
+        ).plan
+    else:
+        plan, _ = prepare(
+            loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say
+        )
     if as_json:
         print_json(plan.as_json())
         return

@@ -69,9 +69,11 @@ def render_image(lock: ImageLock) -> str:
     table = lock.base.as_toml_table()
     packages = table.pop("package")
     lines += ["[debian]", *(f"{key} = {_value(value)}" for key, value in table.items())]
-    for package in packages:
-        lines += ["", "[[debian.package]]"]
-        lines += [f"{key} = {_value(value)}" for key, value in package.items()]
+    lines.append("package = [")
+    for package in packages:  # a line each: an update is read as a list of packages
+        fields = ", ".join(f"{key} = {_value(value)}" for key, value in package.items())
+        lines.append(f"  {{ {fields} }},")
+    lines.append("]")
     return "\n".join(lines) + "\n"
 
 

@@ -91,7 +91,7 @@ def update_image_lock(
         what = f"{image.base} is {digest}"
     path = lock_folders(recipe, target)[-1] / image_lock_name(target.name)
     differences = image_changes(old, new)
-    for line in differences:
+    for line in differences if old else ():
         say(f"  {line}")
     if not write:
         say(f"{path}: not written (dry run), {len(differences)} would change")
