@@ -195,6 +195,8 @@ def _verify(
     failed = beside.with_name(f"{beside.name}.failed")
     with place.writing(beside.parent):
         write_receipt(make_receipt(subject, verdict, name), beside if verdict.passed else failed)
+        if verdict.passed:
+            receipt_path(failed).unlink(missing_ok=True)
     if not verdict.passed:
         raise VerificationError(
             failures(verdict.checks),
@@ -275,7 +277,7 @@ def _push(
         for image in images:
             wanted = [image.manifest.config, *(made.layer.blob for made in image.layers)]
             pointer = image.digest if index else registry.reference.pointer
-            sources = _repositories(image, registry.reference.registry)
+            sources = _repositories(image, registry.reference.registry, environment)
             with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as moved:
                 pushed = registry.push(
                     image.blobs, wanted, image.manifest.raw, image.manifest.media_type, pointer,
@@ -295,16 +297,22 @@ def _push(
     return {"pushed": counts, "reference": f"{registry.reference.name}@{digest}"}
 
 
-def _repositories(image: Image, host: str) -> list[str]:
-    """The repository of the base image, where it lies in the registry that is pushed to."""
+def _repositories(image: Image, host: str, environment: Environment) -> list[str]:
+    """The repositories of the registry `host` that have the base image: its own, or a mirror's."""
+    from urllib.parse import urlsplit
+
     from envbuild.image.reference import parse_reference
 
-    name = image.base_name
     try:
-        base = parse_reference(name)
-    except UsageError:
+        base = parse_reference(image.base_name)
+    except UsageError:  # Debian packages, or a local image
         return []
-    return [base.repository] if base.registry == host else []
+    found = [base.repository] if base.registry == host else []
+    for mirror in environment.site.registry(base.registry).mirrors:
+        parts = urlsplit(mirror)
+        if parts.netloc.rpartition("@")[2] == host:
+            found.append(f"{parts.path}/{base.repository}".strip("/"))
+    return found
 
 
 @contextmanager

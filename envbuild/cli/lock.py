@@ -100,12 +100,13 @@ def lock_command(
             say=say,
             write=not dry_run,
         )
+        if export and not dry_run:
+            click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
+    for loaded, target in work:  # after all wheels: a registry out of reach costs nothing of theirs
         _lock_image(
             loaded, target, environment,
             wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
         )  # fmt: skip
-        if export and not dry_run:
-            click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
 
 
 def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:

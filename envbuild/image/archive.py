@@ -28,6 +28,7 @@ from envbuild.image.model import (
     Manifest,
     canonical,
     digest_of,
+    is_digest,
     parse_config,
 )
 from envbuild.image.pulled import Pulled, check_image
@@ -132,6 +133,8 @@ def _write_layer(
     stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, path: Path, unpack: bool
 ) -> None:
     size = layer.size
+    if not path.exists():
+        raise BuildError(f"{path}: the blob of a layer is missing")
     if unpack:
         # The header comes before the data: a first reading finds the size and checks the layer.
         digest, size = _unpacked(path, layer.digest)
@@ -170,6 +173,9 @@ def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> P
     image = _pick(_images(found.small("manifest.json"), where), where, tag)
     raw = found.small(image.config)
     config = parse_config(raw, f"{found.where}: {image.config}")
+    named = image.config.rpartition("/")[2].removesuffix(".json")
+    if is_digest(f"sha256:{named}") and digest_of(raw) != f"sha256:{named}":
+        raise BuildError(f"{found.where}: {image.config}: damaged: its digest is {digest_of(raw)}")
     layers = [found.get(name) for name in image.layers]
     about = Descriptor(OCI_CONFIG, found.blobs.add(raw), len(raw))
     manifest = canonical(

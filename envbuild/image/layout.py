@@ -112,14 +112,12 @@ def fill_layout(
 
 def same_tag(wanted: str, name: str) -> bool:
     """Whether `wanted` means the image called `name`: all of it, its end after a slash, or its tag alone."""
-    short = name.removeprefix("docker.io/").removeprefix("library/")
-    repository, colon, tag = short.rpartition(":")
-    candidates = {name, short, tag if colon else name}
-    if colon and tag == "latest":
-        candidates.add(repository)
-    return (
-        wanted in candidates or wanted.removeprefix("docker.io/").removeprefix("library/") == short
-    )
+    short, asked = _short(name), _short(wanted)
+    return asked in (short, short.rpartition(":")[2]) or f"{asked}:latest" == short
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("docker.io/").removeprefix("library/")
 
 
 def _pick(index: Index, where: str, tag: str | None, arch: str | None) -> Descriptor:

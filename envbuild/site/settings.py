@@ -29,7 +29,7 @@ class RegistryTable:
         },
     )
     insecure: bool = field(
-        default=False, metadata={"doc": "Whether it speaks plain HTTP, or HTTPS nobody can check."}
+        default=False, metadata={"doc": "Whether it is spoken to in plain HTTP."}
     )
 
 

@@ -204,7 +204,9 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             )
         if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
-        if (rank["torch_cuda"] is not None) != subject.target.is_cuda:
+        has_cuda = rank["torch_cuda"] is not None
+        # A base image's CUDA build may serve a CPU target; a CPU build never a CUDA one.
+        if has_cuda != subject.target.is_cuda and (locked is not None or not has_cuda):
             wrong.append(
                 f"{where}: torch built for CUDA {rank['torch_cuda']}, target {state.target}"
             )

@@ -193,6 +193,8 @@ def test_paths_below_merged_folders_are_rewritten(tmp_path: Path) -> None:
          "two: /usr/x/passwd lies below /usr/x, which is no folder but a symlink of one"),
         ([info("./a", tarfile.SYMTYPE, "..")], [("./a/b", b"1")], "a symlink of one"),
         ([("./a", b"")], [("./a/b", b"1")], "a file of one"),
+        ([info("./lib", tarfile.SYMTYPE, "/opt")], [], "one: its /lib is neither a folder nor a link to usr/lib"),
+        ([], [("./bin", b"")], "two: its /bin is neither"),
         ([], [info("./a", tarfile.LNKTYPE, "./b")], "two: /a is a hard link to /b, which is no file"),
         ([info("./b")], [info("./a", tarfile.LNKTYPE, "./b")], "which is no file"),
     ],

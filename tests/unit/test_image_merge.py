@@ -20,12 +20,12 @@ Layer = list[Entry]
 
 
 def tar(layer: Layer, number: int) -> bytes:
-    data = b""
+    data = []
     for ordinal, entry in enumerate(layer):
         content = f"{number}.{ordinal}".encode() if entry.kind == FILE else b""
-        data += header(dataclasses.replace(entry, size=len(content)))
-        data += content + bytes(-len(content) % 512)
-    return data + bytes(1024)
+        data += [header(dataclasses.replace(entry, size=len(content))), content]
+        data.append(bytes(-len(content) % 512))
+    return b"".join(data) + bytes(1024)
 
 
 def opener(data: bytes, seekable: bool = True) -> Callable[[], BinaryIO]:
@@ -145,7 +145,7 @@ def test_the_tree_is_what_the_layers_say(
         (hard("y", "d"), "layer 1: y: a hard link to 'd', a directory"),
         (hard("y", "/"), "layer 1: y: a hard link to '/', a directory"),
         (hard("f", "f"), "layer 1: f: a hard link to 'f', which is not there"),
-        (a("/"), "layer 1: /: the root can be nothing but a directory"),
+        (a("", kind=FILE), "layer 1: /: the root can be nothing but a directory"),
         (a("d/../.", "x"), "layer 1: /: the root can be nothing but a directory"),
         (a("d/.wh."), "layer 1: d/.wh.: a whiteout without a name"),
         (a(".wh..."), "layer 1: .wh...: a whiteout without a name"),
@@ -159,7 +159,6 @@ def test_the_tree_is_what_the_layers_say(
     ],
 )
 def test_what_makes_no_sense_is_refused_by_layer_and_path(entry: Entry, says: str) -> None:
-    # the empty name in the tar, which `Entry` means the root by, and "/" are the root too
     with pytest.raises(BuildError) as caught:
         merged([a("d/"), a("f"), a("loop", "./loop")], [a("new"), entry])
     assert says in caught.value.message

@@ -578,6 +578,26 @@ def test_a_missing_file_is_named_before_a_fake_registry_has_the_manifest(tmp_pat
         assert not fake.asked("PUT")
 
 
+def test_a_fake_proxy_is_used_unless_no_proxy_names_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_registry(lambda call: call.reply(200, MANIFEST)) as fake:
+        proxies = {"http": f"http://ada:hunter2@{fake.address}"}
+        insecure = frozenset({"registry.invalid", "127.0.0.1"})
+        transport = Transport(insecure=insecure, proxies=proxies, retries=0)
+        away = open_registry("registry.invalid/a:1", transport, {})
+        away.manifest()
+        assert fake.asked("GET", "http://registry.invalid/v2/a/manifests/1")
+        assert "hunter2" not in repr(away)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        open_registry(f"{fake.address}/a:1", transport, {}).manifest()
+        assert fake.seen[-1][1] == "/v2/a/manifests/1"
+    away.close()  # not on the connection that the fake still holds
+    with pytest.raises(BuildError) as error:
+        away.manifest()
+    assert "hunter2" not in said(error.value) and "proxy" in str(error.value.hint)
+
+
 @pytest.mark.parametrize(
     "mirror", ["", "ftp://x", "https://", "http://a:b@", "https://u:hunter2@h:no/x"]
 )

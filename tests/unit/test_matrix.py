@@ -100,7 +100,7 @@ def test_more_jobs_than_github_runs_are_refused_and_other_forms_take_them(tmp_pa
     [
         (["--artifact", "dokcer"], "did you mean 'docker'"),
         (["--target", "cpu-amd64"], "not a target"),
-        (["--target", "cu126-x86_64"], "no recipe here has the target 'cu126-x86_64'"),
+        (["--target", "cu999-x86_64"], "no recipe here has the target 'cu999-x86_64'"),
         (["--runner", "arm64=x"], "no architecture 'arm64'"),
         (["--runner", "x86_64"], "not ARCH=LABEL"),
         (["--runner", "x86_64= "], "not ARCH=LABEL"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from envbuild.errors import RecipeError
 
+_TRIPLETS = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _FILE = Path(__file__).resolve().parents[2] / "data" / "debian.toml"
 
 
@@ -19,7 +20,7 @@ _FILE = Path(__file__).resolve().parents[2] / "data" / "debian.toml"
 class Rules:
     """How packages become a tree: `drop` and `keep` match whole paths (slim); the rest is what maintainer
     scripts would have made: `copies` target → source, `links` path → text, `folders` path → (mode, gid),
-    `alternatives` name in usr/bin → programs, best first."""
+    `alternatives` path → files, best first."""
 
     drop: re.Pattern[str]
     keep: re.Pattern[str]
@@ -56,8 +57,16 @@ def load_rules() -> Rules:
         made["copies"],
         made["links"],
         {path: (mode, gid) for path, (mode, gid) in made["folders"].items()},
-        {name: tuple(programs) for name, programs in made["alternatives"].items()},
+        _for_triplets(made["alternatives"]),
     )
+
+
+def _for_triplets(alternatives: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    return {
+        path.format(triplet=triplet): tuple(name.format(triplet=triplet) for name in names)
+        for path, names in alternatives.items()
+        for triplet in _TRIPLETS
+    }
 
 
 def _any_of(globs: list[str]) -> re.Pattern[str]:

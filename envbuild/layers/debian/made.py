@@ -44,11 +44,12 @@ def made(rules: Rules, sources: Mapping[str, bytes], seen: Collection[str], mtim
     yield from _accounts(sources, mtime)
     yield from _shells(sources)
     yield from _certificates(sources)
-    for name, programs in sorted(rules.alternatives.items()):
-        program = next((p for p in programs if f"usr/bin/{p}" in seen), None)
-        if program and f"usr/bin/{name}" not in seen:
-            yield _link(f"etc/alternatives/{name}", f"/usr/bin/{program}"), None
-            yield _link(f"usr/bin/{name}", f"/etc/alternatives/{name}"), None
+    for path, choices in sorted(rules.alternatives.items()):
+        choice = next((other for other in choices if other in seen), None)
+        if choice and path not in seen:
+            name = path.rpartition("/")[2]
+            yield _link(f"etc/alternatives/{name}", f"/{choice}"), None
+            yield _link(path, f"/etc/alternatives/{name}"), None
     # python3-minimal, which has this link, would bring scripts that only other packages' scripts run.
     versions = [int(match[1]) for path in seen if (match := _PYTHON.fullmatch(path))]
     if versions:

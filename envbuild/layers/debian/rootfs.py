@@ -100,7 +100,15 @@ class _Merge:
     def item(self, entry: Entry, content: Readable | None) -> Tree:
         """The items that an entry of the current package becomes, its missing parents among them."""
         self.listing.append(entry.path)
-        if not entry.path or entry.path in _ALIASES:
+        if not entry.path:
+            return
+        if entry.path in _ALIASES:
+            real = _ALIASES[entry.path]
+            if entry.kind != DIR and (entry.kind, entry.target.lstrip("/")) != (SYMLINK, real):
+                raise BuildError(
+                    f"{self.name}: its /{entry.path} is neither a folder nor a link to {real}"
+                )
+            yield from self.alias(entry.path)
             return
         path = merged(entry.path)
         if content is not None:
@@ -121,8 +129,7 @@ class _Merge:
                 raise BuildError(
                     f"{self.name}: /{path} is a hard link to /{target}, which is no file"
                 )
-        alias = next((a for a in _ALIASES if entry.path.startswith(a + "/")), "")
-        if alias and _ALIASES[alias].startswith("usr/"):
+        if alias := next((a for a in _ALIASES if entry.path.startswith(a + "/")), ""):
             yield from self.alias(alias)
         yield from self._parents(path)
         self.seen[path] = (entry.kind, self.name)
@@ -141,8 +148,8 @@ class _Merge:
             )
 
     def alias(self, alias: str) -> Tree:
-        """The link `alias`, once, and before it the folder that it names."""
-        if alias not in self.seen:
+        """The link `alias`, once, and before it the folder that it names; those of /var are made last."""
+        if alias not in self.seen and _ALIASES[alias].startswith("usr/"):
             yield from self._parents(_ALIASES[alias] + "/")
             self.seen[alias] = (SYMLINK, "envbuild")
             yield Entry(alias, SYMLINK, 0o777, target=_ALIASES[alias], mtime=self.mtime), None
