@@ -72,7 +72,7 @@ def prepare_image(
     """The plan of an image, from locks that are made when they are missing or stale."""
     base = ensure_image_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
-    inputs = ImageInputs(base, compiler.identity if compiler else "none", source_date(environment))
+    inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
         loaded, target, environment, artifact=docker.KIND, locked=locked, offline=offline, say=say,
         image=inputs,

@@ -49,10 +49,11 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
     whatever it is. Raises BuildError.
     """
     try:
-        with path.open("rb") as stream:
-            return read_stream(stream, str(path), blobs, tag, arch)
+        stream = path.open("rb")
     except OSError as error:
-        raise BuildError(f"{path}: {error.strerror or error}") from error
+        raise BuildError(f"{path}: {error.strerror}") from error
+    with stream:
+        return read_stream(stream, str(path), blobs, tag, arch)
 
 
 def read_daemon(

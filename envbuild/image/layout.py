@@ -186,17 +186,17 @@ def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
         return
     file = Blobs(folder / "blobs").path(blob.digest)
     seen = hashlib.sha256()
-    with blobs.new() as (out, place):
-        try:
-            with file.open("rb") as stream:
-                while data := stream.read(_CHUNK):
-                    seen.update(data)
-                    out.write(data)
-                    if out.tell() > blob.size:
-                        break
-        except OSError as error:
-            raise BuildError(f"{file}: {error.strerror}") from error
-        size = out.tell()
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise BuildError(f"{file}: {error.strerror}") from error
+    with stream, blobs.new() as (out, place):
+        size = 0
+        # One byte more than there should be tells a longer file from a whole one.
+        while data := stream.read(min(blob.size + 1 - size, _CHUNK)):
+            seen.update(data)
+            out.write(data)
+            size += len(data)
         if size != blob.size or f"sha256:{seen.hexdigest()}" != blob.digest:
             raise BuildError(f"{file}: damaged: its content is not what its name and index say")
         out.flush()

@@ -80,19 +80,30 @@ def _debian(
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
 
     def tree() -> Tree:
-        from envbuild.layers.debian.fetch import fetch_debs
-        from envbuild.layers.debian.rootfs import debian_tree
-        from envbuild.layers.debian.sources import debian_client
-
-        places = [] if offline else site_archives(lock.suite, lock.date, environment)
-        client = debian_client(environment.pip, environment.variables)
-        debs = fetch_debs(lock, blobs_of(environment.store), places, client)
-        files = debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
+        files = debian_files(plan, environment, offline=offline)
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
     made = make_part(Part(title, key_of("debian", key), tree), environment.store, say)
     return BaseImage(f"debian:{lock.suite}", "", (made,), f"/usr/bin/{interpreter}", version[0])
+
+
+def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
+    """The tree of the Debian packages that `plan` is built on, fetched when they are not in the store.
+
+    Raises BuildError for one that no archive has.
+    """
+    from envbuild.layers.debian.fetch import fetch_debs
+    from envbuild.layers.debian.rootfs import debian_tree
+    from envbuild.layers.debian.sources import debian_client
+
+    assert plan.base is not None
+    lock = plan.base.base
+    assert isinstance(lock, DebianLock)
+    places = [] if offline else site_archives(lock.suite, lock.date, environment)
+    client = debian_client(environment.pip, environment.variables)
+    debs = fetch_debs(lock, blobs_of(environment.store), places, client)
+    return debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
 
 
 def _existing(plan: Plan, lock: OciLock, environment: Environment) -> BaseImage:

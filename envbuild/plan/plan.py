@@ -94,10 +94,10 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
     """What decides an image besides recipe and wheel lock: its locked base, the interpreter that makes its
-    bytecode (name, version and magic number), and the time of its files (seconds since 1970)."""
+    bytecode (name, version and magic number; None for no bytecode), and the time of its files (seconds since 1970)."""
 
     base: ImageLock
-    compiler: str
+    compiler: str | None
     mtime: int
 
 
@@ -156,6 +156,8 @@ def _base_layers(image: ImageInputs) -> list[Layer]:
     else:
         version = f"{len(base.packages)} packages"
         first = Layer("base", f"debian {base.suite}", version, image.base.digest)
+    if image.compiler is None:
+        return [first]
     tag, version, _ = image.compiler.split(" ")
     return [first, Layer("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
 

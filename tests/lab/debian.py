@@ -16,7 +16,13 @@ import pysequoia
 def tar(items: Sequence[tarfile.TarInfo | tuple[str, bytes]]) -> bytes:
     """A tar archive; a pair is a file with its content."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+    with tarfile.open(
+        fileobj=buffer,
+        mode="w",
+        format=tarfile.GNU_FORMAT,
+        encoding="utf-8",
+        errors="surrogateescape",
+    ) as archive:
         for item in items:
             if isinstance(item, tarfile.TarInfo):
                 archive.addfile(item)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import docker
 import pytest
@@ -288,7 +288,7 @@ def raw(
     name: str,
     kind: bytes = tarfile.REGTYPE,
     link: str = "",
-    form: int = tarfile.PAX_FORMAT,
+    form: Literal[1, 2] = tarfile.PAX_FORMAT,
     **more: Any,
 ) -> bytes:
     """A member whose header is written as asked, however odd."""

@@ -252,8 +252,30 @@ def test_what_scripts_would_have_made_is_there(tmp_path: Path) -> None:
     assert made["usr/bin/awk"][0].target == "/etc/alternatives/awk"
     assert made["etc/alternatives/awk"][0].target == "/usr/bin/mawk"
     assert "usr/bin/which" in made and "etc/profile" not in made
+    assert "usr/bin/cc" not in made and not [p for p in made if "libblas" in p]
     modes = {p: made[p][0].mode for p in ("tmp", "var/tmp", "root", "run/lock", "proc")}
     assert modes == {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777, "proc": 0o755}  # fmt: skip
+
+
+def test_alternatives_of_libraries_are_those_of_the_architecture(tmp_path: Path) -> None:
+    folder = "usr/lib/aarch64-linux-gnu"
+    items = [(f"./{folder}/{kind}/libblas.so.3", b"") for kind in ("blas", "openblas-pthread")]
+    made = tree(tmp_path, demo=items)
+    assert made[f"{folder}/libblas.so.3"][0].target == "/etc/alternatives/libblas.so.3"
+    assert (
+        made["etc/alternatives/libblas.so.3"][0].target
+        == f"/{folder}/openblas-pthread/libblas.so.3"
+    )
+    assert not [path for path in made if "x86_64" in path]
+
+
+def test_names_in_any_encoding_come_through(tmp_path: Path) -> None:
+    names = ["./usr/share/ca-certificates/mozilla/F\u0151.crt", "./usr/latin-\udce9"]
+    made = tree(tmp_path, demo=[(name, b"x") for name in names])
+    assert {name[2:] for name in names} <= set(made)
+    listing = made["var/lib/dpkg/info/demo.list"][1]
+    assert "F\u0151.crt\n".encode() in listing and b"/usr/latin-\xe9\n" in listing
+    assert made["etc/ca-certificates.conf"][1] == "mozilla/F\u0151.crt\n".encode()
 
 
 def test_what_a_package_has_is_not_made_again(tmp_path: Path) -> None:

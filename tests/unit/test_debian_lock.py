@@ -37,6 +37,7 @@ def test_a_lock_survives_its_table(debs: list[LockedDeb]) -> None:
     debs.sort(key=lambda deb: deb.name)
     lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
     assert from_table(lock.as_toml_table(), "x") == lock
+    assert lock.arch in ("amd64", "all")
 
 
 DEB = {"name": "lib", "version": "1:2-3", "arch": "amd64", "path": "pool/main/lib.deb", "sha256": "a" * 64,
@@ -144,6 +145,20 @@ def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"the store .*file/x cannot be written"):
         fetch_debs(lock, Blobs(tmp_path / "file/x"), archives, client)
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    import subprocess
+    import sys
+
+    folder = Path(sys.modules[LockedDeb.__module__].__file__ or "").parent
+    modules = [f"envbuild.layers.debian.{path.stem}" for path in folder.glob("*.py")]
+    heavy = "requests", "pysequoia", "zstandard", "rich"
+    script = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_the_defaults_are_whole_and_an_unknown_suite_is_said() -> None:

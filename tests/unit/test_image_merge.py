@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import io
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -52,7 +52,7 @@ def contents(tree: Merged) -> dict[str, str]:
     return found
 
 
-def a(path: str, target: str = "", kind: str | None = None, **more: int) -> Entry:
+def a(path: str, target: str = "", kind: str | None = None, **more: Any) -> Entry:
     """`x` is a file, `x/` a directory; with a target it is a symbolic link, or what `kind` says."""
     kind = kind or (SYMLINK if target else DIR if path.endswith("/") else FILE)
     return Entry(path.rstrip("/"), kind, target=target, **more)

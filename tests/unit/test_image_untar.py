@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal
 
 import pytest
 from hypothesis import example, given
@@ -29,7 +29,11 @@ TYPES = {
     BLOCK: tarfile.BLKTYPE,
     FIFO: tarfile.FIFOTYPE,
 }
-FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+FORMATS: dict[str, Literal[0, 1, 2]] = {
+    "ustar": tarfile.USTAR_FORMAT,
+    "gnu": tarfile.GNU_FORMAT,
+    "pax": tarfile.PAX_FORMAT,
+}
 
 
 def forward(data: bytes) -> BinaryIO:
@@ -225,7 +229,7 @@ def test_odd_archives_are_read(data: bytes, expected: list[str]) -> None:
 def test_a_damaged_archive_is_refused(data: bytes, says: str) -> None:
     for make in (io.BytesIO, forward):
         with pytest.raises(BuildError, match=says) as caught:
-            merge([("lab", lambda: cast(BinaryIO, make(data)))])  # noqa: B023 - used up at once
+            merge([("lab", lambda: make(data))])  # noqa: B023 - used up at once
         assert caught.value.message.startswith("lab: ")
 
 
@@ -250,12 +254,12 @@ def test_sparse_files_as_gnu_tar_writes_them_are_whole(
         stream.truncate(pieces * 300_000 + 77)
     flags = [form] if "gnu" in form else ["--format=posix", form]
     (tmp_path / "after").write_bytes(b"after")
-    line = ["tar", "-C", tmp_path, "-cSf", tmp_path / "a.tar", *flags, "sparse", "after"]
+    line = ["tar", "-C", str(tmp_path), "-cSf", f"{tmp_path}/a.tar", *flags, "sparse", "after"]
     subprocess.run(line, check=True)
     data = (tmp_path / "a.tar").read_bytes()
     assert len(data) < place.stat().st_size
     for make in (io.BytesIO, forward):
-        merged = merge([("lab", lambda: cast(BinaryIO, make(data)))])  # noqa: B023
+        merged = merge([("lab", lambda: make(data))])  # noqa: B023
         found = {}
         for path, entry, content in merged.read(["sparse", "after"]):
             found[path] = content.read(1000) + content.read(123_457) + content.read()

@@ -26,7 +26,10 @@ class Installed:
 def database(installed: Sequence[Installed]) -> Iterator[tuple[Entry, bytes]]:
     """The database's files. Maintainer scripts are not in it: they were not run."""
     by_name = sorted(installed, key=lambda package: package.control.fields["package"])
-    yield Entry(f"{_FOLDER}/status"), "\n".join(map(_stanza, by_name)).encode()
+    yield (
+        Entry(f"{_FOLDER}/status"),
+        "\n".join(map(_stanza, by_name)).encode("utf-8", "surrogateescape"),
+    )
     yield Entry(f"{_FOLDER}/info/format"), b"1\n"
     for package in by_name:
         fields = package.control.fields
@@ -34,12 +37,12 @@ def database(installed: Sequence[Installed]) -> Iterator[tuple[Entry, bytes]]:
         if fields.get("multi-arch") == "same":
             stem += f":{fields['architecture']}"
         paths = "".join(f"/{path or '.'}\n" for path in package.listing)
-        yield Entry(f"{stem}.list"), paths.encode()
+        yield Entry(f"{stem}.list"), paths.encode("utf-8", "surrogateescape")
         if package.control.md5sums:
             yield Entry(f"{stem}.md5sums"), package.control.md5sums.encode()
         if package.control.conffiles:
             names = "".join(f"/{path}\n" for path in package.control.conffiles)
-            yield Entry(f"{stem}.conffiles"), names.encode()
+            yield Entry(f"{stem}.conffiles"), names.encode("utf-8", "surrogateescape")
 
 
 def _stanza(package: Installed) -> str:

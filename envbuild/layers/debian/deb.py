@@ -86,7 +86,11 @@ def relative(path: str, name: str) -> str:
 def _members(path: Path, name: str, part: str) -> Tree:
     with _reporting(name), path.open("rb") as file:
         member, stream = _find(file, name, part)
-        with tarfile.open(fileobj=_decompressed(member, stream, name), mode="r|") as archive:
+        source = _decompressed(member, stream, name)
+        # The encoding is said: the locale of who builds must not matter.
+        with tarfile.open(
+            fileobj=source, mode="r|", encoding="utf-8", errors="surrogateescape"
+        ) as archive:
             for item in archive:
                 content = archive.extractfile(item) if item.isreg() else None
                 yield _entry(item, name), _Content(content, name) if content else None

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
@@ -124,8 +125,8 @@ def _fetch_one(
             if root in down:
                 answers.append(f"{source}: {down[root]}")
                 continue
-            # "~" stands in paths as it is, "+" must not become a blank on servers that decode it.
-            url = f"{root}/{deb.path.replace('+', '%2B')}"
+            # "+" must not become a blank on servers that take it for one.
+            url = f"{root}/{quote(deb.path)}"
             try:
                 client.download(url, partial, frozenset([deb.sha256]), moved)
             except NotFound:

@@ -47,6 +47,11 @@ class DebianLock:
     date: str
     packages: tuple[LockedDeb, ...]
 
+    @property
+    def arch(self) -> str:
+        """Debian's name of the architecture; "all" when no package is bound to one."""
+        return next((deb.arch for deb in self.packages if deb.arch != "all"), "all")
+
     def as_toml_table(self) -> dict[str, Any]:
         """The lock as plain values for TOML."""
         return {

@@ -110,4 +110,4 @@ def _link(path: str, target: str) -> Entry:
 
 
 def _lines(lines: list[str]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode()
+    return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
