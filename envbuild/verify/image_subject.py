@@ -16,8 +16,10 @@ from envbuild.verify.subject import Subject
 _LAUNCHES, _SPARE_S = 4, 300
 
 
-def image_subject(client: Any, image: Image, settings: Settings) -> Subject:
-    """`image`, which `client`'s daemon has, run as containers."""
+def image_subject(
+    client: Any, image: Image, settings: Settings, image_id: str | None = None
+) -> Subject:
+    """`image`, which `client`'s daemon has, run as containers; or the one with `image_id` in its place."""
     state = image.state
     target = Target.parse(state.target)
     root = f"/{PREFIX}"
@@ -37,6 +39,8 @@ def image_subject(client: Any, image: Image, settings: Settings) -> Subject:
         digest=image.digest,
         runtime=f"docker {version}".strip(),
         survey=survey,
-        nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime),
+        nodes=lambda _, count, __: container_nodes(
+            client, image_id or image.image_id, count, lifetime
+        ),
         alone=True,
     )

@@ -198,8 +198,10 @@ def test_a_folder_that_is_no_layout_is_refused(
 
 def test_what_an_index_leads_to_is_checked(tmp_path: Path, blobs: Blobs) -> None:
     odd = Descriptor("application/vnd.cncf.helm.config", blobs.add(b"chart"), 5).as_json()
+    long = Descriptor(OCI_LAYER, blobs.add(b"long"), 5).as_json()
     listed = [
         (image(blobs, "one", layers=[]), "few"),
+        (image(blobs, "long", layers=[long]), "long"),
         (image(blobs, "one", layers=[odd]), "odd"),
         (Descriptor(OCI_MANIFEST, digest_of(b"big"), 9 << 20), "big"),
     ]
@@ -207,7 +209,9 @@ def test_what_an_index_leads_to_is_checked(tmp_path: Path, blobs: Blobs) -> None
     for _ in range(5):
         deep = Descriptor(OCI_INDEX, index(blobs, deep).digest, index(blobs, deep).size, "amd64")
     listed.append((deep, "deep"))
-    folder = layout(tmp_path, blobs, *listed[:2], listed[3])
+    folder = tmp_path / "layout"
+    shutil.copytree(blobs.root, folder / "blobs")
+    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     entries = [
         Descriptor(
             item.media_type, item.digest, item.size,
@@ -218,6 +222,7 @@ def test_what_an_index_leads_to_is_checked(tmp_path: Path, blobs: Blobs) -> None
     (folder / "index.json").write_bytes(canonical({"schemaVersion": 2, "manifests": entries}))
     assert "lists 0 layers, the configuration 1" in refuse(folder, tmp_path, "few")
     assert "a layer is application/vnd.cncf.helm.config" in refuse(folder, tmp_path, "odd")
+    assert "damaged: its content" in refuse(folder, tmp_path, "long")
     assert "of 9437184 bytes" in refuse(folder, tmp_path, "big")
     assert "indexes within indexes" in refuse(folder, tmp_path, "deep")
 

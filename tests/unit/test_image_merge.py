@@ -121,6 +121,14 @@ def hard(path: str, target: str) -> Entry:
             [[a("d/l", "../../../e")], [a("d/l/x")]],
             {"d": "dir", "d/l": "symlink ../../../e", "e": "dir", "e/x": "1.0"},
         ),
+        (
+            [[a("d/l", "/e"), a("d/l/x")]],
+            {"d": "dir", "d/l": "symlink /e", "e": "dir", "e/x": "0.1"},
+        ),
+        (
+            [[a("k", "e"), a("d/l", "../k"), a("d/l/x")]],
+            {"k": "symlink e", "d": "dir", "d/l": "symlink ../k", "e": "dir", "e/x": "0.2"},
+        ),
         ([[a("e/x"), a("l", "e")], [a("l/.wh.x")]], {"e": "dir", "l": "symlink e"}),
         (
             [[a("e/x"), a("l", "e"), hard("h", "l/x")]],
@@ -244,7 +252,7 @@ def test_a_layer_that_shrank_since_is_an_error() -> None:
 
 def test_a_corrupt_end_of_a_compressed_layer_is_seen() -> None:
     """Behind the archive's own end: nothing there would be asked for otherwise."""
-    packed = gzip.compress(tar([a("x")], 0))
+    packed = gzip.compress(tar([a("x")], 0) + bytes(3 << 20))
     with pytest.raises(BuildError, match="lab: the gzip data is corrupt"):
         merge([("lab", lambda: decompressed(io.BytesIO(packed[:-8] + bytes(8)), "lab"))])
 

@@ -53,7 +53,7 @@ text = st.text(
 names = st.one_of(
     st.lists(text, min_size=1, max_size=4).map("/".join),
     st.builds("{}/{}".format, text.map(lambda part: part * 9), text.map(lambda part: part * 5)),
-    st.just("d/" * 60 + "f"),
+    st.sampled_from(["d/" * 60 + "f", "d/" * 120 + "f"]),
     st.just("\udcff\udc80name"),
 )
 
@@ -275,6 +275,8 @@ def test_sparse_files_as_gnu_tar_writes_them_are_whole(
         [("map", b"0,600"), ("size", b"500")],
         [("map", b"0,300,200,300"), ("size", b"1000")],
         [("map", b"0,600,1"), ("size", b"1000")],
+        [("map", b"0,300"), ("size", b"1000")],
+        [("map", b"0,600,600,100"), ("size", b"1000")],
         [("map", b"0,-600"), ("size", b"1000")],
         [("map", b"0,600"), ("size", b"99999999999999999")],
         [("map", b"0,600")],

@@ -1,0 +1,273 @@
+"""Images by `docker build` of Dockerfile.cpu or Dockerfile.gpu: the context, the command, what came of it.
+
+The command line is used because the daemon's API alone cannot drive BuildKit, which secrets and bind
+mounts of a build need (Docker's documentation, "docker build", "RUN --mount").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild import __version__, process
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, HostError
+from envbuild.layers.compose import WheelFile
+from envbuild.layers.trainer import Trainer
+from envbuild.lock.format import lock_file_name, requirements
+from envbuild.lock.image import OciLock
+from envbuild.plan.plan import Plan
+from envbuild.recipe.targets import Target
+from envbuild.site.pip_config import ca_bundle, redact
+
+Say = Callable[[str], None]
+# What the Dockerfiles read of a checkout besides the trainer, to make its wheel.
+_SOURCES = ("__init__.py", "errors.py", "layers/__init__.py", "layers/trainer.py")
+# Predefined build arguments: in no layer, no history and no cache key.
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
+# BuildKit refuses larger secrets (bytes).
+_MAX_SECRET = 500 * 1024
+_SHOWN = 160
+_STEP_OUTPUT = re.compile(r"#(\d+) (?:\d+\.\d+ )?(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class DockerCommand:
+    """A docker command line that can run BuildKit, and the variables to run it with."""
+
+    program: str
+    env: Mapping[str, str]
+
+
+def find_docker(env: Mapping[str, str]) -> DockerCommand:
+    """The first `docker` in PATH that can run BuildKit. Raises HostError when there is none.
+
+    Until 22 BuildKit is part of docker's command line; since 23 it is the plugin buildx.
+    """
+    # The SDK, which verifies, knows no docker contexts: both must speak to one daemon.
+    variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"}
+    variables |= {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    variables.pop("DOCKER_CONTEXT", None)
+    if not env.get("DOCKER_HOST"):
+        variables["DOCKER_CONTEXT"] = "default"
+    unable = []
+    for folder in env.get("PATH", os.defpath).split(os.pathsep):
+        program = shutil.which("docker", path=folder) if folder else None
+        if program is None:
+            continue
+        if process.run([program, "buildx", "version"], env=variables, check=False).returncode == 0:
+            return DockerCommand(program, variables)
+        said = process.run([program, "--version"], env=variables, check=False).stdout.strip()
+        version = re.search(r"version (\d+)\.", said)
+        if version and 19 <= int(version[1]) <= 22:
+            return DockerCommand(program, variables)
+        unable.append(f"{program} ({said.partition(',')[0] or 'it does not run'})")
+    instead = "; the native builder (without --builder dockerfile) needs neither"
+    if unable:
+        raise HostError(
+            f"no BuildKit: the plugin buildx is missing from {', '.join(unable)}",
+            f"install docker-buildx-plugin (Debian and Ubuntu: docker-buildx){instead}",
+        )
+    raise HostError(
+        "docker's command line is not installed: there is no `docker` in PATH",
+        f"install docker-ce-cli and docker-buildx-plugin, or your distribution's docker.io{instead}",
+    )
+
+
+def dockerfile_name(target: Target) -> str:
+    """The Dockerfile for a target."""
+    return "Dockerfile.gpu" if target.is_cuda else "Dockerfile.cpu"
+
+
+def read_dockerfile(target: Target) -> str:
+    """The text of the Dockerfile that came with this envbuild. Raises BuildError when it is missing."""
+    package = Path(__file__).resolve().parents[1]
+    name = dockerfile_name(target)
+    for folder in (package / "_bundled", package.parent):
+        with contextlib.suppress(OSError):
+            return (folder / name).read_text(encoding="utf-8")
+    raise BuildError(f"{name} is missing from {package}", "reinstall envbuild")
+
+
+def default_base(target: Target) -> str:
+    """The base image that the target's Dockerfile has when nobody says another."""
+    match = re.search(r"^ARG BASE=(\S+)$", read_dockerfile(target), re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
+@contextlib.contextmanager
+def build_context(
+    plan: Plan, trainer: Trainer, wheels: Sequence[WheelFile], environment: Environment
+) -> Iterator[Path]:
+    """A folder with all that the Dockerfile reads, removed at the end. Wheels are linked, not copied,
+    where the file system allows it."""
+    # In the store, because that is where most wheels are.
+    folder = Path(tempfile.mkdtemp(prefix="context-", dir=environment.store.folder("docker")))
+    try:
+        files = {"Dockerfile": _dockerfile(plan).encode()}
+        lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
+        files[f"recipes/{plan.recipe}/{lock_file_name(plan.target)}"] = lock.encode()
+        package = Path(__file__).resolve().parents[1]
+        files |= {f"envbuild/{name}": (package / name).read_bytes() for name in _SOURCES}
+        files |= dict(trainer.files)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        (folder / "wheels").mkdir()
+        for wheel in wheels:
+            _link(wheel.path, folder / "wheels" / wheel.path.name)
+        yield folder
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.link(source, place)
+    except OSError:  # another file system, or another user's file
+        shutil.copyfile(source, place)
+
+
+def _dockerfile(plan: Plan) -> str:
+    """The Dockerfile with the recipe's variables; their values come as arguments, and need no quoting."""
+    assert plan.image is not None
+    lines = [read_dockerfile(Target.parse(plan.target)).rstrip("\n")]
+    for number, name in enumerate(plan.image.env):
+        lines += [f"ARG ENVBUILD_ENV_{number}", f"ENV {name}=${{ENVBUILD_ENV_{number}}}"]
+    return "\n".join(lines) + "\n"
+
+
+def base_name(plan: Plan) -> str:
+    """The plan's base image as `docker build` is told it."""
+    assert plan.base is not None and isinstance(plan.base.base, OciLock)
+    reference, digest = plan.base.base.reference, plan.base.base.digest
+    local = reference.removeprefix("docker-daemon:")
+    if local != reference or not digest:
+        return local
+    from envbuild.image.reference import parse_reference
+
+    return f"{parse_reference(reference).name}@{digest}"
+
+
+def build_arguments(plan: Plan, *, system_packages: bool) -> dict[str, str]:
+    """The Dockerfile's arguments for `plan`."""
+    assert plan.image is not None
+    torch = next((p.version for p in plan.packages if p.name == "torch"), "")
+    arguments = {
+        "BASE": base_name(plan),
+        "RECIPE": plan.recipe,
+        "TARGET": plan.target,
+        "NO_INDEX": "1",
+        "BYTECODE": str(int(plan.compile_bytecode)),
+        "WORKDIR": plan.image.workdir,
+        "PYTORCH_VERSION": torch,
+        "PYTHON": plan.image.python,
+        "VENV_OPTIONS": "--system-site-packages" if system_packages else "",
+    }
+    if Target.parse(plan.target).is_cuda:  # nothing is compiled: no need for what compiles
+        arguments["BUILD_BASE"] = arguments["BASE"]
+    for number, value in enumerate(plan.image.env.values()):
+        arguments[f"ENVBUILD_ENV_{number}"] = value
+    return arguments
+
+
+def labels(plan: Plan, created: str) -> dict[str, str]:
+    """The labels that the native builder gives, besides those of the Dockerfile."""
+    return {
+        "org.opencontainers.image.created": created,
+        "org.envbuild.recipe.digest": plan.recipe_digest,
+        "org.envbuild.lock.digest": plan.lock_digest,
+        "org.envbuild.plan.digest": plan.digest,
+        "org.envbuild.version": __version__,
+    }
+
+
+def build(
+    command: DockerCommand,
+    context: Path,
+    arguments: Mapping[str, str],
+    labels: Mapping[str, str],
+    environment: Environment,
+    say: Say,
+) -> str:
+    """Run `docker build` in `context` and return the image's id. Raises BuildError with what failed in it."""
+    env = dict(command.env)
+    line: list[str] = [command.program, "build", "--progress=plain", "--iidfile"]
+    line += [os.fspath(context / "id"), "--file", os.fspath(context / "Dockerfile")]
+    for name, value in arguments.items():
+        # By name alone the value comes from the environment: a proxy's may hold a password.
+        env[name] = value
+        line += ["--build-arg", name]
+    for name in _PROXIES:
+        for known in (name, name.lower()):
+            if env.get(known):
+                line += ["--build-arg", known]
+    for name, value in labels.items():
+        line += ["--label", f"{name}={value}"]
+    if bundle := _certificates(environment, say):
+        line += ["--secret", f"id=ca,src={bundle}"]
+    _stream([*line, os.fspath(context)], env, say)
+    try:
+        return (context / "id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise BuildError(f"docker build left no image id: {error.strerror}") from error
+
+
+def _certificates(environment: Environment, say: Say) -> str | None:
+    bundle = ca_bundle(environment.pip, environment.variables)
+    try:
+        size = os.stat(bundle).st_size if bundle else 0
+    except OSError:
+        return None
+    if size > _MAX_SECRET or "," in (bundle or ""):  # a comma ends the option
+        say(f"{bundle} cannot be given to docker build (500 kB at most, no comma in its path)")
+        return None
+    return os.path.abspath(bundle) if bundle else None
+
+
+def _stream(line: Sequence[str], env: Mapping[str, str], say: Say) -> None:
+    child = process.start(line, env=env, stderr=subprocess.STDOUT)
+    assert child.stdout is not None
+    seen: list[str] = []
+    try:
+        for raw in child.stdout:
+            text = redact(raw.decode(errors="replace").rstrip())
+            seen.append(text)
+            if text and not re.fullmatch(r"#\d+ sha256:[0-9a-f]{64}", text):
+                say("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
+        child.wait()
+    except BaseException:
+        process.stop([child])
+        raise
+    finally:
+        child.stdout.close()
+    if child.returncode != 0:
+        raise BuildError(f"docker build failed (exit {child.returncode}):\n{explain(seen)}")
+
+
+def explain(lines: Sequence[str]) -> str:
+    """Of what `docker build --progress=plain` printed, what the step that failed said, indented.
+
+    BuildKit's own summary repeats the step's whole command, which says nothing about the cause.
+    """
+    steps = [(match[1], match[2]) for line in lines if (match := _STEP_OUTPUT.fullmatch(line))]
+    failed = next((number for number, text in steps if text.startswith("ERROR: ")), None)
+    said = [
+        match[1]
+        for line in lines
+        if failed and (match := re.fullmatch(rf"#{failed} \d+\.\d+ (.*)", line))
+    ]
+    errors = [text for number, text in steps if number == failed and text.startswith("ERROR: ")]
+    shown = said or errors or [line for line in lines if line]
+    return "\n".join("  " + line for line in shown[-process.TAIL_LINES :])

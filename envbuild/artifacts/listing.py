@@ -1,0 +1,171 @@
+"""What one layer holds, read in one go and remembered by the digest of its tar."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from envbuild.artifacts.metadata import MAX_SIZE, Note, interest
+from envbuild.errors import BuildError
+from envbuild.image.entry import FILE
+from envbuild.image.sparse import Unpacked
+from envbuild.image.untar import Member, Source, members
+from envbuild.store.store import Store
+
+# Raise it when what is remembered changes its form or meaning.
+FORMAT = 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The members of a layer in their order. By their numbers: the sha256 of each file's content, which
+    files begin with `#!`, and what `interest` read."""
+
+    members: tuple[Member, ...]
+    sha256: dict[int, str] = field(default_factory=dict)
+    scripts: frozenset[int] = frozenset()
+    notes: dict[int, Note] = field(default_factory=dict)
+
+
+def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store) -> Listing:
+    """The listing of the layer whose tar has the digest `diff_id`: from the store, else read from `start`.
+
+    `name` is for messages. Raises BuildError for a layer that is damaged or is not `diff_id`.
+    """
+    note = _place(store, diff_id)
+    known = _known(note)
+    if known is not None:
+        return known
+    with start() as stream:
+        made = read_listing(stream, name, diff_id)
+    # A store that cannot be written costs time, no more.
+    with contextlib.suppress(OSError, BuildError):
+        store.folder("listings")
+        _write(note, made)
+    return made
+
+
+def is_known(diff_id: str, store: Store) -> bool:
+    """Whether `listing` needs the layer no more."""
+    return _known(_place(store, diff_id)) is not None
+
+
+def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
+    """Read a layer's tar from its start to its end. Raises BuildError when its digest is not `diff_id`."""
+    hashed = _Hashed(stream)
+    source = Source(cast(BinaryIO, hashed), name)
+    listed: list[Member] = []
+    made = Listing((), {}, frozenset(), {})
+    scripts = set()
+    for number, member in enumerate(members(source)):
+        listed.append(member)
+        if member.kind != FILE:
+            continue
+        reader = interest(member.name.removeprefix("./").lstrip("/"))
+        kept: list[bytes] | None = [] if reader and member.size <= MAX_SIZE else None
+        part = _Part(source, member.stored)
+        content = part if member.pieces is None else Unpacked(part, member.size, member.pieces)
+        digest, head = hashlib.sha256(), b""
+        while data := content.read(_CHUNK):
+            digest.update(data)
+            head = head or data[:2]
+            if kept is not None:
+                kept.append(data)
+        made.sha256[number] = digest.hexdigest()
+        if head == b"#!":
+            scripts.add(number)
+        if reader and kept is not None:
+            made.notes[number] = reader(b"".join(kept))
+    source.finish()
+    while hashed.read(_CHUNK):
+        pass
+    if f"sha256:{hashed.digest.hexdigest()}" != diff_id:
+        raise BuildError(
+            f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
+        )
+    return Listing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
+
+
+class _Hashed:
+    """A stream that cannot seek, so that each of its bytes is seen once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(size)
+        self.digest.update(data)
+        return data
+
+
+class _Part:
+    """The next `left` bytes of a layer."""
+
+    def __init__(self, source: Source, left: int) -> None:
+        self._source, self._left = source, left
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not self._left:
+            return b""
+        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _place(store: Store, diff_id: str) -> Path:
+    return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.json.gz"
+
+
+def _write(path: Path, made: Listing) -> None:
+    rows = [
+        [m.name, m.kind, m.mode, m.uid, m.gid, m.size, m.link, m.device,
+         [[name, value.hex()] for name, value in m.xattrs], made.sha256.get(n, ""), n in made.scripts]
+        for n, m in enumerate(made.members)
+    ]  # fmt: skip
+    data = {"format": FORMAT, "members": rows, "notes": list(made.notes.items())}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(gzip.compress(json.dumps(data).encode(), 1, mtime=0))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _known(path: Path) -> Listing | None:
+    try:
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        if data["format"] != FORMAT:
+            return None
+        rows: list[Any] = data["members"]
+        notes = {int(number): note for number, note in data["notes"]}
+        return Listing(
+            tuple(_member(row) for row in rows),
+            {n: row[9] for n, row in enumerate(rows) if row[9]},
+            frozenset(n for n, row in enumerate(rows) if row[10]),
+            notes,
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        return None  # not there, or damaged: it is only a cache
+
+
+def _member(row: list[Any]) -> Member:
+    name, kind, mode, uid, gid, size, link, device, xattrs = row[:9]
+    return Member(
+        name, kind, mode, uid, gid, 0, size, link, (device[0], device[1]),
+        xattrs=tuple((key, bytes.fromhex(value)) for key, value in xattrs),
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""The few files of an artifact that tell what is installed, and what they say.
+
+Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed projects" (RECORD), dpkg 1.21
+(/var/lib/dpkg/status, and status.d as distroless images have it), os-release(5).
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from email.parser import HeaderParser
+from typing import Any
+
+from envbuild.artifacts.facts import DebianPackage, PythonPackage
+from envbuild.names import normalise
+from envbuild.record import record_digest
+
+# Larger ones are not what they are called: they are files like others.
+MAX_SIZE = 64 << 20
+_INFO = re.compile(
+    r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$"
+)
+_STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
+# Rows that tell of an installer and its place, not of the distribution.
+_OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
+_TEXTS = ("os-release", "envbuild.json", "pyvenv.cfg")
+
+# What one such file says, as JSON can hold it.
+Note = Any
+
+
+def interest(path: str) -> Callable[[bytes], Note] | None:
+    """What reads the file at `path`, None for the many that tell nothing."""
+    found = _INFO.search(path)
+    if found:
+        return _record if found[2] == "RECORD" else _metadata
+    if _STATUS.search(path):
+        return None if path.endswith(".md5sums") else _debian
+    return _text if path.rpartition("/")[2] in _TEXTS else None
+
+
+def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:
+    """Every distribution among `paths`, by name; `notes` is what `interest` read, by path."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        match = _INFO.search(path)
+        if match:
+            folder = path[: match.end(1)]
+            about = found.setdefault(folder, {"stem": match[1]})
+            note = notes.get(path)
+            if isinstance(note, dict):
+                about.update(note)
+    packages = []
+    for folder, about in found.items():
+        raw, _, version = str(about["stem"]).partition("-")
+        packages.append(
+            PythonPackage(
+                normalise(about.get("name") or raw),
+                about.get("version") or re.sub(r"-py\d.*", "", version),
+                folder.rpartition("/")[0],
+                about.get("record", ""),
+                about.get("content", ""),
+                about.get("expression", ""),
+                tuple(about.get("licenses", ())),
+            )
+        )
+    return tuple(sorted(packages, key=lambda p: (p.name, p.location, p.version, p.record)))
+
+
+def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
+    """Every Debian package of which `notes` tell."""
+    found = {
+        DebianPackage(*map(str, row))
+        for path, note in notes.items()
+        if _STATUS.search(path)
+        for row in note
+    }
+    return tuple(sorted(found, key=lambda p: (p.name, p.arch, p.version)))
+
+
+def os_release(text: str) -> dict[str, str]:
+    """os-release(5) as a dictionary; lines that are none of it are passed over."""
+    pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
+    return {name.strip(): value.strip().strip("\"'") for name, sign, value in pairs if sign}
+
+
+def state_of(text: str) -> dict[str, Any]:
+    """envbuild.json; empty when it is not understood, for then it tells nothing."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def portable_digest(record: bytes) -> str:
+    """sha256 over the rows of a RECORD that do not depend on who installed it, and where.
+
+    Left out are scripts (they name their interpreter), bytecode and the installer's own files.
+    """
+    rows = sorted(
+        row
+        for row in csv.reader(io.StringIO(record.decode("utf-8", "replace"), newline=""))
+        if row and not row[0].endswith(_OWN) and "/bin/" not in f"/{_outside(row[0])}"
+    )
+    return "sha256:" + hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _outside(path: str) -> str:
+    """`path` when it leads out of site-packages, else ""."""
+    return path if path.startswith("../") else ""
+
+
+def _record(data: bytes) -> Note:
+    return {"record": record_digest(data), "content": portable_digest(data)}
+
+
+def _metadata(data: bytes) -> Note:
+    # The description, which may be long, follows the first empty line.
+    head = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[0].decode("utf-8", "replace")
+    message = HeaderParser().parsestr(head)
+    return {
+        "name": _one_line(message["Name"]),
+        "version": _one_line(message["Version"]),
+        "expression": _one_line(message["License-Expression"]),
+        "licenses": list(_licenses(message.get_all("Classifier") or [], message["License"])),
+    }
+
+
+def _licenses(classifiers: Iterable[Any], field: Any) -> Iterator[str]:
+    """What classifiers say; where they say nothing, a License field that is a name and not a text."""
+    named = [
+        str(text).rpartition("::")[2].strip()
+        for text in classifiers
+        if str(text).startswith("License ::") and not str(text).strip().endswith("OSI Approved")
+    ]
+    short = str(field or "").strip()
+    if not named and short and short != "UNKNOWN" and "\n" not in short and len(short) <= 80:
+        named = [short]
+    yield from dict.fromkeys(named)
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value or "").split())
+
+
+def _debian(data: bytes) -> Note:
+    rows = []
+    for stanza in re.split(r"\n[ \t]*\n", data.decode("utf-8", "replace").replace("\r\n", "\n")):
+        fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*?)[ \t]*$", stanza, re.MULTILINE))
+        # Packages that were removed are listed while their configuration is there; status.d has no Status.
+        if "Package" in fields and fields.get("Status", "ok installed").endswith(" installed"):
+            rows.append(
+                [fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")]
+            )
+    return rows
+
+
+def _text(data: bytes) -> Note:
+    return data.decode("utf-8", "replace")

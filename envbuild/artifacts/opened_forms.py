@@ -1,0 +1,240 @@
+"""The forms that images come in: layouts, archives, a daemon, registries."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envbuild.artifacts.listing import is_known
+from envbuild.artifacts.opened_image import Bring, OpenedImage, about_image
+from envbuild.errors import BuildError, UsageError
+from envbuild.image.blobs import Blobs
+from envbuild.image.layout import from_index
+from envbuild.image.model import (
+    GOARCH,
+    MAX_MANIFEST,
+    OCI_INDEX,
+    OCI_LAYER,
+    Descriptor,
+    Index,
+    Manifest,
+    choose,
+    parse,
+    parse_config,
+)
+from envbuild.image.pulled import Pulled, check_image
+from envbuild.recipe.targets import host_arch
+from envbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.opened import Request
+
+
+def open_layout(request: Request) -> OpenedImage:
+    """`DIR[:TAG]`: an image of an OCI layout, whose blobs are read where they lie."""
+    folder, tag = _folder_and_tag(request.rest)
+    blobs = Blobs(folder / "blobs")
+
+    def bring(blob: Descriptor) -> None:
+        if not blobs.has(blob):
+            raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
+
+    raw = _index(folder)
+    _one_image(raw, folder, tag)
+    pulled = _of_any(
+        request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch)
+    )
+    return _opened(request, pulled, pulled.manifest.digest, folder)
+
+
+def open_archive(request: Request) -> OpenedImage:
+    """`FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
+    from envbuild.image.archive import read_archive
+
+    file, tag = _folder_and_tag(request.rest)
+    if not file.exists():
+        raise UsageError(f"{file} does not exist", "give the file of an image archive")
+    folder = request.stack.enter_context(_working(request.environment.store))
+    pulled = _of_any(request.arch, lambda arch: read_archive(file, Blobs(folder), tag, arch))
+    return _opened(request, pulled, "", file)
+
+
+def open_daemon(request: Request) -> OpenedImage:
+    """An image of the docker daemon by its name or id. It is asked for the content only when a layer of
+    it has never been seen."""
+    from docker.errors import APIError, ImageNotFound
+
+    from envbuild.image.archive import read_daemon
+    from envbuild.image.daemon import connect
+
+    store = request.environment.store
+    client = request.stack.enter_context(connect(request.environment.variables))
+    try:
+        identity = str(client.api.inspect_image(request.rest)["Id"])
+    except ImageNotFound:
+        raise UsageError(
+            f"the docker daemon has no image {request.rest}",
+            f"see `docker images`; a registry's image is docker://{request.rest}",
+        ) from None
+    except APIError as error:
+        raise BuildError(f"docker image {request.rest}: {error.explanation or error}") from error
+    config = _remembered(identity, store)
+    if config is None:
+        folder = request.stack.enter_context(_working(store))
+        pulled = read_daemon(request.rest, Blobs(folder), client, request.arch)
+        # A store that cannot be written costs time, no more.
+        with contextlib.suppress(OSError, BuildError):
+            Blobs(store.folder("blobs")).add(pulled.blobs.read(pulled.manifest.config.digest))
+        return _opened(request, pulled, "", None)
+    has = str(config.get("architecture") or "")
+    if request.arch and has not in ("", GOARCH[request.arch]):
+        raise UsageError(f"{request.spelling} is for {has}, not for {GOARCH[request.arch]}")
+    layers = tuple(Descriptor(OCI_LAYER, d, 0) for d in config["rootfs"]["diff_ids"])
+    about = about_image(config, identity, "", layers, request.spelling, None)
+    return OpenedImage(about, layers, _nothing, store)
+
+
+def open_registry_image(request: Request) -> OpenedImage:
+    """An image of a registry; only layers that were never seen are fetched, into the store."""
+    from envbuild.lock.base_oci import registry_of
+    from envbuild.progress import transfer
+
+    store = request.environment.store
+    registry = registry_of(request.rest, request.environment)
+    request.stack.callback(registry.close)
+    manifest = _manifest(registry, request.arch)
+    blobs = Blobs(store.folder("blobs"))
+    registry.fetch_blob(manifest.config, blobs, lambda _count: None)
+    config = parse_config(blobs.read(manifest.config.digest), request.spelling)
+    check_image(manifest, config, request.arch, request.spelling)
+
+    def bring(wanted: Sequence[Descriptor]) -> Blobs:
+        total = sum(layer.size for layer in wanted)
+        with transfer(f"fetching {len(wanted)} layers of {request.rest}", total) as moved:
+            registry.fetch_blobs(wanted, blobs, moved)
+        return blobs
+
+    pulled = Pulled(manifest, config, blobs)
+    return _opened(request, pulled, manifest.digest, None, bring)
+
+
+def _opened(
+    request: Request, pulled: Pulled, digest: str, place: Path | None, bring: Bring | None = None
+) -> OpenedImage:
+    layers = pulled.manifest.layers
+    identity = pulled.manifest.config.digest
+    about = about_image(pulled.config, identity, digest, layers, request.spelling, place)
+    here = bring or (lambda _: pulled.blobs)
+    return OpenedImage(about, layers, here, request.environment.store)
+
+
+def _nothing(wanted: Sequence[Descriptor]) -> Blobs:
+    raise BuildError("the store was cleaned meanwhile", "run it again")
+
+
+def _remembered(identity: str, store: Store) -> dict[str, Any] | None:
+    """The configuration of an image all of whose layers have been listed."""
+    try:
+        config = parse_config(Blobs(store.root / "blobs").read(identity), identity)
+    except BuildError:
+        return None
+    known = all(is_known(diff_id, store) for diff_id in config["rootfs"]["diff_ids"])
+    return config if known else None
+
+
+def _folder_and_tag(text: str) -> tuple[Path, str | None]:
+    """The path, which may hold colons, and the tag, which may too: the longest path that exists."""
+    parts = text.split(":")
+    for count in range(len(parts), 0, -1):
+        path = Path(":".join(parts[:count]))
+        if path.exists():
+            return path, ":".join(parts[count:]) or None
+    return Path(text), None
+
+
+def _index(folder: Path) -> bytes:
+    try:
+        with (folder / "index.json").open("rb") as stream:
+            return stream.read(MAX_MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(
+            f"{folder} is no OCI image layout" if folder.exists() else f"{folder} does not exist",
+            "give a folder with oci-layout and index.json in it",
+        ) from None
+    except OSError as error:
+        raise BuildError(f"{folder / 'index.json'}: {error.strerror}") from error
+
+
+def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
+    """Raise UsageError where several images lie side by side and none is named."""
+    index = parse(raw, f"{folder}: index.json", OCI_INDEX)
+    if tag is None and isinstance(index, Index):
+        different = {item.digest: item.arch for item in index.manifests}
+        if len(set(different.values())) < len(different):
+            names = sorted({n for item in index.manifests for n in item.annotations.values()})
+            raise UsageError(
+                f"{folder} holds {len(different)} images: {', '.join(names)}",
+                f"name one: oci:{folder}:TAG",
+            )
+
+
+def _of_any(arch: str | None, read: Any) -> Pulled:
+    """What `read` gives for `arch`; without one, for the only platform there is, or else this host's."""
+    try:
+        pulled: Pulled = read(arch)
+    except BuildError as error:
+        if arch is not None or host_arch() not in GOARCH:
+            raise
+        try:
+            pulled = read(host_arch())
+        except BuildError as second:
+            raise BuildError(second.message, error.hint or "choose one with --target") from None
+    return pulled
+
+
+def _manifest(registry: Any, arch: str | None) -> Manifest:
+    raw, media_type = registry.manifest()
+    where = str(registry.reference)
+    found = parse(raw, where, media_type)
+    if isinstance(found, Index):
+        # Attestations are listed beside images, for "unknown/unknown".
+        images = [item for item in found.manifests if item.arch not in ("", "unknown")]
+        only = images[0] if len(images) == 1 and arch is None else None
+        chosen = only or choose(found, arch or host_arch(), where)
+        raw, media_type = registry.manifest(chosen.digest)
+        found = parse(raw, where, media_type)
+    if not isinstance(found, Manifest):
+        raise BuildError(f"{where}: an index inside of an index")
+    return found
+
+
+@contextlib.contextmanager
+def _working(store: Store) -> Iterator[Path]:
+    """A folder of the store for as long as it is used; those that killed runs left are removed."""
+    home = store.folder("opened")
+    for left in home.iterdir():
+        with contextlib.suppress(OSError), _held(left):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir=home))
+    try:
+        with _held(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold `folder` (flock). Raises BlockingIOError when another process does."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,174 @@
+"""Container images opened for looking into them: layers are listed once, no file is unpacked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from envbuild.artifacts.facts import IMAGE, About, Contents, Item, LayerFact
+from envbuild.artifacts.listing import Listing, is_known, listing
+from envbuild.artifacts.metadata import debian_packages, os_release, python_packages, state_of
+from envbuild.image.blobs import Blobs
+from envbuild.image.compression import decompressed
+from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.image.model import Descriptor
+from envbuild.image.tree import Node, Root
+from envbuild.layers.compose import PREFIX
+from envbuild.store.store import Store
+
+# Brings layers that are not at hand yet (a registry's), and says where they are.
+Bring = Callable[[Sequence[Descriptor]], Blobs]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedImage:
+    """An image of any form; see `Opened`."""
+
+    about: About
+    layers: tuple[Descriptor, ...]
+    bring: Bring
+    store: Store
+    _kept: list[Contents] = field(default_factory=list, repr=False)
+
+    def contents(self, *, hashes: bool) -> Contents:
+        """The merged tree. A layer is read at most once in the store's life, so digests cost nothing."""
+        if not self._kept:
+            self._kept.append(_contents(self.about, self._listings()))
+        return self._kept[0]
+
+    def _listings(self) -> list[Listing]:
+        wanted = list(zip(self.layers, self.about.layers, strict=True))
+        missing = {
+            layer.digest: layer for layer, fact in wanted if not is_known(fact.diff_id, self.store)
+        }
+        blobs = self.bring(list(missing.values())) if missing else Blobs(self.store.root)
+        return [
+            listing(fact.diff_id, f"{self.about.spelling}: layer {number}",
+                    _opener(blobs, layer.digest), self.store)
+            for number, (layer, fact) in enumerate(wanted, 1)
+        ]  # fmt: skip
+
+
+def about_image(
+    config: Mapping[str, Any],
+    identity: str,
+    digest: str,
+    layers: Sequence[Descriptor],
+    spelling: str,
+    place: Path | None,
+) -> About:
+    """What an image's configuration says (OCI image specification 1.1, config.md)."""
+    run = _table(config.get("config"))
+    labels = {str(k): str(v) for k, v in _table(run.get("Labels")).items()}
+    diff_ids = config["rootfs"]["diff_ids"]
+    titles = _titles(config, len(diff_ids))
+    system, arch = config.get("os") or "linux", config.get("architecture") or "unknown"
+    return About(
+        kind=IMAGE,
+        spelling=spelling,
+        identity=identity,
+        digest=digest,
+        place=place,
+        recipe=labels.get("org.envbuild.recipe", ""),
+        recipe_digest=labels.get("org.envbuild.recipe.digest", ""),
+        lock_digest=labels.get("org.envbuild.lock.digest", ""),
+        base_lock_digest=labels.get("org.envbuild.base.digest", ""),
+        plan_digest=labels.get("org.envbuild.plan.digest", ""),
+        target=labels.get("org.envbuild.target", ""),
+        platform=f"{system}/{arch}",
+        base=labels.get("org.opencontainers.image.base.name", ""),
+        base_digest=labels.get("org.opencontainers.image.base.digest", ""),
+        envbuild=labels.get("org.envbuild.version", ""),
+        created=labels.get("org.opencontainers.image.created") or str(config.get("created") or ""),
+        stored=sum(layer.size for layer in layers),
+        layers=tuple(
+            LayerFact(layer.digest, diff_id, layer.size, title)
+            for layer, diff_id, title in zip(layers, diff_ids, titles, strict=True)
+        ),
+        labels=labels,
+        env=dict(str(pair).partition("=")[::2] for pair in run.get("Env") or ()),
+        entrypoint=_words(run.get("Entrypoint")),
+        cmd=_words(run.get("Cmd")),
+        workdir=str(run.get("WorkingDir") or ""),
+        user=str(run.get("User") or ""),
+    )
+
+
+def _titles(config: Mapping[str, Any], count: int) -> list[str]:
+    """What made each layer, from the history; "" where it does not tell of each."""
+    history = config.get("history")
+    steps = [
+        str(step.get("created_by") or step.get("comment") or "")
+        for step in (history if isinstance(history, list) else ())
+        if isinstance(step, dict) and not step.get("empty_layer")
+    ]
+    if len(steps) != count:
+        return [""] * count
+    return [" ".join(step.removeprefix("envbuild: ").split()) for step in steps]
+
+
+def _contents(about: About, listings: Sequence[Listing]) -> Contents:
+    root = Root()
+    for layer, fact in zip(listings, about.layers, strict=True):
+        root.begin()
+        for number, member in enumerate(layer.members):
+            root.apply(member, number, fact.digest)
+    files: dict[str, Item] = {}
+    notes: dict[str, Any] = {}
+    for path, node in root.walk():
+        if path:
+            files[path] = _item(node, listings)
+            if node.member is not None and node.ordinal in listings[node.layer].notes:
+                notes[path] = listings[node.layer].notes[node.ordinal]
+    prefix = _prefix(about, files)
+    release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
+    return Contents(
+        files,
+        python_packages(files, notes),
+        debian_packages(notes),
+        prefix,
+        os_release(str(release)),
+        state_of(str(notes.get(f"{prefix}/envbuild.json", ""))),
+    )
+
+
+def _item(node: Node, listings: Sequence[Listing]) -> Item:
+    member = node.member
+    if member is None:
+        return Item(DIR, 0o755)
+    extra = "" if member.device == (0, 0) else "{},{} ".format(*member.device)
+    extra += " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(member.xattrs))
+    layer = listings[node.layer]
+    return Item(
+        member.kind,
+        0o777 if member.kind == SYMLINK else member.mode,
+        member.size if member.kind == FILE else 0,
+        layer.sha256.get(node.ordinal, ""),
+        member.link if member.kind == SYMLINK else "",
+        member.uid,
+        member.gid,
+        node.ordinal in layer.scripts,
+        extra,
+    )
+
+
+def _prefix(about: About, files: Mapping[str, Item]) -> str | None:
+    for folder in (about.env.get("VIRTUAL_ENV", "").strip("/"), PREFIX):
+        if folder and f"{folder}/pyvenv.cfg" in files:
+            return folder
+    return None
+
+
+def _opener(blobs: Blobs, digest: str) -> Callable[[], BinaryIO]:
+    return lambda: decompressed(blobs.path(digest).open("rb"), digest)
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
