@@ -202,22 +202,19 @@ def build(
     say: Say,
 ) -> str:
     """Run `docker build` in `context` and return the image's id. Raises BuildError with what failed in it."""
-    env = dict(command.env)
     line: list[str] = [command.program, "build", "--progress=plain", "--iidfile"]
     line += [os.fspath(context / "id"), "--file", os.fspath(context / "Dockerfile")]
     for name, value in arguments.items():
-        # By name alone the value comes from the environment: a proxy's may hold a password.
-        env[name] = value
-        line += ["--build-arg", name]
+        line += ["--build-arg", f"{name}={value}"]
     for name in _PROXIES:
         for known in (name, name.lower()):
-            if env.get(known):
+            if command.env.get(known):  # by name: the value may hold a password
                 line += ["--build-arg", known]
     for name, value in labels.items():
         line += ["--label", f"{name}={value}"]
     if bundle := _certificates(environment, say):
         line += ["--secret", f"id=ca,src={bundle}"]
-    _stream([*line, os.fspath(context)], env, say)
+    _stream([*line, os.fspath(context)], command.env, say)
     try:
         return (context / "id").read_text(encoding="ascii").strip()
     except OSError as error:

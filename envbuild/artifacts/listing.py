@@ -36,27 +36,26 @@ class Listing:
     notes: dict[int, Note] = field(default_factory=dict)
 
 
+def remembered(diff_id: str, store: Store) -> Listing | None:
+    """The listing of the layer whose tar has the digest `diff_id`, None when it was never read."""
+    return _known(_place(store, diff_id))
+
+
 def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store) -> Listing:
-    """The listing of the layer whose tar has the digest `diff_id`: from the store, else read from `start`.
+    """Read the layer that `start` opens, and remember its listing under `diff_id`, its tar's digest.
 
     `name` is for messages. Raises BuildError for a layer that is damaged or is not `diff_id`.
     """
-    note = _place(store, diff_id)
-    known = _known(note)
-    if known is not None:
-        return known
-    with start() as stream:
-        made = read_listing(stream, name, diff_id)
+    try:
+        with start() as stream:
+            made = read_listing(stream, name, diff_id)
+    except OSError as error:
+        raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
     # A store that cannot be written costs time, no more.
     with contextlib.suppress(OSError, BuildError):
         store.folder("listings")
-        _write(note, made)
+        _write(_place(store, diff_id), made)
     return made
-
-
-def is_known(diff_id: str, store: Store) -> bool:
-    """Whether `listing` needs the layer no more."""
-    return _known(_place(store, diff_id)) is not None
 
 
 def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:

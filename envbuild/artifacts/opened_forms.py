@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.listing import is_known
+from envbuild.artifacts.listing import remembered
 from envbuild.artifacts.opened_image import Bring, OpenedImage, about_image
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
@@ -144,7 +144,7 @@ def _remembered(identity: str, store: Store) -> dict[str, Any] | None:
         config = parse_config(Blobs(store.root / "blobs").read(identity), identity)
     except BuildError:
         return None
-    known = all(is_known(diff_id, store) for diff_id in config["rootfs"]["diff_ids"])
+    known = all(remembered(diff_id, store) for diff_id in config["rootfs"]["diff_ids"])
     return config if known else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.artifacts.facts import IMAGE, About, Contents, Item, LayerFact
-from envbuild.artifacts.listing import Listing, is_known, listing
+from envbuild.artifacts.listing import Listing, listing, remembered
 from envbuild.artifacts.metadata import debian_packages, os_release, python_packages, state_of
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import decompressed
@@ -41,15 +41,14 @@ class OpenedImage:
 
     def _listings(self) -> list[Listing]:
         wanted = list(zip(self.layers, self.about.layers, strict=True))
-        missing = {
-            layer.digest: layer for layer, fact in wanted if not is_known(fact.diff_id, self.store)
-        }
-        blobs = self.bring(list(missing.values())) if missing else Blobs(self.store.root)
-        return [
-            listing(fact.diff_id, f"{self.about.spelling}: layer {number}",
-                    _opener(blobs, layer.digest), self.store)
-            for number, (layer, fact) in enumerate(wanted, 1)
-        ]  # fmt: skip
+        known = {fact.diff_id: remembered(fact.diff_id, self.store) for _, fact in wanted}
+        missing = {fact.diff_id: layer for layer, fact in wanted if known[fact.diff_id] is None}
+        if missing:
+            blobs = self.bring(list(missing.values()))
+            for diff_id, layer in missing.items():
+                name = f"{self.about.spelling}: layer {layer.digest}"
+                known[diff_id] = listing(diff_id, name, _opener(blobs, layer.digest), self.store)
+        return [found for _, fact in wanted if (found := known[fact.diff_id]) is not None]
 
 
 def about_image(

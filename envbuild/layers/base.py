@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.files import write_atomically
@@ -19,7 +20,6 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import Part, key_of
-from envbuild.layers.debian.lock import DebianLock
 from envbuild.layers.made import Made, blobs_of, make_part
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
@@ -69,7 +69,7 @@ def _debian(
     say: Say,
     offline: bool,
 ) -> BaseImage:
-    from envbuild.layers.debian.defaults import rules_digest
+    from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"
     versions = {deb.name: deb.version for deb in lock.packages}
@@ -93,9 +93,9 @@ def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree
 
     Raises BuildError for one that no archive has.
     """
-    from envbuild.layers.debian.fetch import fetch_debs
-    from envbuild.layers.debian.rootfs import debian_tree
-    from envbuild.layers.debian.sources import debian_client
+    from envbuild.debian.fetch import fetch_debs
+    from envbuild.debian.rootfs import debian_tree
+    from envbuild.debian.sources import debian_client
 
     assert plan.base is not None
     lock = plan.base.base

@@ -7,29 +7,40 @@ projects" (RECORD, INSTALLER). PyPI's `installer` is the oracle in the tests.
 from __future__ import annotations
 
 import base64
-import configparser
 import csv
 import hashlib
 import io
 import re
+import stat
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
+from envbuild.layers.entry_points import entry_point_scripts
+from envbuild.names import normalise
 
-_ENTRY_POINT = re.compile(r"([\w.]+)\s*(?::\s*([\w.]+))?\s*(?:\[.*\])?$")
-_SCRIPT = """#!{python}
-import sys
-from {module} import {first}
-if __name__ == "__main__":
-    sys.exit({function}())
-"""
+try:  # as zipfile itself does: a Python may lack it
+    from lzma import LZMAError
+except ImportError:  # pragma: no cover
+    LZMAError = zipfile.BadZipFile  # type: ignore[misc,assignment]
+
 _INSTALLER = b"envbuild\n"
 # Metadata is read whole; no real one comes near.
 _MAX_METADATA = 64 << 20
+_STEP = 1 << 18
+_SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
+# Line ends in a name would break RECORD for its readers; the others no one can type.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+# What zipfile and its decompressors raise for archives that are damaged, encrypted or of unknown methods.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +75,25 @@ class Scheme:
 
 
 def wheel_tree(wheel: Path, scheme: Scheme, mtime: int) -> Tree:
-    """The files of `wheel` under `scheme`, in the order of their paths, then its RECORD.
+    """The files of `wheel` under `scheme`, in the order of their paths, then scripts, INSTALLER and RECORD.
 
-    Raises BuildError for a file that is no wheel, or that would write outside of its folders.
+    Raises BuildError, here or where content is read, for a file that is no wheel, is damaged, or would write
+    outside of its folders.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield from _Wheel(archive, wheel.name, scheme, mtime).tree()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise BuildError(f"{wheel.name}: not a wheel, or damaged: {error}") from error
+    except _DAMAGE as error:
+        raise _damaged(wheel.name, error) from error
 
 
 def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
-    """The paths of the files that `wheel_tree` gives, from the archive's directory alone."""
+    """The paths of the files that `wheel_tree` gives, from the archive's directory and metadata alone."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            return [path for path, _, _ in _Wheel(archive, wheel.name, scheme, 0).members()]
-    except zipfile.BadZipFile as error:
-        raise BuildError(f"{wheel.name}: not a wheel, or damaged: {error}") from error
+            return _Wheel(archive, wheel.name, scheme, 0).paths()
+    except _DAMAGE as error:
+        raise _damaged(wheel.name, error) from error
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
@@ -91,6 +103,43 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
         if stream is not None:
             content = stream.read(entry.size)
     return content  # RECORD comes last
+
+
+def _damaged(name: str, error: Exception) -> BuildError:
+    if isinstance(error, OSError) and error.strerror:
+        return BuildError(f"{name}: cannot be read: {error.strerror}")
+    return BuildError(f"{name}: not a wheel, or damaged: {error or type(error).__name__}")
+
+
+class _Content:
+    """What a file of a tree is read from: `start`, then `stream`. Hashes it for a row of RECORD if wanted."""
+
+    def __init__(self, stream: IO[bytes], wheel: str, start: bytes, hashed: bool) -> None:
+        self._stream, self._wheel, self._start = stream, wheel, start
+        self._size = 0
+        self._hash = hashlib.sha256() if hashed else None
+
+    def read(self, size: int = -1, /) -> bytes:
+        if self._start:
+            count = len(self._start) if size < 0 else size
+            data, self._start = self._start[:count], self._start[count:]
+        else:
+            try:
+                data = self._stream.read(size)
+            except _DAMAGE as error:
+                raise _damaged(self._wheel, error) from error
+        if self._hash is not None:
+            self._hash.update(data)
+            self._size += len(data)
+        return data
+
+    def row(self) -> tuple[str, str] | None:
+        """(hash, size) of the whole content, what nobody read included; None when it is not hashed."""
+        if self._hash is None:
+            return None
+        while self.read(_STEP):
+            pass
+        return _row(self._hash.digest(), self._size)
 
 
 class _Wheel:
@@ -103,110 +152,130 @@ class _Wheel:
         if len(infos) != 1:
             raise BuildError(f"{name}: a wheel has one .dist-info folder, this has {len(infos)}")
         self._info = infos[0]
-        self._stem = self._info.removesuffix(".dist-info")
-        self._name = self._stem.partition("-")[0]
-        # path installed → RECORD row of a file whose content is ours
+        self._name = self._info.removesuffix(".dist-info").rpartition("-")[0]
+        self._folder = f"{scheme.site_packages}/{self._info}"
+        # path installed → its row of RECORD
         self._rows: dict[str, tuple[str, str]] = {}
 
-    def members(self) -> list[tuple[str, zipfile.ZipInfo, bool]]:
-        """(path, member, is a script) of every file that is copied, in the order of paths."""
-        found: dict[str, tuple[str, zipfile.ZipInfo, bool]] = {}
-        for info in self._archive.infolist():
-            if info.is_dir() or info.filename == f"{self._info}/RECORD":
-                continue
-            if info.filename in (f"{self._info}/RECORD.jws", f"{self._info}/RECORD.p7s"):
-                continue  # signatures of a RECORD that is not installed (PyPA, "Signed wheel files")
-            path, script = self._place(info.filename)
-            found[path] = (path, info, script)
-        return [found[path] for path in sorted(found)]
-
     def tree(self) -> Tree:
+        self._check_version()
         record = self._record()
-        members = self.members()
-        names = {path for path, _, _ in members}
-        for path, info, script in members:
-            if script and (start := self._script_start(info)) is not None:
-                yield self._whole(path, start, 0o755)
-                continue
-            mode = 0o755 if script or (info.external_attr >> 16) & 0o111 else 0o644
+        members = self._members()
+        for path, (info, script) in members.items():
             with self._archive.open(info) as stream:
-                yield Entry(path, FILE, mode, info.file_size, mtime=self._mtime), stream
+                yield from self._copied(path, info, stream, script, record.get(info.filename))
         for path, data in self._entry_points():
-            if path not in names:
-                names.add(path)
+            if path not in self._rows:
                 yield self._whole(path, data, 0o755)
-        info_folder = f"{self._scheme.site_packages}/{self._info}"
-        yield self._whole(f"{info_folder}/INSTALLER", _INSTALLER, 0o644)
-        rows = self._installed_rows(record, names | {f"{info_folder}/INSTALLER"})
-        yield self._whole(f"{info_folder}/RECORD", rows, 0o644)
+        yield self._whole(f"{self._folder}/INSTALLER", _INSTALLER, 0o644)
+        yield self._whole(f"{self._folder}/RECORD", self._installed_record(), 0o644)
 
-    def _place(self, name: str) -> tuple[str, bool]:
+    def paths(self) -> list[str]:
+        """Every path of `tree`, once."""
+        scripts = [path for path, _ in self._entry_points()]
+        own = [f"{self._folder}/INSTALLER", f"{self._folder}/RECORD"]
+        return list(dict.fromkeys([*self._members(), *scripts, *own]))
+
+    def _members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
+        """path → (member, is a script) of every file that is copied, in the order of paths.
+
+        Of a path that comes twice the last counts, and .data over the rest: installers write in this order.
+        """
+        ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
+        found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
+        for info in self._archive.infolist():
+            if info.is_dir() or info.filename in ours:
+                continue
+            path, part = self._place(info.filename)
+            if path not in found or found[path][0] <= bool(part):
+                found[path] = bool(part), info, part == "scripts"
+        return {path: found[path][1:] for path in sorted(found)}
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """The path where a member goes, and the part of .data that it is in, if any."""
         parts = name.split("/")
-        if name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(parts):
+        if _CONTROL.search(name) or {"", ".", ".."} & set(parts):
             raise BuildError(f"{self._file}: {name!r} is not a path inside of a wheel")
-        if parts[0] != f"{self._stem}.data":
-            if parts[0].endswith(".data") and len(parts) > 2 and self._is_data(parts[0]):
-                raise BuildError(f"{self._file}: {parts[0]} is another distribution's data")
-            return f"{self._scheme.site_packages}/{name}", False
+        if len(parts) == 1 or not self._is_data(parts[0]):
+            return f"{self._scheme.site_packages}/{name}", ""
         folder = self._scheme.folder(parts[1], self._name) if len(parts) > 2 else None
         if folder is None:
             raise BuildError(f"{self._file}: {name!r}: no such part of an installation")
-        return "/".join([folder, *parts[2:]]), parts[1] == "scripts"
+        return "/".join([folder, *parts[2:]]), parts[1]
 
     def _is_data(self, folder: str) -> bool:
-        return folder.partition("-")[0] == self._name
+        # Its name may be spelled as the file's is, not as that of .dist-info ("Foo.Bar" and "foo_bar").
+        name = folder.removesuffix(".data").rpartition("-")[0]
+        return folder.endswith(".data") and normalise(name) == normalise(self._name)
 
-    def _script_start(self, info: zipfile.ZipInfo) -> bytes | None:
-        """The script with `#!python` replaced, None when it has none (binaries can be large: streamed)."""
-        with self._archive.open(info) as stream:
-            if stream.read(8) != b"#!python":
-                return None
-            # The rest of the line, `w` or options, goes: installers do so.
-            _, _, rest = stream.read(_MAX_METADATA).partition(b"\n")
-        return f"#!{self._scheme.interpreter}\n".encode() + rest
+    def _copied(
+        self,
+        path: str,
+        info: zipfile.ZipInfo,
+        stream: IO[bytes],
+        script: bool,
+        recorded: tuple[str, str] | None,
+    ) -> Tree:
+        """One member. Its row is the wheel's own where that can be right, else made while it is read."""
+        start, size = self._script_start(info, stream) if script else (b"", info.file_size)
+        if script or (
+            recorded and (not _SHA256.fullmatch(recorded[0]) or recorded[1] != str(size))
+        ):
+            recorded = None
+        content = _Content(stream, self._file, start, hashed=recorded is None)
+        mode = info.external_attr >> 16
+        # As installers have it: links, which would be a risk, are plain files holding their target.
+        executable = script or (stat.S_ISREG(mode) and mode & 0o111)
+        yield Entry(path, FILE, 0o755 if executable else 0o644, size, mtime=self._mtime), content
+        row = content.row() or recorded
+        assert row is not None
+        self._rows[path] = row
+
+    def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
+        """What replaces the first line of a script, if it is `#!python`, and the size of the result.
+
+        The rest of that line, `w` or options, goes: installers do so.
+        """
+        head = stream.read(8)
+        if head != b"#!python":
+            return head, info.file_size
+        dropped, line = len(head), head
+        while not line.endswith(b"\n") and (line := stream.readline(_STEP)):
+            dropped += len(line)
+        start = f"#!{self._scheme.interpreter}\n".encode()
+        return start, len(start) + info.file_size - dropped
 
     def _entry_points(self) -> Iterator[tuple[str, bytes]]:
-        """Console and GUI scripts (PyPA, "Entry points specification")."""
-        text = self._text("entry_points.txt")
-        if text is None:
-            return
-        parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, strict=False)
-        parser.optionxform = str  # type: ignore[assignment,method-assign]
-        try:
-            parser.read_string(text)
-        except configparser.Error as error:
-            raise BuildError(f"{self._file}: entry_points.txt: {error}") from None
-        for section in ("console_scripts", "gui_scripts"):
-            for name, value in parser.items(section) if parser.has_section(section) else ():
-                match = _ENTRY_POINT.match(value.strip())
-                if not match or not match[2] or not re.fullmatch(r"[^/\\\0\s]+", name):
-                    raise BuildError(f"{self._file}: entry point {name!r} = {value!r}")
-                script = _SCRIPT.format(
-                    python=self._scheme.interpreter,
-                    module=match[1],
-                    first=match[2].partition(".")[0],
-                    function=match[2],
-                )
-                yield f"{self._scheme.scripts}/{name}", script.encode()
+        """(path, content) of the scripts that entry points call for."""
+        text = self._text("entry_points.txt") or ""
+        for name, script in entry_point_scripts(text, self._scheme.interpreter, self._file):
+            yield f"{self._scheme.scripts}/{name}", script
+
+    def _check_version(self) -> None:
+        """Refuse a wheel of a later format, as the specification wants."""
+        text = self._text("WHEEL")
+        version = re.search(r"^Wheel-Version:\s*(\S+)", text or "", re.MULTILINE | re.IGNORECASE)
+        if version is None:
+            raise BuildError(f"{self._file}: no Wheel-Version in {self._info}/WHEEL")
+        if not re.match(r"1(\.|$)", version[1]):
+            raise BuildError(
+                f"{self._file}: a wheel of format {version[1]}, this envbuild knows format 1"
+            )
 
     def _record(self) -> dict[str, tuple[str, str]]:
         """The wheel's own RECORD: name in the archive → (hash, size)."""
         text = self._text("RECORD")
         if text is None:
             raise BuildError(f"{self._file}: no RECORD in {self._info}")
-        rows = csv.reader(io.StringIO(text, newline=""))
-        return {row[0]: (row[1], row[2] if len(row) > 2 else "") for row in rows if len(row) > 1}
+        try:
+            rows = [row for row in csv.reader(io.StringIO(text, newline="")) if len(row) > 2]
+        except csv.Error as error:
+            raise BuildError(f"{self._file}: RECORD: {error}") from None
+        return {row[0]: (row[1], row[2]) for row in rows}
 
-    def _installed_rows(self, record: dict[str, tuple[str, str]], names: set[str]) -> bytes:
+    def _installed_record(self) -> bytes:
         """The RECORD of what is installed: paths relative to site-packages, sorted."""
-        where = {}
-        for info in self._archive.infolist():
-            if not info.is_dir() and not info.filename.startswith(f"{self._info}/RECORD"):
-                where[self._place(info.filename)[0]] = info.filename
-        rows = []
-        for path in names:
-            row = self._rows.get(path) or record.get(where.get(path, ""), ("", ""))
-            rows.append((self._relative(path), *row))
+        rows = [(self._relative(path), *row) for path, row in self._rows.items()]
         rows.append((f"{self._info}/RECORD", "", ""))
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(sorted(rows))
@@ -219,8 +288,7 @@ class _Wheel:
         return "../../../" + path[len(self._scheme.prefix) + 1 :]
 
     def _whole(self, path: str, data: bytes, mode: int) -> tuple[Entry, Readable]:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        self._rows[path] = (f"sha256={digest}", str(len(data)))
+        self._rows[path] = _row(hashlib.sha256(data).digest(), len(data))
         return Entry(path, FILE, mode, len(data), mtime=self._mtime), io.BytesIO(data)
 
     def _text(self, name: str) -> str | None:
@@ -230,7 +298,13 @@ class _Wheel:
             return None
         if info.file_size > _MAX_METADATA:
             raise BuildError(f"{self._file}: {name} has {info.file_size} bytes")
+        with self._archive.open(info) as stream:
+            data = stream.read(info.file_size)  # no more, whatever it unpacks to
         try:
-            return self._archive.read(info).decode("utf-8")
+            return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise BuildError(f"{self._file}: {name} is not UTF-8: {error}") from None
+
+
+def _row(digest: bytes, size: int) -> tuple[str, str]:
+    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from envbuild.debian.base import resolve_base
+from envbuild.debian.defaults import default_packages, default_without, suites_by_python
+from envbuild.debian.lock import DebianLock
+from envbuild.debian.sources import Archive, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.base import resolve_base
-from envbuild.layers.debian.defaults import default_packages, default_without, suites_by_python
-from envbuild.layers.debian.lock import DebianLock
-from envbuild.layers.debian.sources import Archive, archives, debian_client
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
 

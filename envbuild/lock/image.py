@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.debian.lock import DebianLock, from_table
 from envbuild.errors import LockError
 from envbuild.image.model import is_digest
-from envbuild.layers.debian.lock import DebianLock, from_table
 
 FORMAT = 1
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.debian.base import resolve_base
+from envbuild.debian.control import compare_versions
+from envbuild.debian.defaults import default_packages, default_without, load_rules
+from envbuild.debian.fetch import fetch_debs
+from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, from_table
+from envbuild.debian.rootfs import debian_tree, merged
+from envbuild.debian.sources import archives, debian_client, host_archives
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.base import resolve_base
-from envbuild.layers.debian.control import compare_versions
-from envbuild.layers.debian.defaults import default_packages, default_without, load_rules
-from envbuild.layers.debian.fetch import fetch_debs
-from envbuild.layers.debian.lock import DEBIAN_ARCH, DebianLock, from_table
-from envbuild.layers.debian.rootfs import debian_tree, merged
-from envbuild.layers.debian.sources import archives, debian_client, host_archives
 from envbuild.site.pip_config import load_pip_config
 
 MTIME = 1_700_000_000

@@ -143,7 +143,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     image, client, environment = _assembled(docker_daemon, session_store)
     script = (
         "cd /opt/env/lib/python3.11/site-packages && echo '# edited' >> tqdm/std.py"
-        " && cp /bin/true tqdm/strange.so && printf '\\x28' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
+        " && cp /bin/true tqdm/strange.so && printf '\\050' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
     )
     with client:
         container = client.containers.run(pt_docker["path"], ["sh", "-c", script], detach=True)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import LockError
-from envbuild.layers.debian.control import (
+from envbuild.debian.control import (
     Relation,
     compare_versions,
     paragraphs,
     parse_control,
     parse_relations,
 )
+from envbuild.errors import LockError
 
 names = st.from_regex(r"[a-z0-9][a-z0-9+.\-]{1,12}", fullmatch=True)
 versions = st.from_regex(

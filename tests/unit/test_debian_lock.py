@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.debian.defaults import default_packages, default_without
+from envbuild.debian.fetch import fetch_debs
+from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
+from envbuild.debian.sources import Archive
 from envbuild.errors import BuildError, LockError, RecipeError
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.defaults import default_packages, default_without
-from envbuild.layers.debian.fetch import fetch_debs
-from envbuild.layers.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
-from envbuild.layers.debian.sources import Archive
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
 
@@ -152,7 +152,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     import sys
 
     folder = Path(sys.modules[LockedDeb.__module__].__file__ or "").parent
-    modules = [f"envbuild.layers.debian.{path.stem}" for path in folder.glob("*.py")]
+    modules = [f"envbuild.debian.{path.stem}" for path in folder.glob("*.py")]
     heavy = "requests", "pysequoia", "zstandard", "rich"
     script = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.debian import stanza
 
+from envbuild.debian.index import Index
+from envbuild.debian.resolve import resolve
 from envbuild.errors import LockError
-from envbuild.layers.debian.index import Index
-from envbuild.layers.debian.resolve import resolve
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import LockError
-from envbuild.layers.debian.sources import (
+from envbuild.debian.sources import (
     Archive,
     apt_proxy,
     archives,
     debian_client,
     host_archives,
 )
+from envbuild.errors import LockError
 from envbuild.site.pip_config import PipConfig
 
 DATE = "2026-11-19T02:12:54Z"
@@ -96,7 +96,7 @@ def test_a_sources_file_that_apt_would_refuse_is_named(tmp_path: Path) -> None:
 
 @given(st.text(max_size=200))
 def test_no_text_of_a_list_file_is_an_error(text: str) -> None:
-    from envbuild.layers.debian.sources import _one_line
+    from envbuild.debian.sources import _one_line
 
     assert all(a.url.startswith(("http", "file:")) for a in _one_line(text))
 

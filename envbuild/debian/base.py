@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.debian.index import Index, Package
+from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
+from envbuild.debian.release import Release, fetch_packages, fetch_release, load_keys
+from envbuild.debian.resolve import resolve
+from envbuild.debian.sources import Archive, suites
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.index import Index, Package
-from envbuild.layers.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
-from envbuild.layers.debian.release import Release, fetch_packages, fetch_release, load_keys
-from envbuild.layers.debian.resolve import resolve
-from envbuild.layers.debian.sources import Archive, suites
 from envbuild.progress import say, transfer
 from envbuild.store.client import Client, NotFound, Unreachable
 

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from envbuild.debian.control import Relation
+from envbuild.debian.index import Index, Package, provided
 from envbuild.errors import LockError
-from envbuild.layers.debian.control import Relation
-from envbuild.layers.debian.index import Index, Package, provided
 
 # Qualifiers that any package of the one architecture meets (Policy 7.1).
 _ANY = frozenset({"", "any", "native", "all"})

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from envbuild.debian.lock import DebianLock, LockedDeb
+from envbuild.debian.sources import Archive
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.lock import DebianLock, LockedDeb
-from envbuild.layers.debian.sources import Archive
 from envbuild.progress import transfer
 from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
 from envbuild.store.store import alone

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from envbuild.debian.defaults import Rules
 from envbuild.image.entry import DIR, SYMLINK, Entry
-from envbuild.layers.debian.defaults import Rules
 
 # Files of packages that others are made of.
 SOURCES = re.compile(

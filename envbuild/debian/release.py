@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from envbuild.debian.control import parse_control
+from envbuild.debian.sources import Archive
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.layers.debian.control import parse_control
-from envbuild.layers.debian.sources import Archive
 from envbuild.store.client import Client, Mismatch, NotFound
 from envbuild.store.store import alone
 
 if TYPE_CHECKING:
     from pysequoia import Cert
 
-_SHIPPED = Path(__file__).resolve().parents[2] / "data" / "debian-keys"
+_SHIPPED = Path(__file__).resolve().parents[1] / "data" / "debian-keys"
 # Ours first: the smallest is taken.
 _FORMS = (".xz", ".gz", "")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from envbuild.debian.deb import Control
 from envbuild.image.entry import Entry
-from envbuild.layers.debian.deb import Control
 
 _FOLDER = "var/lib/dpkg"
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import LockError
-from envbuild.layers.debian.control import (
+from envbuild.debian.control import (
     Relation,
     compare_versions,
     parse_control,
     parse_relations,
 )
+from envbuild.errors import LockError
 
 _CHUNK = 1 << 20
 _NAME = re.compile(rb"^Package:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)

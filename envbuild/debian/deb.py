@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from envbuild.debian.control import parse_control
 from envbuild.errors import BuildError, LockError
 from envbuild.image import entry as kinds
 from envbuild.image.entry import Entry, Tree
-from envbuild.layers.debian.control import parse_control
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from envbuild.debian.database import Installed, database
+from envbuild.debian.deb import Control, read_control, read_data
+from envbuild.debian.defaults import Rules, load_rules
+from envbuild.debian.lock import LockedDeb
+from envbuild.debian.made import SOURCES, made
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
-from envbuild.layers.debian.database import Installed, database
-from envbuild.layers.debian.deb import Control, read_control, read_data
-from envbuild.layers.debian.defaults import Rules, load_rules
-from envbuild.layers.debian.lock import LockedDeb
-from envbuild.layers.debian.made import SOURCES, made
 
 # Folders that are links: what packages have below the first lies below the second. Those of /usr are
 # Debian's since 12 (base-files makes them since 13); var/run and var/lock are base-files' own.

@@ -13,7 +13,7 @@ from pathlib import Path
 from envbuild.errors import RecipeError
 
 _TRIPLETS = ("x86_64-linux-gnu", "aarch64-linux-gnu")
-_FILE = Path(__file__).resolve().parents[2] / "data" / "debian.toml"
+_FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,134 @@
+"""What pip installed in an image, compared with the wheels it was told to install.
+
+pip's RECORDs (PyPA "Recording installed projects") name, besides the wheel's files with the wheel's own
+hashes, what pip made itself: scripts, compiled modules, its notes. So they cannot equal the RECORDs of
+the native builder, and their digests cannot be known before. What is compared is therefore every row
+that pip did not make; the digests kept for later are of RECORDs that passed this.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.errors import BuildError
+from envbuild.layers.compose import PREFIX, WheelFile
+from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.names import normalise
+from envbuild.record import record_digest
+
+_SCRIPTS = "../../../bin/"
+_NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
+_SHOWN = 10
+# Runs in the image: any Python 3.
+_READER = """
+import json, platform, sys
+from pathlib import Path
+found = {p.parent.name: p.read_text("utf-8", "surrogateescape") for p in Path(sys.argv[1]).glob("*.dist-info/RECORD")}
+print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sys.executable), found]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Of an environment in an image: version and place of its interpreter, its RECORDs by .dist-info folder."""
+
+    python_version: str
+    interpreter: str
+    records: Mapping[str, bytes]
+
+
+def read_installed(client: Any, image_id: str, python: str) -> Installed:
+    """Read the environment of an image in `client`'s daemon, in a container without a network.
+
+    Raises BuildError when its interpreter does not run.
+    """
+    from docker.errors import DockerException
+
+    folder = f"/{Scheme(PREFIX, python).site_packages}"
+    container = None
+    try:
+        container = client.containers.create(
+            image_id, ["-B", "-I", "-c", _READER, folder], entrypoint=[f"/{PREFIX}/bin/python"],
+            user="0", network_mode="none",
+        )  # fmt: skip
+        # Attached before it starts: logs can be read from some of the daemon's drivers only.
+        streams = container.attach(stream=True, demux=True, stdout=True, stderr=True)
+        container.start()
+        out, err = bytearray(), bytearray()
+        for some_out, some_err in streams:
+            out += some_out or b""
+            err += some_err or b""
+        code = container.wait()["StatusCode"]
+        if code != 0:
+            text = err.decode(errors="replace").strip()[-2000:]
+            raise BuildError(f"the image's interpreter does not run (exit {code}):\n  {text}")
+        version, interpreter, records = json.loads(out)
+    except (DockerException, ValueError) as error:
+        text = str(getattr(error, "explanation", None) or error)
+        raise BuildError(f"the image cannot be read: {text}") from error
+    finally:
+        if container is not None:
+            container.remove(force=True, v=True)
+    found = {name: text.encode("utf-8", "surrogateescape") for name, text in records.items()}
+    return Installed(version, interpreter, found)
+
+
+def check_installed(
+    installed: Installed, wheels: Sequence[WheelFile], python: str
+) -> tuple[tuple[str, str, str], ...]:
+    """(name, version, digest of RECORD) of each distribution, once all are what `wheels` hold.
+
+    Raises BuildError naming every difference.
+    """
+    scheme = Scheme(PREFIX, python)
+    found: dict[tuple[str, str], bytes] = {}
+    for folder, record in installed.records.items():
+        name, _, version = folder.removesuffix(".dist-info").partition("-")
+        found[normalise(name), version] = record
+    wanted = {(wheel.name, wheel.version): wheel for wheel in wheels}
+    wrong = [f"{name} {version} is missing" for name, version in sorted(wanted.keys() - found)]
+    wrong += [f"{name} {version} is not locked" for name, version in sorted(found.keys() - wanted)]
+    for key in sorted(wanted.keys() & found):
+        differences = record_differences(wheel_record(wanted[key].path, scheme), found[key])
+        wrong += [f"{key[0]} {key[1]}: {line}" for line in differences[:_SHOWN]]
+    if wrong:
+        raise BuildError(
+            "the image does not hold what is locked:\n" + "\n".join(f"  {line}" for line in wrong),
+            "its base image may install packages into /opt/env, or change what pip does (PIP_* "
+            "variables, pip.conf): choose another base",
+        )
+    return tuple(sorted((*key, record_digest(record)) for key, record in found.items()))
+
+
+def record_differences(wheel: bytes, installed: bytes) -> list[str]:
+    """How pip's RECORD differs from the native builder's of the same wheel, less what pip makes itself.
+
+    Scripts are compared by name: installers write their text, and pip says by RECORD what it wrote.
+    """
+    wanted, found = _rows(wheel), _rows(installed)
+    lines = [f"{path} is missing" for path in sorted(wanted.keys() - found)]
+    lines += [f"{path} is not the wheel's" for path in sorted(found.keys() - wanted)]
+    lines += [
+        f"{path} has other content"
+        for path in sorted(wanted.keys() & found)
+        if wanted[path] != found[path] and not path.startswith(_SCRIPTS)
+    ]
+    return lines
+
+
+def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
+    rows = csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""))
+    return {row[0]: tuple(row[1:]) for row in rows if row and not _of_pip(row)}
+
+
+def _of_pip(row: Sequence[str]) -> bool:
+    folder, _, name = row[0].rpartition("/")
+    if folder.endswith(".dist-info") and "/" not in folder and name in _NOTES:
+        return True
+    # Without a hash: a wheel that brings compiled modules of its own says what they are.
+    return name.endswith(".pyc") and folder.endswith("__pycache__") and not any(row[1:])

@@ -1,0 +1,49 @@
+"""Words of an image's configuration as they may be shown: what looks like a secret is hidden."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from envbuild.site.pip_config import redact
+
+HIDDEN = "****"
+_NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY"
+_SECRET = re.compile(_NAMES, re.IGNORECASE)
+# NAME=value, as in build arguments and `ENV` lines of a history, and --name value, --name=value
+_ASSIGNED = re.compile(
+    rf"(?P<name>[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>\s*[=:]\s*|(?<=\S)\s+(?=[^-\s|&;>]))"
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s"']+)""",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or label of this name may hold a secret."""
+    return _SECRET.search(name) is not None
+
+
+def masked(values: Mapping[str, str]) -> dict[str, str]:
+    """Variables or labels, the values of secret ones hidden, and passwords in URLs of all."""
+    return {
+        name: HIDDEN if is_secret(name) and value else redact(value)
+        for name, value in values.items()
+    }
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """A command line: `--token=x`, `--token x` and passwords in URLs are hidden."""
+    shown: list[str] = []
+    after = False
+    for word in words:
+        if after and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(masked_text(word))
+        after = word.startswith("-") and "=" not in word and is_secret(word)
+    return shown
+
+
+def masked_text(text: str) -> str:
+    """A line of a history: values that are given to names of secrets are hidden."""
+    return redact(_ASSIGNED.sub(lambda m: f"{m['name']}{m['sign']}{HIDDEN}", text))
