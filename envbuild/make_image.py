@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts import docker, place
 from envbuild.artifacts.image import Image, assemble
@@ -29,6 +29,9 @@ from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.progress import transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.verify.image_subject import Built
 
 Say = Callable[[str], None]
 
@@ -116,7 +119,7 @@ def make_images(
         )
     index = docker.index_of(images) if len(images) > 1 else None
     digest = index.digest if index else images[0].digest
-    beside = wish.out.path if wish.out else _default_place(prepared)
+    beside = wish.out.path if wish.out else default_place(prepared[0].plan)
     receipts = [
         _verified(one, image, wish, beside, environment, say)
         for one, image in zip(prepared, images, strict=True)
@@ -142,8 +145,8 @@ def make_images(
     }
 
 
-def _default_place(prepared: Sequence[Prepared]) -> Path:
-    plan = prepared[0].plan
+def default_place(plan: Plan) -> Path:
+    """Beside what the receipt of an image in a daemon or registry lies."""
     return Path("build") / plan.recipe / plan.target / "docker"
 
 
@@ -164,7 +167,7 @@ def _verified(
     try:
         with _daemon(environment) as client:
             _load_into(client, image, [], say)
-            _verify(client, one, image, wish, beside, environment, say)
+            verify_image(client, one, image, wish, beside, environment, say)
     except HostError as error:
         if wish.load:
             raise
@@ -173,15 +176,16 @@ def _verified(
     return str(path.absolute())
 
 
-def _verify(
+def verify_image(
     client: Any,
     one: Prepared,
-    image: Image,
+    image: Built,
     wish: Wish,
     beside: Path,
     environment: Environment,
     say: Say,
 ) -> None:
+    """Verify an image that `client`'s daemon has, and write its receipt. Raises VerificationError."""
     from envbuild.verify.explain import failures
     from envbuild.verify.image_subject import image_subject
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt

@@ -160,9 +160,11 @@ def base_name(plan: Plan) -> str:
     return f"{parse_reference(reference).name}@{digest}"
 
 
-def build_arguments(plan: Plan, *, system_packages: bool) -> dict[str, str]:
-    """The Dockerfile's arguments for `plan`."""
+def build_arguments(plan: Plan) -> dict[str, str]:
+    """The Dockerfile's arguments for `plan`. As with the native builder, an environment on an existing
+    image that the recipe names sees the packages of that image's interpreter."""
     assert plan.image is not None
+    system_packages = plan.image.base != "debian"
     torch = next((p.version for p in plan.packages if p.name == "torch"), "")
     arguments = {
         "BASE": base_name(plan),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 VENV, IMAGE = "venv", "image"
+# What envbuild.json says under the same names as `About` (artifacts/state.py).
+_IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
+             "python_version", "interpreter", "envbuild")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class PythonPackage:
 
     `record` is the digest of its RECORD (`envbuild.record`), `content` that of the rows that are the same
     however it was installed; both "" where it has none. `expression` is its SPDX licence expression,
-    `licenses` what its classifiers or its License field say.
+    `licenses` what its classifiers or its License field say; `info` is its .dist-info folder.
     """
 
     name: str
@@ -45,6 +48,7 @@ class PythonPackage:
     content: str = ""
     expression: str = ""
     licenses: tuple[str, ...] = ()
+    info: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +112,33 @@ class About:
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What lies in an artifact. Paths are relative to its root; `prefix` is the environment's folder
-    ("" for a venv, None for an image without one). `os` is os-release(5), `state` envbuild.json."""
+    ("" for a venv, None for an image without one). `os` is os-release(5), `config` the environment's
+    pyvenv.cfg, `state` its envbuild.json; each empty when it is not there."""
 
     files: Mapping[str, Item]
     python: tuple[PythonPackage, ...] = ()
     debian: tuple[DebianPackage, ...] = ()
     prefix: str | None = None
     os: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The bytes of all files, each name counted."""
         return sum(item.size for item in self.files.values())
+
+
+def completed(about: About, contents: Contents | None) -> About:
+    """`about`, with what it does not say taken from the environment's envbuild.json."""
+    if contents is None or not contents.state:
+        return about
+    said = {
+        name: str(contents.state[name])
+        for name in _IN_STATE
+        if not getattr(about, name) and contents.state.get(name)
+    }
+    return replace(about, **said)  # type: ignore[arg-type]
 
 
 class Opened(Protocol):

@@ -66,9 +66,11 @@ def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[Py
                 about.get("content", ""),
                 about.get("expression", ""),
                 tuple(about.get("licenses", ())),
+                f"{folder}.dist-info",
             )
         )
-    return tuple(sorted(packages, key=lambda p: (p.name, p.location, p.version, p.record)))
+    named = (package for package in packages if package.name)
+    return tuple(sorted(named, key=lambda p: (p.name, p.location, p.version, p.record)))
 
 
 def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
@@ -86,6 +88,12 @@ def os_release(text: str) -> dict[str, str]:
     """os-release(5) as a dictionary; lines that are none of it are passed over."""
     pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
     return {name.strip(): value.strip().strip("\"'") for name, sign, value in pairs if sign}
+
+
+def settings_of(text: str) -> dict[str, str]:
+    """pyvenv.cfg (PEP 405) as a dictionary."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip().lower(): value.strip() for name, sign, value in pairs if sign}
 
 
 def state_of(text: str) -> dict[str, Any]:
@@ -153,7 +161,7 @@ def _debian(data: bytes) -> Note:
     for stanza in re.split(r"\n[ \t]*\n", data.decode("utf-8", "replace").replace("\r\n", "\n")):
         fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*?)[ \t]*$", stanza, re.MULTILINE))
         # Packages that were removed are listed while their configuration is there; status.d has no Status.
-        if "Package" in fields and fields.get("Status", "ok installed").endswith(" installed"):
+        if fields.get("Package") and fields.get("Status", "ok installed").endswith(" installed"):
             rows.append(
                 [fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")]
             )

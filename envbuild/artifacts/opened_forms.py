@@ -7,11 +7,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.listing import remembered
 from envbuild.artifacts.opened_image import Bring, OpenedImage, about_image
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
@@ -67,37 +66,54 @@ def open_archive(request: Request) -> OpenedImage:
 
 def open_daemon(request: Request) -> OpenedImage:
     """An image of the docker daemon by its name or id. It is asked for the content only when a layer of
-    it has never been seen."""
+    it was never read."""
     from docker.errors import APIError, ImageNotFound
 
     from envbuild.image.archive import read_daemon
     from envbuild.image.daemon import connect
 
-    store = request.environment.store
+    store, name = request.environment.store, request.rest
     client = request.stack.enter_context(connect(request.environment.variables))
     try:
-        identity = str(client.api.inspect_image(request.rest)["Id"])
+        config, identity = _daemon_config(client, name)
     except ImageNotFound:
         raise UsageError(
-            f"the docker daemon has no image {request.rest}",
-            f"see `docker images`; a registry's image is docker://{request.rest}",
+            f"the docker daemon has no image {name}",
+            f"see `docker images`; a registry's image is docker://{name}",
         ) from None
     except APIError as error:
-        raise BuildError(f"docker image {request.rest}: {error.explanation or error}") from error
-    config = _remembered(identity, store)
-    if config is None:
-        folder = request.stack.enter_context(_working(store))
-        pulled = read_daemon(request.rest, Blobs(folder), client, request.arch)
-        # A store that cannot be written costs time, no more.
-        with contextlib.suppress(OSError, BuildError):
-            Blobs(store.folder("blobs")).add(pulled.blobs.read(pulled.manifest.config.digest))
-        return _opened(request, pulled, "", None)
-    has = str(config.get("architecture") or "")
-    if request.arch and has not in ("", GOARCH[request.arch]):
+        raise BuildError(f"docker image {name}: {error.explanation or error}") from error
+    if request.arch and config["architecture"] not in ("", GOARCH[request.arch]):
+        has = config["architecture"]
         raise UsageError(f"{request.spelling} is for {has}, not for {GOARCH[request.arch]}")
     layers = tuple(Descriptor(OCI_LAYER, d, 0) for d in config["rootfs"]["diff_ids"])
+
+    def bring(_: Mapping[str, Descriptor]) -> Mapping[str, Path]:
+        folder = request.stack.enter_context(_working(store))
+        pulled = read_daemon(identity, Blobs(folder), client)
+        ids = pulled.config["rootfs"]["diff_ids"]
+        paths = (pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers)
+        return dict(zip(ids, paths, strict=True))
+
     about = about_image(config, identity, "", layers, request.spelling, None)
-    return OpenedImage(about, layers, _nothing, store)
+    return OpenedImage(about, layers, bring, store)
+
+
+def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
+    """An image's configuration as far as a daemon tells it, and its id."""
+    found = client.api.inspect_image(name)
+    ids = list(found["RootFS"].get("Layers") or ())
+    steps = list(reversed(client.api.history(found["Id"])))
+    if len(steps) != len(ids):  # steps that made no layer are listed with those that did
+        steps = [step for step in steps if step.get("Size")]
+    return {
+        "architecture": str(found.get("Architecture") or ""),
+        "os": found.get("Os"),
+        "created": found.get("Created"),
+        "config": found.get("Config"),
+        "rootfs": {"type": "layers", "diff_ids": ids},
+        "history": [{"created_by": step.get("CreatedBy")} for step in steps],
+    }, str(found["Id"])
 
 
 def open_registry_image(request: Request) -> OpenedImage:
@@ -114,11 +130,11 @@ def open_registry_image(request: Request) -> OpenedImage:
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
     check_image(manifest, config, request.arch, request.spelling)
 
-    def bring(wanted: Sequence[Descriptor]) -> Blobs:
-        total = sum(layer.size for layer in wanted)
+    def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
+        total = sum(layer.size for layer in wanted.values())
         with transfer(f"fetching {len(wanted)} layers of {request.rest}", total) as moved:
-            registry.fetch_blobs(wanted, blobs, moved)
-        return blobs
+            files = registry.fetch_blobs(list(wanted.values()), blobs, moved)
+        return dict(zip(wanted, files, strict=True))
 
     pulled = Pulled(manifest, config, blobs)
     return _opened(request, pulled, manifest.digest, None, bring)
@@ -130,22 +146,11 @@ def _opened(
     layers = pulled.manifest.layers
     identity = pulled.manifest.config.digest
     about = about_image(pulled.config, identity, digest, layers, request.spelling, place)
-    here = bring or (lambda _: pulled.blobs)
-    return OpenedImage(about, layers, here, request.environment.store)
 
+    def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
+        return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
-def _nothing(wanted: Sequence[Descriptor]) -> Blobs:
-    raise BuildError("the store was cleaned meanwhile", "run it again")
-
-
-def _remembered(identity: str, store: Store) -> dict[str, Any] | None:
-    """The configuration of an image all of whose layers have been listed."""
-    try:
-        config = parse_config(Blobs(store.root / "blobs").read(identity), identity)
-    except BuildError:
-        return None
-    known = all(remembered(diff_id, store) for diff_id in config["rootfs"]["diff_ids"])
-    return config if known else None
+    return OpenedImage(about, layers, bring or here, request.environment.store)
 
 
 def _folder_and_tag(text: str) -> tuple[Path, str | None]:

@@ -10,8 +10,13 @@ from typing import Any, BinaryIO
 
 from envbuild.artifacts.facts import IMAGE, About, Contents, Item, LayerFact
 from envbuild.artifacts.listing import Listing, listing, remembered
-from envbuild.artifacts.metadata import debian_packages, os_release, python_packages, state_of
-from envbuild.image.blobs import Blobs
+from envbuild.artifacts.metadata import (
+    debian_packages,
+    os_release,
+    python_packages,
+    settings_of,
+    state_of,
+)
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
@@ -19,8 +24,8 @@ from envbuild.image.tree import Node, Root
 from envbuild.layers.compose import PREFIX
 from envbuild.store.store import Store
 
-# Brings layers that are not at hand yet (a registry's), and says where they are.
-Bring = Callable[[Sequence[Descriptor]], Blobs]
+# Brings layers, given by the digests of their tars, to this machine, and says where the file of each is.
+Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,10 @@ class OpenedImage:
         known = {fact.diff_id: remembered(fact.diff_id, self.store) for _, fact in wanted}
         missing = {fact.diff_id: layer for layer, fact in wanted if known[fact.diff_id] is None}
         if missing:
-            blobs = self.bring(list(missing.values()))
+            files = self.bring(missing)
             for diff_id, layer in missing.items():
                 name = f"{self.about.spelling}: layer {layer.digest}"
-                known[diff_id] = listing(diff_id, name, _opener(blobs, layer.digest), self.store)
+                known[diff_id] = listing(diff_id, name, _opener(files[diff_id], name), self.store)
         return [found for _, fact in wanted if (found := known[fact.diff_id]) is not None]
 
 
@@ -130,6 +135,7 @@ def _contents(about: About, listings: Sequence[Listing]) -> Contents:
         debian_packages(notes),
         prefix,
         os_release(str(release)),
+        settings_of(str(notes.get(f"{prefix}/pyvenv.cfg", ""))),
         state_of(str(notes.get(f"{prefix}/envbuild.json", ""))),
     )
 
@@ -161,8 +167,8 @@ def _prefix(about: About, files: Mapping[str, Item]) -> str | None:
     return None
 
 
-def _opener(blobs: Blobs, digest: str) -> Callable[[], BinaryIO]:
-    return lambda: decompressed(blobs.path(digest).open("rb"), digest)
+def _opener(path: Path, name: str) -> Callable[[], BinaryIO]:
+    return lambda: decompressed(path.open("rb"), name)
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts.facts import VENV, About, Contents, Item
-from envbuild.artifacts.metadata import interest, python_packages, state_of
+from envbuild.artifacts.metadata import interest, python_packages, settings_of, state_of
 from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
@@ -47,6 +47,7 @@ class OpenedVenv:
             files,
             python_packages(files, notes),
             prefix="",
+            config=settings_of(str(notes.get("pyvenv.cfg", ""))),
             state=state_of(str(notes.get("envbuild.json", ""))),
         )
 

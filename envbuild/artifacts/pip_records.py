@@ -1,7 +1,7 @@
 """What pip installed in an image, compared with the wheels it was told to install.
 
 pip's RECORDs (PyPA "Recording installed projects") name, besides the wheel's files with the wheel's own
-hashes, what pip made itself: scripts, compiled modules, its notes. So they cannot equal the RECORDs of
+hashes, what pip made itself: scripts and its notes. So they cannot equal the RECORDs of
 the native builder, and their digests cannot be known before. What is compared is therefore every row
 that pip did not make; the digests kept for later are of RECORDs that passed this.
 """
@@ -128,7 +128,4 @@ def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
 
 def _of_pip(row: Sequence[str]) -> bool:
     folder, _, name = row[0].rpartition("/")
-    if folder.endswith(".dist-info") and "/" not in folder and name in _NOTES:
-        return True
-    # Without a hash: a wheel that brings compiled modules of its own says what they are.
-    return name.endswith(".pyc") and folder.endswith("__pycache__") and not any(row[1:])
+    return folder.endswith(".dist-info") and "/" not in folder and name in _NOTES

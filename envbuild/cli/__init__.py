@@ -24,6 +24,8 @@ COMMANDS = {
     "venv": ("venv", "Build a verified virtual environment."),
     "docker": ("docker", "Build a verified container image, without a daemon or root."),
     "verify": ("verify", "Train in an artifact and judge it again."),
+    "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
+    "diff": ("diff", "Compare two artifacts of any kinds."),
     "matrix": ("matrix", "List the builds that a CI should run."),
 }
 

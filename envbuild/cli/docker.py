@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from envbuild.cli.common import (
@@ -30,6 +32,11 @@ from envbuild.environment import load_environment
     "--builder", type=click.Choice(["native", "dockerfile"]), default="native", show_default=True,
     help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
 )  # fmt: skip
+@click.option(
+    "--base",
+    metavar="IMAGE",
+    help="For --builder dockerfile: the image to build on, with Python and venv.",
+)
 @click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
 @click.option(
     "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
@@ -46,6 +53,7 @@ def docker_command(
     push: bool,
     out: str | None,
     builder: str,
+    base: str | None,
     no_verify: bool,
     faults: bool,
     no_bytecode: bool,
@@ -68,6 +76,7 @@ def docker_command(
     """
     from envbuild.artifacts.docker import Out, check_tag, default_tag
     from envbuild.errors import UsageError
+    from envbuild.make_dockerfile import make_by_dockerfile, prepare_dockerfile
     from envbuild.make_image import Wish, make_images, prepare_image
 
     place = Out.parse(out) if out else None
@@ -78,8 +87,15 @@ def docker_command(
     wanted = [loaded.target(name)[0] for name in targets or (None,)]
     if len({target.arch for target in wanted}) < len(wanted):
         raise UsageError("two targets of one architecture do not fit into one image")
+    prepare = prepare_image
+    if builder == "dockerfile":
+        prepare = partial(prepare_dockerfile, base=base)
+    elif base:
+        raise UsageError(
+            "--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]"
+        )
     prepared = [
-        prepare_image(
+        prepare(
             loaded, target, environment, locked=locked, offline=offline,
             bytecode=not no_bytecode, say=say,
         )
@@ -98,7 +114,8 @@ def docker_command(
             click.echo(name)
         return
     wish = Wish(name, place, push, verify=not no_verify, faults=faults)
-    result = make_images(prepared, wish, environment, say, offline=offline)
+    make = make_images if builder == "native" else make_by_dockerfile
+    result = make(prepared, wish, environment, say, offline=offline)
     if as_json:
         print_json(result)
     else:

@@ -12,19 +12,31 @@ import hashlib
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Tree
+from envbuild.image.entry import (
+    BLOCK,
+    CHAR,
+    DIR,
+    FIFO,
+    FILE,
+    HARDLINK,
+    SYMLINK,
+    Entry,
+    Readable,
+    Tree,
+)
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
 
 _BLOCK = 512
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 _CHUNK = 4 << 20
+_MOST_WORKERS = 8
 # 1: a third larger than level 6 at most, several times faster; torch's libraries gain 8 % from more.
 _LEVEL = 1
 _TYPES = {
@@ -36,7 +48,7 @@ _TYPES = {
     BLOCK: tarfile.BLKTYPE,
     FIFO: tarfile.FIFOTYPE,
 }
-Compress = Callable[[bytes], bytes]
+Compress = Callable[[bytes], bytearray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +75,16 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
                     raise BuildError(f"/{entry.path} comes twice in one layer")
                 seen.add(entry.path)
                 writer.write(header(entry))
-                if entry.kind == FILE and entry.size:
-                    if content is None:
-                        raise BuildError(f"{entry.path}: a file without content")
-                    _copy(entry, content.read, writer.write)
+                if entry.kind == FILE and content is not None:
+                    _copy(entry, content, writer.write)
+                elif entry.kind == FILE and entry.size:
+                    raise BuildError(f"{entry.path}: a file without content")
             writer.write(bytes(2 * _BLOCK))
             digest, diff_id = writer.finish()
         finally:
             writer.close()
+            if isinstance(tree, Generator):
+                tree.close()  # now, not when collected: it may hold archives and processes
         stream.flush()
         size = stream.tell()
         place(digest)
@@ -92,15 +106,12 @@ def header(entry: Entry) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def _copy(entry: Entry, read: Callable[[int], bytes], write: Callable[[bytes], None]) -> None:
+def _copy(entry: Entry, content: Readable, write: Callable[[bytes], None]) -> None:
     left = entry.size
-    while left:
-        data = read(min(left, _PIECE))
-        if not data:
-            break
+    while left and (data := content.read(min(left, _PIECE))):
         write(data)
         left -= len(data)
-    if left or read(1):
+    if left or content.read(1):
         raise BuildError(f"{entry.path}: not {entry.size} bytes long as its archive says")
     write(bytes(-entry.size % _BLOCK))
 
@@ -108,35 +119,39 @@ def _copy(entry: Entry, read: Callable[[int], bytes], write: Callable[[bytes], N
 def _gzip() -> Compress:
     from deflate import gzip_compress
 
-    return lambda data: bytes(gzip_compress(data, _LEVEL))
+    return lambda data: gzip_compress(data, _LEVEL)
 
 
 class _Writer:
     """Collects chunks, has them compressed by a pool, and writes the results in order."""
 
     def __init__(self, out: BinaryIO, compress: Compress) -> None:
-        workers = len(os.sched_getaffinity(0))
+        # Whoever reads the tree keeps no more of them busy, and each holds a chunk.
+        workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         self.unpacked = 0
         self._out, self._compress = out, compress
         self._pool = ThreadPoolExecutor(workers)
         self._hasher = ThreadPoolExecutor(1)  # one thread: chunks are hashed in their order
-        self._buffer = bytearray()
-        self._pending: deque[tuple[Future[bytes], Future[None]]] = deque()
-        self._most = workers + 2
+        self._pieces: list[bytes | memoryview] = []
+        self._room = _CHUNK
+        self._pending: deque[tuple[Future[bytearray], Future[None]]] = deque()
+        self._most = workers + 1
         self._tar, self._blob = hashlib.sha256(), hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= _CHUNK:
-            chunk = bytes(self._buffer[:_CHUNK])
-            del self._buffer[:_CHUNK]
-            self._submit(chunk)
+        rest: bytes | memoryview = data
+        while len(rest) >= self._room:
+            view = memoryview(rest)
+            self._pieces.append(view[: self._room])
+            rest = view[self._room :]
+            self._submit()
+        self._pieces.append(rest)
+        self._room -= len(rest)
 
     def finish(self) -> tuple[str, str]:
         """(digest of the compressed stream, digest of the tar)."""
-        if self._buffer:
-            self._submit(bytes(self._buffer))
-            self._buffer.clear()
+        if self._room < _CHUNK:
+            self._submit()
         while self._pending:
             self._drain()
         return f"sha256:{self._blob.hexdigest()}", f"sha256:{self._tar.hexdigest()}"
@@ -145,12 +160,15 @@ class _Writer:
         for pool in (self._pool, self._hasher):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, chunk: bytes) -> None:
+    def _submit(self) -> None:
+        chunk = b"".join(self._pieces)
+        self._pieces.clear()
+        self._room = _CHUNK
         self.unpacked += len(chunk)
+        while len(self._pending) >= self._most:
+            self._drain()
         hashed = self._hasher.submit(self._tar.update, chunk)
         self._pending.append((self._pool.submit(self._compress, chunk), hashed))
-        if len(self._pending) > self._most:
-            self._drain()
 
     def _drain(self) -> None:
         packed, hashed = self._pending.popleft()

@@ -11,38 +11,42 @@ processors: marshal's output depends on what else a process holds (python/cpytho
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import struct
 import subprocess
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
 
 from envbuild import process
-from envbuild.errors import HostError
+from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 
 # Larger modules are rare, generated tables; they are compiled when imported, as without this.
 _MAX_SOURCE = 4 << 20
 # Modules in one process: enough to make its start cheap, few enough to keep all processors busy.
-_SHARE = 200
-_SHARE_BYTES = 4 << 20
+_SHARE, _SHARE_BYTES = 200, 4 << 20
+# One reader of archives does not keep more busy; shares under way are held in memory.
+_MOST_PROCESSES, _MOST_WAITING = 8, 10
 _WORKER = r"""
 import marshal, sys
-read, write = sys.stdin.buffer.read, sys.stdout.buffer.write
-sys.setrecursionlimit(10000)
-import builtins
+read, write, flush = sys.stdin.buffer.read, sys.stdout.buffer.write, sys.stdout.buffer.flush
 while head := read(8):
     name = read(int.from_bytes(head[:4], "little")).decode("utf-8", "surrogateescape")
     source = read(int.from_bytes(head[4:], "little"))
     try:
         code = marshal.dumps(compile(source, name, "exec", dont_inherit=True, optimize=-1))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+    except Exception:
         code = b""
     write(len(code).to_bytes(4, "little"))
     write(code)
+    flush()
 """
 
 
@@ -78,33 +82,65 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
     """`tree`, then the bytecode of every module under the folders `below`.
 
     Without a compiler `tree` as it is. A module that does not compile (tests of other Python versions,
-    templates) has no bytecode.
+    templates) has no bytecode. Raises HostError when the interpreter does not run or dies, BuildError when
+    there is no room for temporary files.
     """
     if compiler is None:
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
-    with tempfile.TemporaryFile() as spool, _Pool(compiler, spool) as pool:
+    with _spool() as spool, _Pool(compiler, spool) as pool:
         own: set[str] = set()  # numpy's wheel has a .pyc of its own, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):
                 own.add(entry.path)
-            wanted = (
-                entry.kind == FILE
-                and entry.path.endswith(".py")
-                and entry.path.startswith(prefixes)
-                and entry.size <= _MAX_SOURCE
-                and content is not None
-            )
-            if wanted and content is not None:
-                source = content.read(entry.size)
-                pool.add(entry.path, source)
-                yield entry, _Once(source, content)
-            else:
-                yield entry, content
+            if content is not None and _is_module(entry, prefixes):
+                source = _whole(content, entry.size)
+                if len(source) == entry.size:  # else whoever writes the tree refuses it
+                    pool.add(entry.path, source)
+                content = _Joined(source, content)
+            yield entry, content
         for entry, content in _compiled(pool, compiler, mtime):
             if entry.path not in own:
                 yield entry, content
+
+
+def _is_module(entry: Entry, prefixes: tuple[str, ...]) -> bool:
+    return (
+        entry.kind == FILE
+        and entry.path.endswith(".py")
+        and entry.path.startswith(prefixes)
+        and entry.size <= _MAX_SOURCE
+    )
+
+
+def _whole(content: Readable, size: int) -> bytes:
+    """`size` bytes, or less where the content is shorter; one read may give less than there is."""
+    parts = []
+    while size and (data := content.read(size)):
+        parts.append(data)
+        size -= len(data)
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def _spool() -> Iterator[IO[bytes]]:
+    try:
+        stream = tempfile.TemporaryFile()  # noqa: SIM115
+    except OSError as error:
+        raise _no_room(error) from error
+    try:
+        yield stream
+    finally:
+        with contextlib.suppress(OSError):  # a full disk was told where it was met
+            stream.close()
+
+
+def _no_room(error: OSError) -> BuildError:
+    return BuildError(
+        f"no temporary file for bytecode: {error.strerror}",
+        "set TMPDIR to a folder with room that you may write",
+    )
 
 
 def _compiled(pool: _Pool, compiler: Compiler, mtime: int) -> Tree:
@@ -134,28 +170,15 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Joined:
+    """Bytes, then the rest of a content."""
+
     head: bytes
-    piece: _Piece
+    rest: Readable
 
     def read(self, size: int = -1, /) -> bytes:
         if self.head:
             count = len(self.head) if size < 0 else size
             data, self.head = self.head[:count], self.head[count:]
-            return data
-        return self.piece.read(size)
-
-
-@dataclass(slots=True)
-class _Once:
-    """Content that was read already, then what its archive still has (nothing, unless the size was wrong)."""
-
-    data: bytes
-    rest: Readable
-
-    def read(self, size: int = -1, /) -> bytes:
-        if self.data:
-            count = len(self.data) if size < 0 else size
-            data, self.data = self.data[:count], self.data[count:]
             return data
         return self.rest.read(size)
 
@@ -165,16 +188,18 @@ class _Pool:
 
     def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
         self._compiler, self._spool, self._end = compiler, spool, 0
-        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+        self._children = _Children()
         self._share: list[tuple[str, bytes]] = []
         self._size = 0
-        self._waiting: list[Future[list[tuple[str, int, bytes]]]] = []
+        self._waiting: deque[Future[list[tuple[str, int, bytes]]]] = deque()
         self._done: list[tuple[str, int, _Piece]] = []
 
     def __enter__(self) -> _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._children.stop()  # none is left unless this is an error or a Ctrl-C
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def add(self, path: str, source: bytes) -> None:
@@ -182,7 +207,7 @@ class _Pool:
         self._size += len(source)
         if len(self._share) >= _SHARE or self._size >= _SHARE_BYTES:
             self._send()
-        while len(self._waiting) > 4 or (self._waiting and self._waiting[0].done()):
+        while len(self._waiting) > _MOST_WAITING or (self._waiting and self._waiting[0].done()):
             self._collect()
 
     def results(self) -> Iterator[tuple[str, int, _Piece]]:
@@ -194,42 +219,85 @@ class _Pool:
 
     def _send(self) -> None:
         if self._share:
-            self._waiting.append(self._threads.submit(_compile, self._compiler, self._share))
+            job = self._threads.submit(_compile, self._compiler, self._share, self._children)
+            self._waiting.append(job)
             self._share, self._size = [], 0
 
     def _collect(self) -> None:
-        for path, size, code in self._waiting.pop(0).result():
-            if code:
-                self._spool.write(code)
-                self._done.append((path, size, _Piece(self._spool, self._end, len(code))))
-                self._end += len(code)
-        self._spool.flush()
+        try:
+            for path, size, code in self._waiting.popleft().result():
+                if code:
+                    self._spool.write(code)
+                    self._done.append((path, size, _Piece(self._spool, self._end, len(code))))
+                    self._end += len(code)
+            self._spool.flush()
+        except OSError as error:
+            raise _no_room(error) from error
 
 
-def _compile(compiler: Compiler, share: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
-    child = subprocess.Popen(
-        [compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=_environment(),
-        cwd="/",
-        start_new_session=True,  # a Ctrl-C is ours to handle; when we die, it reads the end of its input
-    )
+class _Children:
+    """The compiling processes that run now. Once stopped, none is started any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, command: list[str], data: bytes) -> tuple[int, bytes]:
+        """(exit status, output) of `command` that reads `data`. Raises HostError when it cannot start."""
+        with self._lock:
+            if self._stopped:
+                return -signal.SIGKILL, b""
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=_environment(),
+                    cwd="/",
+                    start_new_session=True,  # a Ctrl-C is ours to handle; when we die, its input ends
+                )
+            except OSError as error:
+                raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
+            self._running.add(child)
+        try:
+            out, _ = child.communicate(data)
+        finally:
+            with self._lock:
+                self._running.discard(child)
+        return child.returncode, out
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for child in self._running:
+                child.kill()
+
+
+def _compile(
+    compiler: Compiler, share: list[tuple[str, bytes]], children: _Children
+) -> list[tuple[str, int, bytes]]:
     frames = []
     for path, source in share:
         name = os.fsencode("/" + path)
         frames += [struct.pack("<II", len(name), len(source)), name, source]
-    out, _ = child.communicate(b"".join(frames))
-    if child.returncode != 0:
-        raise HostError(f"{compiler.python} failed while compiling (exit {child.returncode})")
+    command = [compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
+    status, out = children.run(command, b"".join(frames))
     results, at = [], 0
     for path, source in share:
-        size = int.from_bytes(out[at : at + 4], "little")
-        results.append((path, len(source), out[at + 4 : at + 4 + size]))
-        at += 4 + size
+        start = at + 4
+        at = start + int.from_bytes(out[at:start], "little")
+        if len(out) < max(start, at):
+            raise HostError(
+                f"{compiler.python} ended with status {status} while compiling /{path}",
+                "build with --no-bytecode: every start in the container is slower then",
+            )
+        results.append((path, len(source), out[start:at]))
     return results
 
 
 def _environment() -> dict[str, str]:
-    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8"}
+    # A Python from a module tree may find its own library by LD_LIBRARY_PATH alone.
+    kept = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
+    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **kept}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -22,6 +23,8 @@ FORMAT = 1
 PREFIX = "opt/env"
 # 2020-01-01, as the trainer's wheel; zipfile refuses times before 1980 inside of images.
 FIXED_TIME = 1577836800
+# A folder in a layer replaces the base's mode of it: these keep what every distribution gives them.
+_MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 # A wheel of this size (bytes, as published) or more has a layer of its own.
 LARGE = 4_000_000
 
@@ -108,12 +111,17 @@ def environment_part(
             yield from frame
             yield from wheel_tree(trainer.path, scheme, mtime)
             for folder in folders:
-                yield Entry(folder.strip("/"), DIR, 0o755, mtime=mtime), None
+                yield (
+                    Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime),
+                    None,
+                )
             place = f"{scheme.prefix}/envbuild.json"
             yield Entry(place, FILE, 0o644, len(record), mtime=mtime), BytesIO(record)
 
         modules = with_bytecode(content(), compiler, [scheme.site_packages], mtime)
-        return with_parents(modules, mtime)
+        for entry, stream in with_parents(modules, mtime):
+            mode = _MODES.get(entry.path, entry.mode) if entry.kind == DIR else entry.mode
+            yield replace(entry, mode=mode), stream
 
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]
@@ -140,9 +148,8 @@ def _frame(
         frame.append(
             (Entry(f"{scheme.scripts}/{name}", SYMLINK, 0o777, 0, target, mtime=mtime), None)
         )
-    if (
-        system_packages
-    ):  # the base's torchrun would start the base's interpreter, without this environment
+    if system_packages:
+        # The base's own torchrun would start the base's interpreter, without this environment.
         text = (
             f"#!{scheme.interpreter}\nimport sys\nfrom torch.distributed.run import main\n"
             'if __name__ == "__main__":\n    sys.exit(main())\n'

@@ -37,7 +37,7 @@ _STEP = 1 << 18
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD for its readers; the others no one can type.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
-# What zipfile and its decompressors raise for archives that are damaged, encrypted or of unknown methods.
+# What zipfile raises for archives that are damaged, encrypted or of unknown methods.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
 )  # fmt: skip
@@ -88,7 +88,7 @@ def wheel_tree(wheel: Path, scheme: Scheme, mtime: int) -> Tree:
 
 
 def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
-    """The paths of the files that `wheel_tree` gives, from the archive's directory and metadata alone."""
+    """The paths that other wheels may have too, of those that `wheel_tree` gives; no content is read."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return _Wheel(archive, wheel.name, scheme, 0).paths()
@@ -97,12 +97,12 @@ def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
-    """The RECORD that `wheel_tree` gives, for a wheel that is small."""
+    """The RECORD that `wheel_tree` gives; of the wheel no more is read than that needs."""
     content = b""
     for entry, stream in wheel_tree(wheel, scheme, 0):
-        if stream is not None:
+        if stream is not None and entry.path.endswith(".dist-info/RECORD"):
             content = stream.read(entry.size)
-    return content  # RECORD comes last
+    return content  # it comes last
 
 
 def _damaged(name: str, error: Exception) -> BuildError:
@@ -120,12 +120,11 @@ class _Content:
         self._hash = hashlib.sha256() if hashed else None
 
     def read(self, size: int = -1, /) -> bytes:
-        if self._start:
-            count = len(self._start) if size < 0 else size
-            data, self._start = self._start[:count], self._start[count:]
-        else:
+        count = len(self._start) if size < 0 else size
+        data, self._start = self._start[:count], self._start[count:]
+        if size < 0 or len(data) < size:
             try:
-                data = self._stream.read(size)
+                data += self._stream.read(size if size < 0 else size - len(data))
             except _DAMAGE as error:
                 raise _damaged(self._wheel, error) from error
         if self._hash is not None:
@@ -171,10 +170,8 @@ class _Wheel:
         yield self._whole(f"{self._folder}/RECORD", self._installed_record(), 0o644)
 
     def paths(self) -> list[str]:
-        """Every path of `tree`, once."""
-        scripts = [path for path, _ in self._entry_points()]
-        own = [f"{self._folder}/INSTALLER", f"{self._folder}/RECORD"]
-        return list(dict.fromkeys([*self._members(), *scripts, *own]))
+        """Every path of `tree`; what is added to a wheel's files has a name of its own, or is a script."""
+        return [*self._members(), *(path for path, _ in self._entry_points())]
 
     def _members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
         """path → (member, is a script) of every file that is copied, in the order of paths.
@@ -209,18 +206,12 @@ class _Wheel:
         return folder.endswith(".data") and normalise(name) == normalise(self._name)
 
     def _copied(
-        self,
-        path: str,
-        info: zipfile.ZipInfo,
-        stream: IO[bytes],
-        script: bool,
+        self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool,
         recorded: tuple[str, str] | None,
-    ) -> Tree:
-        """One member. Its row is the wheel's own where that can be right, else made while it is read."""
+    ) -> Tree:  # fmt: skip
+        """One member. Its row is the wheel's own if that can be right, else made while it is read."""
         start, size = self._script_start(info, stream) if script else (b"", info.file_size)
-        if script or (
-            recorded and (not _SHA256.fullmatch(recorded[0]) or recorded[1] != str(size))
-        ):
+        if script or (recorded and recorded[1] != str(size)):
             recorded = None
         content = _Content(stream, self._file, start, hashed=recorded is None)
         mode = info.external_attr >> 16
@@ -263,7 +254,7 @@ class _Wheel:
             )
 
     def _record(self) -> dict[str, tuple[str, str]]:
-        """The wheel's own RECORD: name in the archive → (hash, size)."""
+        """The rows of the wheel's own RECORD that say all: name in the archive → (hash, size)."""
         text = self._text("RECORD")
         if text is None:
             raise BuildError(f"{self._file}: no RECORD in {self._info}")
@@ -271,7 +262,7 @@ class _Wheel:
             rows = [row for row in csv.reader(io.StringIO(text, newline="")) if len(row) > 2]
         except csv.Error as error:
             raise BuildError(f"{self._file}: RECORD: {error}") from None
-        return {row[0]: (row[1], row[2]) for row in rows}
+        return {row[0]: (row[1], row[2]) for row in rows if _SHA256.fullmatch(row[1])}
 
     def _installed_record(self) -> bytes:
         """The RECORD of what is installed: paths relative to site-packages, sorted."""

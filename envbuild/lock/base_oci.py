@@ -27,7 +27,14 @@ def resolve_digest(base: str, target: Target, environment: Environment, folder: 
     try:
         if _kind(base) in _LOCAL:
             return _local(base, target.arch, environment, folder).manifest.digest
-        return _manifest(registry_of(base, environment), None, target.arch).digest
+        registry = registry_of(base, environment)
+        manifest = _manifest(registry, None, target.arch)
+        # An image without an index says only in its configuration for which architecture it is.
+        blobs = Blobs(environment.store.folder("blobs"))
+        registry.fetch_blob(manifest.config, blobs, lambda _: None)
+        config = parse_config(blobs.read(manifest.config.digest), base)
+        check_image(manifest, config, target.arch, base)
+        return manifest.digest
     except BuildError as error:
         raise LockError(error.message, error.hint) from error
 
@@ -46,11 +53,11 @@ def pull(base: str, digest: str, arch: str, environment: Environment, folder: Pa
                 "lock the recipe again, or bring the image back that was locked",
             )
         return pulled
-    with_registry = registry_of(base, environment)
-    manifest = _manifest(with_registry, digest, arch)
+    registry = registry_of(base, environment)
+    manifest = _manifest(registry, digest, arch)
     size = manifest.config.size + sum(layer.size for layer in manifest.layers)
     with transfer(f"pulling {base}", size) as moved:
-        with_registry.fetch_blobs([manifest.config, *manifest.layers], blobs, moved)
+        registry.fetch_blobs([manifest.config, *manifest.layers], blobs, moved)
     config = parse_config(blobs.read(manifest.config.digest), base)
     check_image(manifest, config, arch, base)
     blobs.add(manifest.raw)  # last: what has a manifest here is whole

@@ -81,21 +81,51 @@ def parse_image(text: str, source: str) -> ImageLock:
     """Read a lock's text; `source` names it in messages. Raises LockError."""
     try:
         data = tomllib.loads(text)
-        if data["format"] != FORMAT:
-            raise LockError(f"{source}: format {data['format']}; this envbuild reads {FORMAT}")
-        if "debian" in data:
-            base: DebianLock | OciLock = from_table(data["debian"], source)
-        else:
-            base = OciLock(str(data["oci"]["reference"]), str(data["oci"]["digest"]))
-            if not is_digest(base.digest):
-                raise LockError(f"{source}: {base.digest!r} is not a sha256 digest")
-        recipe, target, digest = (str(data[key]) for key in ("recipe", "target", "recipe-digest"))
-        return ImageLock(recipe, target, digest, base)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise _faulty(source, str(error)) from None
+    if type(data.get("format")) is not int:
+        raise _faulty(source, "`format` is not a number")
+    if data["format"] != FORMAT:
         raise LockError(
-            f"{source}: not an image lock: {what}", "delete it and run `envbuild lock` again"
-        ) from None
+            f"{source}: format {data['format']}; this envbuild reads {FORMAT}",
+            "use the envbuild that made it, or delete it and run `envbuild lock` again",
+        )
+    if unknown := data.keys() - {"format", "recipe", "target", "recipe-digest", "debian", "oci"}:
+        raise _faulty(source, f"unknown key {sorted(unknown)[0]!r}")
+    recipe, target, digest = (
+        _string(data, key, source) for key in ("recipe", "target", "recipe-digest")
+    )
+    return ImageLock(recipe, target, digest, _base(data, source))
+
+
+def _base(data: dict[str, Any], source: str) -> DebianLock | OciLock:
+    kinds = sorted(data.keys() & {"debian", "oci"})
+    if len(kinds) != 1:
+        raise _faulty(source, "it wants one table, [debian] or [oci]")
+    table = data[kinds[0]]
+    if not isinstance(table, dict):
+        raise _faulty(source, f"`{kinds[0]}` is not a table")
+    if kinds == ["debian"]:
+        return from_table(table, source)
+    if unknown := table.keys() - {"reference", "digest"}:
+        raise _faulty(source, f"unknown key {sorted(unknown)[0]!r} in [oci]")
+    digest = _string(table, "digest", source)
+    if not is_digest(digest):
+        raise _faulty(source, f"{digest!r} is not a sha256 digest")
+    return OciLock(_string(table, "reference", source), digest)
+
+
+def _string(table: dict[str, Any], key: str, source: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value:
+        raise _faulty(source, f"`{key}` is missing" if value is None else f"`{key}` is {value!r}")
+    return value
+
+
+def _faulty(source: str, what: str) -> LockError:
+    return LockError(
+        f"{source}: not an image lock: {what}", "delete it and run `envbuild lock` again"
+    )
 
 
 def read_image(path: Path) -> ImageLock | None:
@@ -110,31 +140,41 @@ def read_image(path: Path) -> ImageLock | None:
 
 def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
     """What an update changed, one line each, in the order of names."""
-    if isinstance(new.base, OciLock):
-        was = old.base.digest if old and isinstance(old.base, OciLock) else "nothing"
-        return (
-            [] if was == new.base.digest else [f"~ {new.base.reference} {was} -> {new.base.digest}"]
-        )
-    before = (
-        {p.name: p.version for p in old.base.packages}
-        if old and isinstance(old.base, DebianLock)
-        else {}
-    )
-    after = {p.name: p.version for p in new.base.packages}
+    was, now = old.base if old else None, new.base
+    if isinstance(now, OciLock):
+        if was == now:
+            return []
+        before = was.digest if isinstance(was, OciLock) else _kind(was)
+        if isinstance(was, OciLock) and was.reference != now.reference:
+            before = f"{was.reference} {before}"
+        return [f"~ {now.reference} {before} -> {now.digest}"]
     lines = []
-    for name in sorted(before.keys() | after.keys()):
-        if name not in before:
-            lines.append(f"+ {name} {after[name]}")
-        elif name not in after:
-            lines.append(f"- {name} {before[name]}")
-        elif before[name] != after[name]:
-            lines.append(f"~ {name} {before[name]} -> {after[name]}")
+    packages = was.packages if isinstance(was, DebianLock) else ()
+    if was is not None and _kind(was) != _kind(now):
+        lines.append(f"~ base {_kind(was)} -> {_kind(now)}")
+    known, wanted = {p.name: p for p in packages}, {p.name: p for p in now.packages}
+    for name in sorted(known.keys() | wanted.keys()):
+        one, other = known.get(name), wanted.get(name)
+        if one is None or other is None:
+            sign, version = ("+", wanted[name].version) if other else ("-", known[name].version)
+            lines.append(f"{sign} {name} {version}")
+        elif one.version != other.version:
+            lines.append(f"~ {name} {one.version} -> {other.version}")
+        elif (one.arch, one.sha256) != (other.arch, other.sha256):
+            lines.append(f"~ {name} {one.version}: another file")
     return lines
 
 
+def _kind(base: DebianLock | OciLock | None) -> str:
+    if base is None:
+        return "nothing"
+    return base.reference if isinstance(base, OciLock) else f"debian:{base.suite}"
+
+
 def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's escapes are TOML's, but for DEL, which TOML does not allow as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: object) -> str:
-    return str(value) if isinstance(value, int) else json.dumps(value, ensure_ascii=False)
+    return str(value) if isinstance(value, int) else _text(str(value))

@@ -115,5 +115,5 @@ def _judge(recipe: LoadedRecipe, target: Target, folder: Path) -> ImageLockState
     if lock.target != target.name or lock.recipe != recipe.recipe.name:
         return ImageLockState(path, None, f"locks {lock.recipe} ({lock.target}) instead")
     if lock.recipe_digest != recipe.image_digest(target):
-        return ImageLockState(path, lock, "stale: the recipe's [image] changed since it was made")
+        return ImageLockState(path, lock, "stale: the recipe's base changed since it was made")
     return ImageLockState(path, lock, None)

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -178,40 +179,46 @@ def container_nodes(
     name = f"envbuild-verify-{uuid.uuid4().hex[:12]}"
     until = {LABEL: str(int(time.time() + lifetime_s))}
     _remove_stale(client)
-    containers: list[Any] = []
+    containers: dict[int, Any] = {}
     network = volume = None
     try:
         try:
             network = client.networks.create(name, driver="bridge", labels=until)
             volume = client.volumes.create(name, labels=until)
-            for node in range(count):
-                containers.append(
-                    client.containers.run(
-                        image,
-                        [str(int(lifetime_s))],
-                        entrypoint=["sleep"],
-                        name=f"{name}-{node}",
-                        hostname=f"node{node}",
-                        network=name,
-                        volumes={name: {"bind": _WORK, "mode": "rw"}},
-                        working_dir=_WORK,
-                        user="0",
-                        labels=until,
-                        detach=True,
-                        init=True,
-                        shm_size="1g",
-                    )
+
+            def run(node: int) -> None:
+                container = client.containers.run(
+                    image,
+                    [str(int(lifetime_s))],
+                    entrypoint=["sleep"],
+                    name=f"{name}-{node}",
+                    hostname=f"node{node}",
+                    network=name,
+                    volumes={name: {"bind": _WORK, "mode": "rw"}},
+                    working_dir=_WORK,
+                    user="0",
+                    labels=until,
+                    detach=True,
+                    init=True,
+                    shm_size="1g",
                 )
+                containers[node] = container
+
+            # In threads, which finish what they began when we are interrupted: a container that the daemon
+            # makes while nobody waits for its answer would stay.
+            with ThreadPoolExecutor(count) as pool:
+                for started in [pool.submit(run, node) for node in range(count)]:
+                    started.result()
         except DockerException as error:
             text = str(getattr(error, "explanation", None) or error)
             raise HostError(
                 f"the docker daemon could not start containers of the image: {text}"
             ) from error
-        nodes = ContainerNodes(client, containers, name)
+        nodes = ContainerNodes(client, [containers[node] for node in range(count)], name)
         nodes.prepare()
         yield nodes
     finally:
-        _remove(containers, network, volume)
+        _remove(list(containers.values()), network, volume)
 
 
 def _remove(containers: Sequence[Any], network: Any, volume: Any) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from envbuild.artifacts.image import Image
+from envbuild.artifacts.state import State
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.verify.containers import ContainerNodes, container_nodes
@@ -16,8 +16,21 @@ from envbuild.verify.subject import Subject
 _LAUNCHES, _SPARE_S = 4, 300
 
 
+class Built(Protocol):
+    """An image, whoever built it: its record, its digest, its id in a daemon."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def image_id(self) -> str: ...
+
+
 def image_subject(
-    client: Any, image: Image, settings: Settings, image_id: str | None = None
+    client: Any, image: Built, settings: Settings, image_id: str | None = None
 ) -> Subject:
     """`image`, which `client`'s daemon has, run as containers; or the one with `image_id` in its place."""
     state = image.state

@@ -24,6 +24,8 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.layers.base import debian_files
+from envbuild.layers.bytecode import with_bytecode
+from envbuild.layers.compiler import compiler_for
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
@@ -56,6 +58,7 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[Manifest, list[D
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
     layers = [write_layer(with_parents(_moved(base), _TIME), blobs)]
     files: Tree = _chain(wheel_tree(w.path, _Scheme("opt/conda", "3.11"), _TIME) for w in wheels)
+    files = with_bytecode(files, compiler_for("3.11", environment), ["opt/conda/lib"], _TIME)
     layers.append(write_layer(with_parents(files, _TIME), blobs))
     config = canonical(_config(layers))
     blobs.add(config)

@@ -10,10 +10,11 @@ from envbuild.site.pip_config import redact
 HIDDEN = "****"
 _NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY"
 _SECRET = re.compile(_NAMES, re.IGNORECASE)
-# NAME=value, as in build arguments and `ENV` lines of a history, and --name value, --name=value
+# NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value.
+# A package's name in front of == or a version is none of these.
 _ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>\s*[=:]\s*|(?<=\S)\s+(?=[^-\s|&;>]))"
-    r"""(?P<value>"[^"]*"|'[^']*'|[^\s"']+)""",
+    rf"(?P<name>(?P<option>--)?[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;]+)""",
     re.IGNORECASE,
 )
 

@@ -1,0 +1,102 @@
+"""Files of artifacts as they are compared: what differs by nature, and not by content, is left out.
+
+docs/inspect.md lists the exceptions; `LEFT_OUT` says them to the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+from envbuild.artifacts.facts import IMAGE, VENV, Contents, Item
+from envbuild.image.entry import DIR, FILE, SYMLINK
+
+# How files are seen: two images, two venvs, or one of each.
+BETWEEN = "between"
+LEFT_OUT = {
+    IMAGE: ("times", "envbuild.json"),
+    VENV: (
+        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json",
+        "uv_cache.json and direct_url.json", "where the host's interpreter lies",
+    ),
+    BETWEEN: (
+        "times", "owners", "permissions other than x", "folders", "compiled modules",
+        "envbuild.json and pyvenv.cfg", "the interpreter's links", "activate scripts",
+        "the text of scripts in bin", "an installer's own files and their rows in RECORD",
+    ),
+}  # fmt: skip
+_VENV_ONLY = re.compile(
+    r"(?:^|/)(?:__pycache__(?:/.*)?|\.lock|[^/]+\.dist-info/(?:uv_cache\.json|direct_url\.json))$"
+)
+_FRAME = re.compile(
+    r"lib64|\.gitignore|CACHEDIR\.TAG|pyvenv\.cfg|pylock\.toml"
+    r"|bin/(?:python[0-9.]*|(?:de)?activate[^/]*|[Aa]ctivate\.ps1|pydoc\.bat)"
+    r"|.*\.dist-info/(?:INSTALLER|REQUESTED)"
+)
+# Lines of pyvenv.cfg that tell where the host's interpreter is and who made the environment.
+_OF_THE_HOST = ("home", "executable", "command", "prompt", "uv", "version", "version_info")
+
+
+def comparable(contents: Contents, view: str) -> dict[str, dict[str, str]]:
+    """Path → what is compared of it, as text; paths are relative to the root, or BETWEEN to the environment."""
+    prefix = contents.prefix
+    frame = None if prefix is None else (f"{prefix}/" if prefix else "")
+    records = {
+        f"{package.info}/RECORD": package.content if view == BETWEEN else package.record
+        for package in contents.python
+    }
+    found = {}
+    for path, item in contents.files.items():
+        inside = path.removeprefix(frame) if frame is not None and path.startswith(frame) else None
+        if inside == "envbuild.json" or (view == BETWEEN and inside is None):
+            continue
+        name = path if view != BETWEEN or inside is None else inside
+        if view == IMAGE:
+            found[name] = _exact(item)
+        elif not _VENV_ONLY.search(name) and not (view == BETWEEN and _is_frame(name, item)):
+            found[name] = _loose(item)
+            _settle(found[name], name, item, view, contents)
+            if records.get(path):
+                found[name] |= {"size": "", "content": records[path]}
+    return found
+
+
+def _exact(item: Item) -> dict[str, str]:
+    size = str(item.size) if item.kind == FILE else ""
+    return {
+        "kind": item.kind,
+        "mode": f"{item.mode:04o}",
+        "owner": f"{item.uid}:{item.gid}",
+        "size": size,
+        "content": item.sha256,
+        "link": item.target,
+        "attributes": item.extra.strip(),
+    }
+
+
+def _loose(item: Item) -> dict[str, str]:
+    executable = "x" if item.kind == FILE and item.mode & 0o111 else ""
+    size = str(item.size) if item.kind == FILE else ""
+    return {
+        "kind": item.kind,
+        "mode": executable,
+        "size": size,
+        "content": item.sha256,
+        "link": item.target,
+    }
+
+
+def _is_frame(name: str, item: Item) -> bool:
+    return item.kind == DIR or _FRAME.fullmatch(name) is not None
+
+
+def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Contents) -> None:
+    """Put what stays the same in place of what does not."""
+    if name == "pyvenv.cfg":
+        kept = sorted((k, v) for k, v in contents.config.items() if k not in _OF_THE_HOST)
+        seen |= {"size": "", "content": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}
+    elif re.fullmatch(r"bin/python[0-9.]*", name) and item.kind == SYMLINK:
+        seen["link"] = "the interpreter" if item.target.startswith("/") else item.target
+    elif view == BETWEEN and item.script and name.startswith("bin/"):
+        seen |= {"size": "", "content": ""}

@@ -1,0 +1,163 @@
+"""`envbuild inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from envbuild.cli.common import json_option, print_json
+from envbuild.environment import load_environment
+from envbuild.progress import human_size
+
+
+@click.command("inspect")
+@click.argument("artifact")
+@click.option("--target", metavar="TARGET", help="Platform of a multi-platform image.")
+@click.option("--packages", is_flag=True, help="List every package, and nothing else.")
+@click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
+@click.option(
+    "--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6."
+)
+@json_option
+def inspect_command(
+    artifact: str,
+    target: str | None,
+    packages: bool,
+    layers: bool,
+    sbom: str | None,
+    as_json: bool,
+) -> None:
+    """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
+
+    ARTIFACT is the path of a venv, OCI layout or image archive, venv:DIR, oci:DIR[:TAG], docker-archive:FILE,
+    docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an image in the docker daemon. Images that
+    envbuild did not make are read too. Values of variables whose names tell of secrets are hidden.
+
+    \b
+    Examples:
+      envbuild inspect pt_cpu:cpu-x86_64
+      envbuild inspect build/pt_cpu/cpu-x86_64/venv --json
+      envbuild inspect oci:image --target cpu-aarch64 --packages
+      envbuild inspect docker://registry.example.org/team/pt_cpu:2.13 --sbom cyclonedx >pt_cpu.cdx.json
+    """
+    from envbuild.artifacts.opened import open_artifact
+    from envbuild.describe import describe
+    from envbuild.errors import UsageError
+
+    if sbom and (as_json or packages or layers):
+        raise UsageError("--sbom writes JSON of its own; it goes with no other output")
+    environment = load_environment()
+    with open_artifact(artifact, environment, target) as opened:
+        only_layers = layers and not packages
+        contents = None if only_layers else opened.contents(hashes=False)
+        if sbom and contents:
+            from envbuild.make_image import source_date
+            from envbuild.sbom import cyclonedx
+
+            given = "SOURCE_DATE_EPOCH" in environment.variables
+            date = source_date(environment) if given else None
+            click.echo(cyclonedx(opened.about, contents, date), nl=False)
+            return
+        found = describe(opened.about, contents)
+    if as_json:
+        print_json(found)
+        return
+    if not packages and not layers:
+        _head(found)
+    if found["layers"] and (layers or not packages):
+        _table("layers", _layers(found), named=not layers)
+    if contents and (packages or not layers):
+        rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
+        _table(f"Python packages ({len(rows)})", rows)
+    if packages:
+        rows = [[p["name"], p["version"], p["arch"]] for p in found["debian_packages"]]
+        _table(f"Debian packages ({len(rows)})", rows)
+
+
+def _head(found: Mapping[str, Any]) -> None:
+    python, base, receipt = found["python"], found["base"], found["receipt"]
+    locks = found["locks"]
+    rows: list[tuple[str, str | None]] = [
+        ("artifact", f"{found['artifact']} ({found['kind']})"),
+        ("digest", found["digest"]),
+        ("image id", found["image_id"] if found["image_id"] != found["digest"] else None),
+        ("recipe", found["recipe"] and _joined(found["recipe"]["name"], found["recipe"]["digest"])),
+        ("lock", locks["packages"]),
+        ("base lock", locks["base"]),
+        ("plan", found["plan"]),
+        ("target", found["target"]),
+        ("platform", found["platform"]),
+        ("python", python and _joined(python["full"] or python["version"], python["interpreter"])),
+        ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
+        ("Debian", _count(found["debian_packages"], "packages; --packages lists them")),
+        ("size", _sizes(found)),
+        ("created", found["created"]),
+        ("envbuild", found["envbuild"]),
+        ("workdir", found["workdir"]),
+        ("user", found["user"]),
+        ("entrypoint", _words(found["entrypoint"])),
+        ("cmd", _words(found["cmd"])),
+        ("receipt", _receipt(receipt) if receipt else "none beside it"),
+    ]  # fmt: skip
+    _table("", [(name, value) for name, value in rows if value])
+    for title in ("env", "labels"):
+        own = [[k, v] for k, v in found[title].items() if not k.startswith("org.envbuild.")]
+        _table(title, own)
+
+
+def _joined(*parts: str | None) -> str:
+    return "  ".join(part for part in parts if part)
+
+
+def _count(listed: Sequence[Any] | None, what: str) -> str:
+    return f"{len(listed)} {what}" if listed else ""
+
+
+def _sizes(found: Mapping[str, Any]) -> str:
+    text = f"{human_size(found['size'])} in {found['files']} files and folders"
+    return f"{text}, {human_size(found['stored'])} as stored" if found["stored"] else text
+
+
+def _words(words: Sequence[str]) -> str:
+    import shlex
+
+    return shlex.join(words)
+
+
+def _receipt(receipt: Mapping[str, Any]) -> str:
+    said = "passed" if receipt["passed"] else "FAILED"
+    if not receipt["matches"]:
+        said = "of another artifact"
+    return f"{said}, {receipt['verified_at']}  {receipt['path']}"
+
+
+def _layers(found: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [layer["digest"], human_size(layer["size"]) if layer["size"] else "-", _short(layer["title"])]
+        for layer in found["layers"]
+    ]  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:58]} …"
+
+
+def _where(package: Mapping[str, Any]) -> str:
+    location = str(package["location"])
+    usual = location.startswith(("opt/env/", "lib/"))
+    return "" if usual else f"/{location}"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]], named: bool = True) -> None:
+    """Rows of aligned columns; the last is as long as it is."""
+    if not rows:
+        return
+    if title and named:
+        click.echo(f"{title}:")
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    for row in rows:
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        text = f"  {line}".rstrip() if title and named else line.rstrip()
+        click.echo("".join(c if c.isprintable() else "?" for c in text))

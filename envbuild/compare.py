@@ -1,0 +1,218 @@
+"""Two artifacts compared: settings, packages, files. How files are seen: docs/inspect.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, comparable
+from envbuild.artifacts.facts import IMAGE, About, Contents, Opened, completed
+from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
+from envbuild.site.pip_config import redact
+
+ADDED, REMOVED, CHANGED = "added", "removed", "changed"
+# Labels that tell how an image came about. They may differ where its content does not.
+_PROVENANCE = {
+    "org.envbuild.recipe.digest": "recipe",
+    "org.envbuild.lock.digest": "lock",
+    "org.envbuild.base.digest": "base lock",
+    "org.envbuild.plan.digest": "plan",
+    "org.envbuild.version": "envbuild",
+    "org.opencontainers.image.created": "created",
+}
+_SAID = ("org.envbuild.recipe", "org.envbuild.target", "org.opencontainers.image.title",
+         "org.opencontainers.image.base.name", "org.opencontainers.image.base.digest")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs; `before` or `after` is None where it is missing. `what` names the parts of
+    it that differ, as part → [before, after]."""
+
+    name: str
+    before: str | None
+    after: str | None
+    what: Mapping[str, tuple[str, str]] | None = None
+
+    @property
+    def kind(self) -> str:
+        """`added`, `removed` or `changed`, seen from the first artifact."""
+        if self.before is None:
+            return ADDED
+        return REMOVED if self.after is None else CHANGED
+
+    def as_json(self) -> dict[str, Any]:
+        data = {"change": self.kind, **asdict(self)}
+        if self.what is None:
+            del data["what"]
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs. `files` is None when files were not compared; `notes` does not count."""
+
+    settings: tuple[Change, ...]
+    python: tuple[Change, ...]
+    debian: tuple[Change, ...]
+    files: tuple[Change, ...] | None
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing that was compared differs."""
+        return not (self.settings or self.python or self.debian or self.files)
+
+
+def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
+    """Compare two artifacts of any kinds. Raises BuildError when one of them is damaged."""
+    between = one.about.kind != other.about.kind
+    notes = _provenance(one.about, other.about)
+    if _same_layers(one.about, other.about):
+        settings = _changes(_settings(one.about, None), _settings(other.about, None))
+        return Comparison(settings, (), (), () if files else None, (), notes)
+    left, right = one.contents(hashes=files), other.contents(hashes=files)
+    settings = _changes(_settings(one.about, left, between), _settings(other.about, right, between))
+    python = _changes(_python(left, between), _python(right, between))
+    debian = () if between else _changes(_debian(left), _debian(right))
+    left_out: tuple[str, ...] = ()
+    found: tuple[Change, ...] | None = None
+    if files:
+        view = BETWEEN if between else one.about.kind
+        left_out = LEFT_OUT[view]
+        if left.prefix is None or right.prefix is None:
+            notes += _no_environment(one.about, left, other.about, right, between)
+        if not between or (left.prefix is not None and right.prefix is not None):
+            found = _files(comparable(left, view), comparable(right, view))
+    return Comparison(settings, python, debian, found, left_out, notes)
+
+
+def _same_layers(one: About, other: About) -> bool:
+    """Whether two images are of the same layers: then nothing in them needs to be read."""
+    if one.kind != IMAGE or other.kind != IMAGE:
+        return False
+    return [layer.diff_id for layer in one.layers] == [layer.diff_id for layer in other.layers]
+
+
+def _settings(about: About, contents: Contents | None, between: bool = False) -> dict[str, str]:
+    about = completed(about, contents)
+    found = {"target": about.target, "recipe": about.recipe}
+    if between:
+        found["python"] = about.python
+    else:
+        found["python"] = about.python_version or about.python
+        found |= {"base": about.base, "base digest": about.base_digest}
+        found |= {"platform": about.platform, "workdir": about.workdir, "user": about.user}
+        found |= {"entrypoint": _line(about.entrypoint), "cmd": _line(about.cmd)}
+        found |= {f"env {name}": f"={value}" for name, value in about.env.items()}
+        labels = about.labels.items()
+        skipped = (*_PROVENANCE, *_SAID)
+        found |= {f"label {name}": f"={value}" for name, value in labels if name not in skipped}
+    return {name: value for name, value in found.items() if value}
+
+
+def _line(words: Sequence[str]) -> str:
+    return json.dumps(list(words)) if words else ""
+
+
+def _python(contents: Contents, between: bool) -> dict[str, tuple[str, str]]:
+    """Package → version and a digest. Those outside of the environment are named with their folder."""
+    prefix = contents.prefix
+    found: dict[str, tuple[str, str]] = {}
+    for package in contents.python:
+        inside = prefix is not None and (not prefix or package.location.startswith(f"{prefix}/"))
+        if between and prefix is not None and not inside:
+            continue
+        name = package.name if inside or between else f"{package.name} (/{package.location})"
+        digest = package.content if between else package.record
+        if name in found:  # twice in one folder: both tell
+            version, known = found[name]
+            found[name] = f"{version}, {package.version}", f"{known} {digest}"
+        else:
+            found[name] = package.version, digest
+    return found
+
+
+def _debian(contents: Contents) -> dict[str, tuple[str, str]]:
+    return {f"{p.name}:{p.arch}": (p.version, "") for p in contents.debian}
+
+
+def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
+    """What differs between two tables of values, or of (version, digest)."""
+    found = []
+    for name in sorted(one.keys() | other.keys()):
+        before, after = one.get(name), other.get(name)
+        if before == after:
+            continue
+        what = None
+        if isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0]:
+            what = {"content": (before[1] or "no RECORD", after[1] or "no RECORD")}
+        found.append(Change(name, _shown(name, before), _shown(name, after), what))
+    return tuple(found)
+
+
+def _shown(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return str(value[0])
+    text = str(value)
+    if name.startswith(("env ", "label ")):
+        text = text[1:]
+        return HIDDEN if is_secret(name.partition(" ")[2]) and text else redact(text)
+    if name in ("entrypoint", "cmd"):
+        return json.dumps(masked_words(json.loads(text)))
+    return redact(text)
+
+
+def _files(
+    one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]
+) -> tuple[Change, ...]:
+    found = []
+    for path in sorted(one.keys() | other.keys()):
+        before, after = one.get(path), other.get(path)
+        if before == after:
+            continue
+        if before is None or after is None:
+            found.append(Change(path, _brief(before), _brief(after)))
+            continue
+        parts = {
+            name: (before.get(name, ""), after.get(name, ""))
+            for name in (*before, *(n for n in after if n not in before))
+            if before.get(name) != after.get(name)
+        }
+        found.append(Change(path, _brief(before), _brief(after), parts))
+    return tuple(found)
+
+
+def _brief(item: Mapping[str, str] | None) -> str | None:
+    if item is None:
+        return None
+    return f"{item['kind']} {item['size']}" if item.get("size") else item["kind"]
+
+
+def _provenance(one: About, other: About) -> tuple[str, ...]:
+    told: list[tuple[str, Callable[[About], str]]] = [
+        ("recipe", lambda about: about.recipe_digest),
+        ("lock", lambda about: about.lock_digest),
+        ("base lock", lambda about: about.base_lock_digest),
+        ("envbuild version", lambda about: about.envbuild),
+    ]
+    differing = [name for name, get in told if get(one) and get(other) and get(one) != get(other)]
+    return (f"made from another {', '.join(differing)}",) if differing else ()
+
+
+def _no_environment(
+    one: About, left: Contents, other: About, right: Contents, between: bool
+) -> tuple[str, ...]:
+    if not between:
+        return ()
+    without = [
+        about.spelling
+        for about, contents in ((one, left), (other, right))
+        if contents.prefix is None
+    ]
+    return (f"{', '.join(without)} has no environment of its own: files were not compared",)

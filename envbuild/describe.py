@@ -1,0 +1,113 @@
+"""What an artifact is, as one object: what `envbuild inspect --json` prints. Its shape: docs/inspect.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.facts import About, Contents, completed
+from envbuild.artifacts.masking import masked, masked_text, masked_words
+from envbuild.verify.receipt import receipt_path
+
+FORMAT = 1
+
+
+def describe(about: About, contents: Contents | None) -> dict[str, Any]:
+    """The description; without `contents` (nothing was read) what lies inside is None. Secrets are hidden."""
+    about = completed(about, contents)
+    return {
+        "format": FORMAT,
+        "artifact": about.spelling,
+        "kind": about.kind,
+        "digest": about.digest or about.identity or None,
+        "image_id": about.identity if about.layers else None,
+        "recipe": _pair("name", about.recipe, about.recipe_digest),
+        "locks": {"packages": about.lock_digest or None, "base": about.base_lock_digest or None},
+        "plan": about.plan_digest or None,
+        "target": about.target or None,
+        "platform": about.platform or None,
+        "python": {
+            "version": about.python,
+            "full": about.python_version or None,
+            "interpreter": about.interpreter or None,
+        }
+        if about.python
+        else None,
+        "base": _base(about, contents),
+        "envbuild": about.envbuild or None,
+        "created": about.created or None,
+        "python_packages": _python(contents) if contents else None,
+        "debian_packages": [
+            {"name": p.name, "version": p.version, "arch": p.arch} for p in contents.debian
+        ]
+        if contents
+        else None,
+        "layers": [
+            {
+                "digest": layer.digest,
+                "diff_id": layer.diff_id,
+                "size": layer.size or None,
+                "title": masked_text(layer.title),
+            }
+            for layer in about.layers
+        ],
+        "labels": masked(about.labels),
+        "env": masked(about.env),
+        "entrypoint": masked_words(about.entrypoint),
+        "cmd": masked_words(about.cmd),
+        "workdir": about.workdir or None,
+        "user": about.user or None,
+        "files": len(contents.files) if contents else None,
+        "size": contents.size if contents else None,
+        "stored": about.stored or None,
+        "receipt": receipt_of(about),
+    }
+
+
+def receipt_of(about: About) -> dict[str, Any] | None:
+    """The receipt beside the artifact, or for one without a place where a build leaves it; None when
+    there is none. `matches` tells whether it is this artifact's."""
+    if about.place is not None:
+        path = receipt_path(about.place.absolute())
+    elif about.recipe and about.target:
+        path = receipt_path(Path("build", about.recipe, about.target, "docker").absolute())
+    else:
+        return None
+    try:
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]
+        # A daemon and an archive do not keep the manifest, whose digest the receipt has.
+        matches = digest == about.digest if about.digest else plan == about.plan_digest
+        return {
+            "path": str(path),
+            "passed": bool(receipt["passed"]),
+            "matches": matches,
+            "verified_at": receipt.get("verified_at"),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _pair(key: str, name: str, digest: str) -> dict[str, Any] | None:
+    return {key: name, "digest": digest or None} if name else None
+
+
+def _base(about: About, contents: Contents | None) -> dict[str, Any] | None:
+    release = contents.os if contents else {}
+    if not about.base and not release:
+        return None
+    return {
+        "name": about.base or None,
+        "digest": about.base_digest or None,
+        "os": release.get("ID"),
+        "suite": release.get("VERSION_CODENAME") or release.get("VERSION_ID"),
+        "title": release.get("PRETTY_NAME"),
+    }
+
+
+def _python(contents: Contents) -> list[dict[str, Any]]:
+    return [
+        {"name": p.name, "version": p.version, "record": p.record or None, "location": p.location}
+        for p in contents.python
+    ]

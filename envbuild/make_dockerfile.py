@@ -1,0 +1,207 @@
+"""From a recipe to a verified image by `docker build` of Dockerfile.cpu or Dockerfile.gpu."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from envbuild import __version__
+from envbuild.artifacts import docker, dockerfile, pip_records
+from envbuild.artifacts.state import State
+from envbuild.environment import Environment
+from envbuild.errors import HostError, UsageError
+from envbuild.image.model import GOARCH
+from envbuild.image.reference import parse_reference
+from envbuild.layers.wheels import locate
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.lock.image_manage import ensure_image_lock
+from envbuild.make import has_receipt, prepare
+from envbuild.make_image import Prepared, Wish, default_place, source_date, verify_image
+from envbuild.plan.plan import ImageInputs
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+from envbuild.site.settings import Site
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltImage:
+    """An image that `docker build` left in the daemon. Its digest is its id there: it has no manifest yet."""
+
+    image_id: str
+    state: State
+
+    @property
+    def digest(self) -> str:
+        return self.image_id
+
+
+def prepare_dockerfile(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    locked: bool,
+    offline: bool,
+    bytecode: bool,
+    say: Say,
+    base: str | None = None,
+) -> Prepared:
+    """The plan of an image by `docker build` on `base`, else on the recipe's existing image, else on the
+    Dockerfile's own. Raises UsageError where that is none that docker can build on."""
+    if loaded.recipe.python == "3.9":
+        raise UsageError(
+            "--builder dockerfile needs Python 3.10 or later in the recipe",
+            "the native builder takes 3.9",
+        )
+    if base is not None:
+        lock = _unlocked(loaded, target, str(parse_reference(base)))
+    elif loaded.recipe.image.base == "debian":
+        lock = _unlocked(loaded, target, _mirrored(_default_base(loaded, target), environment.site))
+    else:
+        lock = ensure_image_lock(
+            loaded, target, environment, locked=locked, offline=offline, say=say
+        )
+        if loaded.recipe.image.base.startswith(("oci:", "docker-archive:")):
+            raise UsageError(
+                f"`docker build` cannot build on {loaded.recipe.image.base}",
+                "load it into the daemon and name it with --base, or leave --builder dockerfile out",
+            )
+    compiler = f"pip {loaded.recipe.python} -" if bytecode else None
+    plan, trainer = prepare(
+        loaded, target, environment, artifact=docker.KIND, locked=locked, offline=offline, say=say,
+        compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
+    )  # fmt: skip
+    return Prepared(plan, trainer, None, target)
+
+
+def make_by_dockerfile(
+    prepared: Sequence[Prepared], wish: Wish, environment: Environment, say: Say, *, offline: bool
+) -> dict[str, Any]:
+    """Build the image, verify it, and give it its name in the daemon. Returns what `--json` prints.
+
+    Raises HostError where docker cannot build for the target, BuildError with what failed in the build,
+    VerificationError before the name goes from an older image to this one.
+    """
+    from envbuild.image.daemon import connect
+    from envbuild.verify.receipt import receipt_path
+
+    started = time.monotonic()
+    _check(prepared, wish)
+    one, plan = prepared[0], prepared[0].plan
+    command = dockerfile.find_docker(environment.variables)
+    with connect(environment.variables) as client:
+        _check_daemon(client, one.target)
+        image = _build(client, command, one, environment, say, offline)
+        beside = default_place(plan)
+        if wish.verify and not has_receipt(beside, image.digest, plan, wish.faults):
+            verify_image(client, one, image, wish, beside, environment, say)
+        name, _, label = wish.tag.rpartition(":")
+        client.api.tag(image.image_id, name, label)
+    receipt = str(receipt_path(beside).absolute()) if wish.verify else None
+    return {
+        "path": wish.tag,
+        "digest": image.digest,
+        "image_id": image.image_id,
+        "receipt": receipt,
+        "target": plan.target,
+        "targets": [{"target": plan.target, "digest": image.digest, "receipt": receipt}],
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _check(prepared: Sequence[Prepared], wish: Wish) -> None:
+    if len(prepared) > 1:
+        raise UsageError(
+            "--builder dockerfile makes the image of one target", "name one, with --target"
+        )
+    if wish.push:
+        raise UsageError(
+            "--builder dockerfile leaves the image in the daemon; it does not push",
+            f"leave --push out, then: docker push {wish.tag}",
+        )
+    if wish.out is not None:
+        raise UsageError(
+            "--builder dockerfile leaves the image in the daemon; it writes none",
+            f"leave --out out, then: docker save {wish.tag}",
+        )
+
+
+def _check_daemon(client: Any, target: Target) -> None:
+    version = client.version()
+    system, arch = str(version.get("Os", "linux")), str(version.get("Arch", ""))
+    if (system, arch) != ("linux", GOARCH[target.arch]):
+        raise HostError(
+            f"the docker daemon builds for {system}/{arch}, {target.name} is linux/{GOARCH[target.arch]}",
+            "name a daemon of that architecture with DOCKER_HOST; the native builder builds for all",
+        )
+
+
+def _build(
+    client: Any,
+    command: dockerfile.DockerCommand,
+    one: Prepared,
+    environment: Environment,
+    say: Say,
+    offline: bool,
+) -> BuiltImage:
+    plan = one.plan
+    assert plan.base is not None
+    say(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
+    say(f"{dockerfile.dockerfile_name(one.target)} on {dockerfile.base_name(plan)}")
+    wheels, own = locate(plan, one.trainer, environment, offline)
+    created = datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with dockerfile.build_context(plan, one.trainer, wheels, environment) as context:
+        image_id = dockerfile.build(
+            command, context, dockerfile.build_arguments(plan),
+            dockerfile.labels(plan, created), environment, say,
+        )  # fmt: skip
+    installed = pip_records.read_installed(client, image_id, plan.python)
+    packages = pip_records.check_installed(installed, [*wheels, own], plan.python)
+    state = State(
+        artifact=plan.artifact,
+        recipe=plan.recipe,
+        recipe_digest=plan.recipe_digest,
+        lock_digest=plan.lock_digest,
+        plan_digest=plan.digest,
+        target=plan.target,
+        python=plan.python,
+        python_version=installed.python_version,
+        interpreter=installed.interpreter,
+        packages=packages,
+        verify=plan.verify_settings(),
+        envbuild=__version__,
+    )
+    return BuiltImage(image_id, state)
+
+
+def _unlocked(loaded: LoadedRecipe, target: Target, base: str) -> ImageLock:
+    """A base that no lock pins; a digest in its name does."""
+    return ImageLock(loaded.recipe.name, target.name, loaded.digest, OciLock(base, ""))
+
+
+def _default_base(loaded: LoadedRecipe, target: Target) -> str:
+    base, python = dockerfile.default_base(target), loaded.recipe.python
+    if not target.is_cuda:
+        return re.sub(r"(?<=/python:)[0-9.]+", python, base)
+    if f":{target.cuda_version}." not in base:
+        raise UsageError(
+            f"{dockerfile.dockerfile_name(target)} builds on {base}, which is not for {target.name}",
+            f"name an image with CUDA {target.cuda_version}: --base docker.io/nvidia/cuda:TAG",
+        )
+    return base
+
+
+def _mirrored(base: str, site: Site) -> str:
+    """`base` at the site's first mirror of its registry, if it has one."""
+    reference = parse_reference(base)
+    mirrors = site.registry(reference.registry).mirrors
+    if not mirrors:
+        return base
+    place = mirrors[0].partition("://")[2].strip("/")
+    return f"{place}/{reference.repository}:{reference.pointer}"

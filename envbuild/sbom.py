@@ -1,0 +1,179 @@
+"""An artifact's bill of materials as CycloneDX 1.6 JSON, the same bytes each time.
+
+Sources: CycloneDX 1.6 (ECMA-424), package-url types `pypi`, `deb` and `oci`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from envbuild import __version__
+from envbuild.artifacts.facts import IMAGE, About, Contents, DebianPackage, PythonPackage
+from envbuild.layers.compose import FIXED_TIME
+
+if TYPE_CHECKING:
+    from cyclonedx.model.component import Component
+    from cyclonedx.model.license import License
+
+# The name space of envbuild's serial numbers (RFC 9562, version 5).
+_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")
+
+
+def cyclonedx(about: About, contents: Contents, source_date: int | None) -> str:
+    """The bill of materials. It is dated by `source_date` (seconds since 1970), None for the artifact's own
+    time. Serial number and text depend on nothing but the artifact's content."""
+    from cyclonedx.model.bom import Bom
+    from cyclonedx.model.component import Component, ComponentType
+    from cyclonedx.output import make_outputter
+    from cyclonedx.schema import OutputFormat, SchemaVersion
+
+    subject = _subject(about)
+    bom = Bom(serial_number=uuid.uuid5(_SPACE, _identity(about, contents)))
+    bom.metadata.component = subject
+    bom.metadata.timestamp = _time(about, source_date)
+    tool = Component(name="envbuild", version=__version__, type=ComponentType.APPLICATION)
+    bom.metadata.tools.components.add(tool)
+    parts = [*_python(contents), *_debian(contents)]
+    for part in parts:
+        bom.components.add(part)
+    bom.register_dependency(subject, parts)
+    outputter = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6)
+    return outputter.output_as_string(indent=1) + "\n"
+
+
+def _identity(about: About, contents: Contents) -> str:
+    """The artifact's digest; of an environment that envbuild did not make, all its packages."""
+    if about.digest or about.identity:
+        return about.digest or about.identity
+    return repr([(p.name, p.version, p.record) for p in contents.python])
+
+
+def _subject(about: About) -> Component:
+    from cyclonedx.model import HashAlgorithm, HashType
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    digest = about.digest or about.identity
+    # Not the path it was found under: a copy elsewhere has the same bill of materials.
+    name = about.recipe or about.labels.get("org.opencontainers.image.title") or about.kind
+    purl = PackageURL("oci", None, name.lower(), digest) if about.kind == IMAGE else None
+    return Component(
+        type=ComponentType.CONTAINER if about.kind == IMAGE else ComponentType.APPLICATION,
+        name=name,
+        version=digest or None,
+        bom_ref=digest or name,
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest.rpartition(":")[2])]
+        if digest
+        else [],
+        purl=purl,
+        properties=_properties(
+            kind=about.kind,
+            target=about.target,
+            plan=about.plan_digest,
+            lock=about.lock_digest,
+            base=about.base,
+            image_id=about.identity if about.kind == IMAGE else "",
+        ),
+    )
+
+
+def _python(contents: Contents) -> Iterator[Component]:
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    seen: set[str] = set()
+    for package in contents.python:
+        purl = PackageURL("pypi", None, package.name, package.version or None)
+        yield Component(
+            type=ComponentType.LIBRARY,
+            name=package.name,
+            version=package.version or None,
+            bom_ref=_reference(f"{purl}#{package.location}", seen),
+            purl=purl,
+            licenses=_licenses(package),
+            properties=_properties(location=package.location, record=package.record),
+        )
+
+
+def _debian(contents: Contents) -> Iterator[Component]:
+    from cyclonedx.model.component import Component, ComponentType
+
+    seen: set[str] = set()
+    for package in contents.debian:
+        purl = _deb_purl(package, contents)
+        yield Component(
+            type=ComponentType.LIBRARY,
+            name=package.name,
+            version=package.version or None,
+            bom_ref=_reference(str(purl), seen),
+            purl=purl,
+        )
+
+
+def _deb_purl(package: DebianPackage, contents: Contents) -> Any:
+    from packageurl import PackageURL
+
+    system = contents.os.get("ID") or "debian"
+    release = contents.os.get("VERSION_ID")
+    suite = contents.os.get("VERSION_CODENAME")
+    distro = f"{system}-{release}" if release else suite
+    qualifiers = {"arch": package.arch} if package.arch else {}
+    if distro:
+        qualifiers["distro"] = distro
+    return PackageURL("deb", system, package.name, package.version or None, qualifiers)
+
+
+def _reference(text: str, seen: set[str]) -> str:
+    """`text`, made unlike those before it: references are unique in a document."""
+    number = 1
+    reference = text
+    while reference in seen:
+        number += 1
+        reference = f"{text}#{number}"
+    seen.add(reference)
+    return reference
+
+
+def _licenses(package: PythonPackage) -> list[License]:
+    """CycloneDX takes one SPDX expression, or any number of licences by SPDX id or by name."""
+    from cyclonedx.contrib.license.exceptions import (
+        InvalidLicenseExpressionException,
+        InvalidSpdxLicenseException,
+    )
+    from cyclonedx.contrib.license.factories import LicenseFactory
+
+    make = LicenseFactory()
+    if package.expression:
+        try:
+            return [make.make_with_expression(package.expression)]
+        except InvalidLicenseExpressionException:
+            return [make.make_with_name(package.expression)]
+    found: list[License] = []
+    for name in package.licenses:
+        try:
+            found.append(make.make_with_id(name))
+        except InvalidSpdxLicenseException:
+            found.append(make.make_with_name(name))
+    return found
+
+
+def _properties(**values: str) -> list[Any]:
+    from cyclonedx.model import Property
+
+    return [
+        Property(name=f"envbuild:{name}", value=value) for name, value in values.items() if value
+    ]
+
+
+def _time(about: About, source_date: int | None) -> datetime:
+    if source_date is not None:
+        return datetime.fromtimestamp(source_date, UTC)
+    # Docker writes nanoseconds, which datetime does not read.
+    try:
+        found = datetime.fromisoformat(about.created[:19])
+    except ValueError:
+        return datetime.fromtimestamp(FIXED_TIME, UTC)
+    return found.replace(tzinfo=UTC)

@@ -1,0 +1,236 @@
+"""Images without a daemon: OCI layouts and archives, for any architecture, as any user, the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.dockerd import Lab
+
+from .conftest import REPOSITORY, Command
+
+NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+QEMU = "/usr/bin/qemu-aarch64-static"
+NOBODY = 65534
+# Not root, but for this: the interpreter and the checkout may lie where only root looks.
+AS_NOBODY = [
+    "setpriv",
+    f"--reuid={NOBODY}",
+    f"--regid={NOBODY}",
+    "--clear-groups",
+    "--no-new-privs",
+]
+AS_NOBODY += ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
+AS_NOBODY += ["--bounding-set=-all,+dac_read_search"]
+
+
+@pytest.fixture(scope="session")
+def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon."""
+    folder = tmp_path_factory.mktemp("layout")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
+    made = command.json(
+        "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
+        "--target", "cpu-x86_64", "--target", "cpu-aarch64",
+    )  # fmt: skip
+    return {**made, "command": command}
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_an_image_of_two_platforms_is_made_without_a_daemon(layout: dict[str, Any]) -> None:
+    assert layout["path"] == str(layout["command"].folder / "image")
+    assert [one["target"] for one in layout["targets"]] == ["cpu-x86_64", "cpu-aarch64"]
+    assert layout["receipt"] is None  # nothing could run it, and nothing claims that it was run
+    index = json.loads((Path(layout["path"]) / "index.json").read_text())
+    assert index["manifests"][0]["digest"] == layout["digest"]
+
+
+@pytest.mark.parametrize(("arch", "number"), [("amd64", 0), ("arm64", 1)])
+def test_skopeo_reads_it(layout: dict[str, Any], arch: str, number: int) -> None:
+    done = run(
+        "skopeo", "--override-arch", arch, "inspect", f"oci:{layout['path']}:pt_cpu:1"
+    )  # fmt: skip
+    seen = json.loads(done.stdout)
+    assert seen["Architecture"] == arch and seen["Os"] == "linux"
+    assert seen["Labels"]["org.envbuild.target"] == layout["targets"][number]["target"]
+    raw = run("skopeo", "inspect", "--raw", f"oci:{layout['path']}:pt_cpu:1").stdout
+    digests = [item["digest"] for item in json.loads(raw)["manifests"]]
+    assert set(digests) == {one["digest"] for one in layout["targets"]}
+
+
+@pytest.fixture(scope="session")
+def unpacked(layout: dict[str, Any]) -> Iterator[Path]:
+    """The aarch64 image as umoci unpacks it."""
+    folder: Path = layout["command"].folder
+    run(
+        "skopeo",
+        "--override-arch",
+        "arm64",
+        "copy",
+        f"oci:{layout['path']}:pt_cpu:1",
+        f"oci:{folder}/arm:1",
+    )
+    run("umoci", "unpack", "--image", f"{folder}/arm:1", folder / "bundle")
+    yield folder / "bundle" / "rootfs"
+    shutil.rmtree(folder / "bundle")
+
+
+def test_the_aarch64_image_imports_torch_under_qemu_user(unpacked: Path) -> None:
+    """It was built with nothing emulated; only this test runs its code."""
+    shutil.copy(QEMU, unpacked / "qemu")
+    script = "import torch, numpy, platform; print(torch.__version__, platform.machine(), torch.ones(2).sum().item())"
+    env = {"PATH": "/opt/env/bin:/usr/bin", "LANG": "C.UTF-8"}
+    done = run(
+        "/usr/sbin/chroot", unpacked, "/qemu", "/opt/env/bin/python", "-B", "-c", script, env=env
+    )
+    version, machine, total = done.stdout.split()
+    assert version.startswith("2.10.0") and machine == "aarch64" and total == "2.0"
+
+
+def test_bytecode_of_the_image_is_taken_as_it_is(unpacked: Path) -> None:
+    shutil.copy(QEMU, unpacked / "qemu")
+    script = "import json.decoder, numpy.linalg._linalg as m, sys; print(json.decoder.__cached__, m.__cached__)"
+    env = {"PATH": "/opt/env/bin:/usr/bin", "PYTHONVERBOSE": "1"}
+    done = run("/usr/sbin/chroot", unpacked, "/qemu", "/opt/env/bin/python", "-c", script, env=env)
+    for name in ("json/__pycache__/decoder", "linalg/__pycache__/_linalg"):
+        assert any(
+            f"{name}.cpython-311.pyc matches" in line for line in done.stderr.splitlines()
+        ), name
+    assert "wrote" not in done.stderr
+
+
+def test_another_user_in_another_place_makes_the_same_digests(layout: dict[str, Any]) -> None:
+    """As nobody, without a daemon, with a store, a home and a folder of their own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    import tempfile
+
+    place = Path(tempfile.mkdtemp(prefix="envbuild-nobody-"))
+    try:
+        os.chown(place, NOBODY, NOBODY)
+        place.chmod(0o755)
+        config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")  # pip's sources
+        env = {
+            **os.environ, **NO_DAEMON, "HOME": str(place), "ENVBUILD_STORE": str(place / "store"),
+            "TMPDIR": str(place), "PYTHONHASHSEED": "7", "XDG_CONFIG_HOME": config,
+        }  # fmt: skip
+        done = subprocess.run(
+            [*AS_NOBODY, sys.executable, "-m", "envbuild", "docker", "pt_cpu", "--locked", "--json", "--out", "oci:x"],
+            capture_output=True, text=True, cwd=place, env=env,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        made = json.loads(done.stdout)
+        assert made["digest"] == layout["targets"][0]["digest"]
+    finally:
+        shutil.rmtree(place)
+
+
+def test_again_gives_the_same_and_replaces_the_old(layout: dict[str, Any]) -> None:
+    command: Command = layout["command"]
+    for _ in range(2):
+        made = command.json("docker", "pt_cpu", "--locked", "--out", "oci:again")
+        assert made["digest"] == layout["targets"][0]["digest"]
+    names = {path.name for path in command.folder.iterdir()}
+    assert not [name for name in names if name.startswith(".")], names
+    run("skopeo", "inspect", f"oci:{command.folder}/again:pt_cpu:cpu-x86_64")
+
+
+def test_another_time_gives_another_image(layout: dict[str, Any]) -> None:
+    command: Command = layout["command"]
+    epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
+    made = command.json(
+        "docker", "pt_minimal", "--locked", "--no-bytecode", "--out", "oci:dated", **epoch
+    )
+    raw = run("skopeo", "inspect", "--config", f"oci:{made['path']}:pt_minimal:cpu-x86_64").stdout
+    assert json.loads(raw)["created"] == "2023-11-14T22:13:20Z"
+    refused = command("docker", "pt_minimal", "--out", "oci:dated", SOURCE_DATE_EPOCH="0")
+    assert refused.returncode == 2 and "SOURCE_DATE_EPOCH" in refused.stderr
+
+
+def test_an_archive_is_loaded_by_docker_and_holds_the_same_image(
+    layout: dict[str, Any], docker_daemon: Lab, session_store: Path
+) -> None:
+    command = Command(layout["command"].folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
+    made = command.json("docker", "pt_minimal", "--locked", "--out", "docker-archive:image.tar")
+    env = {**os.environ, **docker_daemon.environment()}
+    said = run("docker", "load", "--input", made["path"], env=env).stdout
+    assert "pt_minimal:cpu-x86_64" in said
+    with tarfile.open(made["path"]) as archive:
+        manifest = json.loads(archive.extractfile("manifest.json").read())[0]  # type: ignore[union-attr]
+    identity = run("docker", "image", "inspect", "-f", "{{.Id}}", "pt_minimal:cpu-x86_64", env=env)
+    assert identity.stdout.strip() == "sha256:" + manifest["Config"].removesuffix(".json")
+    loaded = command.json(
+        "docker", "pt_minimal", "--locked", "--no-verify", **docker_daemon.environment()
+    )
+    assert loaded["layers_sent"] == 0 and loaded["digest"] == made["digest"]
+
+
+def test_a_full_disk_is_one_clear_message_and_leaves_the_old_image(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    small = tmp_path / "small"
+    small.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", small)
+    try:
+        command = Command(
+            tmp_path, {**layout["command"].env, "ENVBUILD_STORE": str(small / "store")}
+        )
+        done = command("docker", "pt_cpu", "--locked", "--out", "oci:image")
+        assert done.returncode == 4 and "No space left" in done.stderr, done.stderr
+        assert not (tmp_path / "image").exists()
+        # The store is large enough, the place is not.
+        command = Command(small, layout["command"].env)
+        shutil.rmtree(small / "store")
+        done = command("docker", "pt_cpu", "--locked", "--out", "oci:image")
+        assert done.returncode == 4 and "No space left" in done.stderr, done.stderr
+        assert list(small.iterdir()) == []
+    finally:
+        run("umount", small)
+
+
+def test_nothing_of_this_machine_is_in_the_image(layout: dict[str, Any]) -> None:
+    """No path of the store or the checkout, no user name, no address that packages came from."""
+    folder: Path = layout["command"].folder
+    run(
+        "skopeo",
+        "--override-arch",
+        "amd64",
+        "copy",
+        f"oci:{layout['path']}:pt_cpu:1",
+        f"oci:{folder}/amd:1",
+    )
+    blobs = list((folder / "amd" / "blobs" / "sha256").iterdir())
+    secrets = [str(REPOSITORY), layout["command"].env["ENVBUILD_STORE"], str(folder)]
+    needles = [text.encode() for text in secrets]
+    for blob in blobs:
+        data = blob.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = subprocess.run(
+                ["gzip", "-dc"], input=data, capture_output=True, check=True
+            ).stdout
+        assert not [needle for needle in needles if needle in data], blob.name
+
+
+def test_the_plan_is_printed_and_nothing_is_made(layout: dict[str, Any], tmp_path: Path) -> None:
+    command = Command(tmp_path, layout["command"].env)
+    plan = command.json("docker", "pt_cpu", "--locked", "--dry-run")
+    kinds = [layer["kind"] for layer in plan["layers"]]
+    assert kinds[:2] == ["base", "bytecode"] and kinds[-2:] == ["trainer", "config"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,223 @@
+"""Images in a real registry on loopback: pushed, changed and pushed again, built upon."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab.dockerd import Lab
+from lab.hub import hub_image
+from lab.registry import Lab as RegistryLab
+from lab.registry import missing, registry
+from lab.wheels import make_recipe, make_wheel
+
+from envbuild.image.blobs import Blobs
+from envbuild.image.model import OCI_INDEX, Descriptor, canonical, digest_of
+from envbuild.image.registry import open_registry
+from envbuild.image.registry_http import Transport
+
+from .conftest import REPOSITORY, Command
+
+NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
+HUB = "pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime"
+
+
+@pytest.fixture(scope="module")
+def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryLab]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with registry(tmp_path_factory.mktemp("registry")) as lab:
+        yield lab
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, session_store: Path, loopback: RegistryLab, docker_daemon: Lab
+) -> Command:
+    """The command at a site where docker.io is mirrored by the registry on loopback."""
+    site = tmp_path / "site.toml"
+    site.write_text(
+        f'[registries."docker.io"]\nmirrors = ["http://{loopback.address}"]\n'
+        f'[registries."{loopback.address}"]\ninsecure = true\n'
+    )
+    env = {"ENVBUILD_STORE": str(session_store), "ENVBUILD_SITE": str(site)}
+    return Command(tmp_path, {**env, **docker_daemon.environment()})
+
+
+@pytest.fixture(scope="module")
+def hub(
+    loopback: RegistryLab, session_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """An index with an image of the shape of PyTorch's on Docker Hub; returns its amd64 manifest's digest."""
+    blobs = Blobs(tmp_path_factory.mktemp("hub"))
+    variables = {**os.environ, "ENVBUILD_STORE": str(session_store)}
+    manifest, described = hub_image(blobs, variables)
+    reach = Transport(insecure=frozenset([loopback.address]))
+    there = open_registry(f"{loopback.address}/{HUB}", reach, {})
+    there.push(blobs, described, manifest.raw, manifest.media_type, manifest.digest)
+    one = manifest.descriptor
+    item = Descriptor(one.media_type, one.digest, one.size, "amd64", "linux")
+    index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item.as_json()]}
+    there.put_manifest(canonical(index), OCI_INDEX, HUB.rpartition(":")[2])
+    there.close()
+    return manifest.digest
+
+
+def own_copy(command: Command, recipe: str) -> Path:
+    """A copy of a shipped recipe in the command's folder, where locks may be written."""
+    place = command.folder / "recipes" / recipe
+    shutil.copytree(REPOSITORY / "recipes" / recipe, place)
+    return place
+
+
+def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
+    command: Command, loopback: RegistryLab, hub: str
+) -> None:
+    place = own_copy(command, "pytorch_hub")
+    made = command.json("docker", "pytorch_hub")
+    lock = (place / "cpu-x86_64.image.toml").read_text()
+    assert hub in lock and loopback.address not in lock, "a lock holds the digest and no mirror"
+    receipt = json.loads(Path(made["receipt"]).read_text())
+    assert receipt["passed"] and receipt["versions"]["torch"].startswith("2.13")
+    name = f"{loopback.address}/team/hub:1"
+    pushed = command.json("docker", "pytorch_hub", "--locked", "--tag", name, "--push")
+    assert pushed["digest"] == made["digest"]
+    # The base's two layers are in the registry already, in another repository: taken over, not sent.
+    assert pushed["pushed"]["mounted"] == 2 and pushed["pushed"]["uploaded_bytes"] < 1_000_000
+    assert pushed["reference"] == f"{loopback.address}/team/hub@{made['digest']}"
+    seen = subprocess.run(
+        ["skopeo", "inspect", "--tls-verify=false", f"docker://{name}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    labels = json.loads(seen.stdout)["Labels"]
+    assert labels["com.example.lab"] == "hub" and labels["org.envbuild.recipe"] == "pytorch_hub"
+    assert labels["org.opencontainers.image.base.digest"] == hub
+
+
+def test_a_base_that_moved_is_still_built_as_locked(
+    command: Command, loopback: RegistryLab, hub: str, session_store: Path
+) -> None:
+    own_copy(command, "pytorch_hub")
+    first = command.json("docker", "pytorch_hub", "--no-verify", "--out", "oci:first", **NO_DAEMON)
+    reach = Transport(insecure=frozenset([loopback.address]))
+    there = open_registry(f"{loopback.address}/{HUB}", reach, {})
+    raw, kind = there.manifest(hub)
+    other = canonical({**json.loads(raw), "annotations": {"com.example": "rebuilt"}})
+    there.put_manifest(other, kind, HUB.rpartition(":")[2])
+    second = command.json(
+        "docker", "pytorch_hub", "--locked", "--no-verify", "--out", "oci:second", **NO_DAEMON
+    )
+    assert second["digest"] == first["digest"]
+    said = command("lock", "pytorch_hub", "--target", "cpu-x86_64", "--upgrade").stderr
+    assert hub in said and digest_of(other) in said
+
+
+def test_a_base_without_the_architecture_or_interpreter_is_refused(
+    command: Command, hub: str
+) -> None:
+    place = own_copy(command, "pytorch_hub")
+    recipe = (place / "recipe.toml").read_text()
+    (place / "recipe.toml").write_text(
+        recipe.replace("[targets.cpu-x86_64]", "[targets.cpu-aarch64]")
+    )
+    done = command("docker", "pytorch_hub", "--target", "cpu-aarch64", "--out", "oci:x")
+    assert done.returncode == 3 and "arm64" in done.stderr, done.stderr
+    (place / "recipe.toml").write_text(recipe.replace("/opt/conda/bin", "/usr/local/bin"))
+    done = command("docker", "pytorch_hub", "--no-verify", "--out", "oci:x")
+    assert done.returncode == 4 and "/opt/conda/bin/python3.11" in done.stderr, done.stderr
+
+
+@pytest.fixture
+def small(command: Command) -> Command:
+    """A recipe of a 6 MB wheel and a small one, wheels from a folder of the test."""
+    wheels = command.folder / "wheels"
+    make_wheel(wheels, "large", files={"large/data.bin": os.urandom(6_000_000)})
+    for version in ("1.0", "2.0"):
+        make_wheel(wheels, "little", version)
+    command.env |= {"PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"}
+    folder = make_recipe(command.folder / "recipes", "small", ["large==1.0", "little==1.0"])
+    lock = (REPOSITORY / "recipes/pt_cpu/cpu-x86_64.image.toml").read_text()
+    (folder / "cpu-x86_64.image.toml").write_text(lock.replace('"pt_cpu"', '"small"'))
+    return command
+
+
+def test_after_a_small_change_only_what_changed_is_pushed(
+    small: Command, loopback: RegistryLab
+) -> None:
+    name = f"{loopback.address}/team/small:1"
+    first = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
+    assert first["pushed"]["uploaded_bytes"] > 6_000_000
+    make_recipe(small.folder / "recipes", "small", ["large==1.0", "little==2.0"])
+    second = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
+    # The small packages' layer, the record of the whole, and the configuration.
+    assert second["pushed"]["uploaded"] == 3 and second["pushed"]["uploaded_bytes"] < 200_000
+    assert second["digest"] != first["digest"]
+    third = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
+    assert third["pushed"]["uploaded"] == 0
+
+
+def test_docker_pulls_and_runs_what_was_pushed(
+    small: Command, loopback: RegistryLab, docker_daemon: Lab
+) -> None:
+    name = f"{loopback.address}/team/pulled:1"
+    pushed = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
+    env = {**os.environ, **docker_daemon.environment()}
+    run = [
+        "docker",
+        "run",
+        "--rm",
+        pushed["reference"],
+        "python",
+        "-c",
+        "import little; print(little.__version__)",
+    ]
+    done = subprocess.run(run, capture_output=True, text=True, env=env)
+    assert done.stdout == "1.0\n", done.stderr
+
+
+@pytest.mark.parametrize("source", ["docker-daemon", "docker-archive", "oci"])
+def test_local_images_serve_as_bases(
+    small: Command, docker_daemon: Lab, source: str, tmp_path: Path
+) -> None:
+    """A base by daemon, archive or layout: its digest is locked, and another image in its place refused."""
+    env = {**os.environ, **docker_daemon.environment()}
+    folder = make_recipe(
+        small.folder / "recipes", "above", ["little==2.0"],
+        extra=f'[image]\nbase = "{_place(source)}"\npython = "/usr/bin/python3.11"\n',
+    )  # fmt: skip
+    small.json("docker", "small", "--no-verify", "--tag", "lab/base:1")
+    if source == "docker-archive":
+        with (folder / "base.tar").open("wb") as stream:
+            subprocess.run(["docker", "save", "lab/base:1"], stdout=stream, env=env, check=True)
+    elif source == "oci":
+        out = f"oci:{folder / 'base'}"
+        small.json(
+            "docker", "small", "--no-verify", "--out", out, "--tag", "lab/base:1", **NO_DAEMON
+        )
+    made = small.json("docker", "above", "--no-verify")
+    script = "import little, sys; print(little.__version__, sys.prefix)"
+    done = subprocess.run(
+        ["docker", "run", "--rm", made["path"], "python", "-c", script],
+        capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    assert done.stdout == "2.0 /opt/env\n", done.stderr
+    if source == "oci":
+        shutil.rmtree(folder / "base")
+        small.json("docker", "small", "--no-verify", "--no-bytecode", "--out", out, **NO_DAEMON)
+        store = {"ENVBUILD_STORE": str(tmp_path / "empty")}
+        refused = small("docker", "above", "--locked", "--no-verify", "--out", "oci:x", **store)
+        assert refused.returncode == 4 and "locked is sha256:" in refused.stderr, refused.stderr
+
+
+def _place(source: str) -> str:
+    return {
+        "docker-daemon": "docker-daemon:lab/base:1",
+        "docker-archive": "docker-archive:base.tar",
+        "oci": "oci:base",
+    }[source]
