@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from envbuild.artifacts.opened_image import Bring, OpenedImage, about_image
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
-from envbuild.image.layout import from_index
+from envbuild.image.layout import REF_NAME, from_index
 from envbuild.image.model import (
     GOARCH,
     MAX_MANIFEST,
@@ -182,7 +182,7 @@ def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
     if tag is None and isinstance(index, Index):
         different = {item.digest: item.arch for item in index.manifests}
         if len(set(different.values())) < len(different):
-            names = sorted({n for item in index.manifests for n in item.annotations.values()})
+            names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
             raise UsageError(
                 f"{folder} holds {len(different)} images: {', '.join(names)}",
                 f"name one: oci:{folder}:TAG",

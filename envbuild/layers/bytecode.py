@@ -82,8 +82,7 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
     """`tree`, then the bytecode of every module under the folders `below`.
 
     Without a compiler `tree` as it is. A module that does not compile (tests of other Python versions,
-    templates) has no bytecode. Raises HostError when the interpreter does not run or dies, BuildError when
-    there is no room for temporary files.
+    templates) has no bytecode. Raises HostError when the interpreter dies, BuildError when there is no room.
     """
     if compiler is None:
         yield from tree
@@ -176,11 +175,11 @@ class _Joined:
     rest: Readable
 
     def read(self, size: int = -1, /) -> bytes:
-        if self.head:
-            count = len(self.head) if size < 0 else size
-            data, self.head = self.head[:count], self.head[count:]
-            return data
-        return self.rest.read(size)
+        count = len(self.head) if size < 0 else size
+        data, self.head = self.head[:count], self.head[count:]
+        if size < 0 or len(data) < size:
+            data += self.rest.read(size if size < 0 else size - len(data))
+        return data
 
 
 class _Pool:
@@ -299,5 +298,5 @@ def _compile(
 
 def _environment() -> dict[str, str]:
     # A Python from a module tree may find its own library by LD_LIBRARY_PATH alone.
-    kept = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **kept}
+    libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
+    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}

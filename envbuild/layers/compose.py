@@ -25,8 +25,10 @@ PREFIX = "opt/env"
 FIXED_TIME = 1577836800
 # A folder in a layer replaces the base's mode of it: these keep what every distribution gives them.
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
-# A wheel of this size (bytes, as published) or more has a layer of its own.
-LARGE = 4_000_000
+# A wheel of this size (bytes, as published) or more has a layer of its own, but no more than so many wheels:
+# overlayfs takes 127 layers with those of the base.
+LARGE = 1_000_000
+MOST_LARGE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ def wheel_parts(
     wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int
 ) -> list[Part]:
     """The layers of `wheels`: each large one, largest first, then the small ones together."""
-    large = sorted((w for w in wheels if w.size >= LARGE), key=lambda w: (-w.size, w.name))
-    small = sorted((w for w in wheels if w.size < LARGE), key=lambda w: w.name)
+    by_size = sorted(wheels, key=lambda w: (-w.size, w.name))
+    large = [wheel for wheel in by_size[:MOST_LARGE] if wheel.size >= LARGE]
+    small = sorted(by_size[len(large) :], key=lambda w: w.name)
     groups = [[wheel] for wheel in large] + ([small] if small else [])
     return [_wheel_part(group, scheme, compiler, mtime) for group in groups]
 

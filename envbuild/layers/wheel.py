@@ -218,9 +218,7 @@ class _Wheel:
         # As installers have it: links, which would be a risk, are plain files holding their target.
         executable = script or (stat.S_ISREG(mode) and mode & 0o111)
         yield Entry(path, FILE, 0o755 if executable else 0o644, size, mtime=self._mtime), content
-        row = content.row() or recorded
-        assert row is not None
-        self._rows[path] = row
+        self._rows[path] = content.row() or recorded or ("", "")
 
     def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
         """What replaces the first line of a script, if it is `#!python`, and the size of the result.
@@ -249,9 +247,7 @@ class _Wheel:
         if version is None:
             raise BuildError(f"{self._file}: no Wheel-Version in {self._info}/WHEEL")
         if not re.match(r"1(\.|$)", version[1]):
-            raise BuildError(
-                f"{self._file}: a wheel of format {version[1]}, this envbuild knows format 1"
-            )
+            raise BuildError(f"{self._file}: a wheel of format {version[1]}, only 1 is known")
 
     def _record(self) -> dict[str, tuple[str, str]]:
         """The rows of the wheel's own RECORD that say all: name in the archive → (hash, size)."""

@@ -52,6 +52,19 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
     return done
 
 
+def under_qemu(
+    root: Path, script: str, *options: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in the aarch64 tree at `root` with /dev, /proc and /sys, in a mount namespace of its own."""
+    shutil.copy(QEMU, root / "qemu")
+    mounts = 'for d in dev proc sys; do mount --rbind /$d "$1/$d"; done; exec /usr/sbin/chroot "$@"'
+    return run(
+        "unshare", "--mount", "--propagation", "private", "sh", "-ec", mounts, "sh",
+        root, "/qemu", "/opt/env/bin/python", *options, "-c", script,
+        env={"PATH": "/opt/env/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", **env},
+    )  # fmt: skip
+
+
 def test_an_image_of_two_platforms_is_made_without_a_daemon(layout: dict[str, Any]) -> None:
     assert layout["path"] == str(layout["command"].folder / "image")
     assert [one["target"] for one in layout["targets"]] == ["cpu-x86_64", "cpu-aarch64"]
@@ -92,21 +105,14 @@ def unpacked(layout: dict[str, Any]) -> Iterator[Path]:
 
 def test_the_aarch64_image_imports_torch_under_qemu_user(unpacked: Path) -> None:
     """It was built with nothing emulated; only this test runs its code."""
-    shutil.copy(QEMU, unpacked / "qemu")
     script = "import torch, numpy, platform; print(torch.__version__, platform.machine(), torch.ones(2).sum().item())"
-    env = {"PATH": "/opt/env/bin:/usr/bin", "LANG": "C.UTF-8"}
-    done = run(
-        "/usr/sbin/chroot", unpacked, "/qemu", "/opt/env/bin/python", "-B", "-c", script, env=env
-    )
+    done = under_qemu(unpacked, script, "-B")
     version, machine, total = done.stdout.split()
     assert version.startswith("2.10.0") and machine == "aarch64" and total == "2.0"
 
 
 def test_bytecode_of_the_image_is_taken_as_it_is(unpacked: Path) -> None:
-    shutil.copy(QEMU, unpacked / "qemu")
-    script = "import json.decoder, numpy.linalg._linalg as m, sys; print(json.decoder.__cached__, m.__cached__)"
-    env = {"PATH": "/opt/env/bin:/usr/bin", "PYTHONVERBOSE": "1"}
-    done = run("/usr/sbin/chroot", unpacked, "/qemu", "/opt/env/bin/python", "-c", script, env=env)
+    done = under_qemu(unpacked, "import json.decoder, numpy.linalg._linalg", PYTHONVERBOSE="1")
     for name in ("json/__pycache__/decoder", "linalg/__pycache__/_linalg"):
         assert any(
             f"{name}.cpython-311.pyc matches" in line for line in done.stderr.splitlines()

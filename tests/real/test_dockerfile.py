@@ -181,7 +181,9 @@ def test_pt_cpu_is_built_trained_and_equal_to_the_native_image(
     assert receipt["artifact"] | {"digest": ""} == {"kind": "docker", "path": "pt:file", "digest": ""}  # fmt: skip
     installed = next(check for check in receipt["checks"] if check["name"] == "installed")
     assert len(installed["evidence"]["packages"]) == 15
-    command.json("docker", "pt_cpu", "--locked", "--no-verify", "--tag", "pt:native")
+    command.json(
+        "docker", "pt_cpu", "--locked", "--no-verify", "--no-bytecode", "--tag", "pt:native"
+    )
     files, scripts = contents(docker, "pt:file")
     assert len(files) > 10_000 and [files, scripts] == contents(docker, "pt:native")
     version = f"PYTORCH_VERSION={receipt['versions']['torch']}"
@@ -350,3 +352,20 @@ def test_a_base_without_the_lock_s_python_is_said(small: Command, docker: Any) -
     done = small("docker", "small", "--builder", "dockerfile", "--no-verify", "--base", "no-venv:1")
     assert done.returncode == 4
     assert "has no Python 3.11 with venv and ensurepip" in done.stderr.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--builder", "dockerfile", "--push", "--tag", "host.example/one:1"], "docker push host.example/one:1"),
+        (["--builder", "dockerfile", "--out", "oci:out"], "docker save small:cpu-x86_64"),
+        (["--builder", "dockerfile", "--base", "Not A Name"], "Not A Name"),
+        (["--builder", "dockerfile", "--target", "cpu-x86_64", "--target", "cpu-aarch64"], "of one target"),
+        (["--base", BASE], "--base is for --builder dockerfile"),
+    ],
+)  # fmt: skip
+def test_misuse_is_one_clear_message(small: Command, arguments: list[str], said: str) -> None:
+    if "--base" not in arguments:
+        arguments = [*arguments, "--base", BASE]
+    done = small("docker", "small", *arguments)
+    assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stderr

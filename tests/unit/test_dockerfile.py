@@ -1,0 +1,284 @@
+"""The Dockerfiles against the recipes they name, and what drives them, without a daemon."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lab.wheels import make_recipe, make_wheel
+
+from envbuild.artifacts import dockerfile
+from envbuild.artifacts.pip_records import Installed, check_installed, record_differences
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import BuildError, HostError, UsageError
+from envbuild.layers.compose import PREFIX, WheelFile
+from envbuild.layers.trainer import load_trainer
+from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.lock.format import Lock, LockedPackage, parse, render
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.make_dockerfile import prepare_dockerfile
+from envbuild.plan.plan import ImageInputs, Plan, make_plan
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.site.settings import RegistryTable
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, GPU = ((ROOT / f"Dockerfile.{name}").read_text() for name in ("cpu", "gpu"))
+SCHEME = Scheme(PREFIX, "3.11")
+
+
+def argument(text: str, name: str) -> str:
+    found = re.search(rf"^ARG {name}=(.*)$", text, re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def test_the_defaults_of_dockerfile_cpu_are_those_of_its_recipe() -> None:
+    recipe, target = argument(CPU, "RECIPE"), argument(CPU, "TARGET")
+    text = (ROOT / "recipes" / recipe / f"{target}.requirements.txt").read_text()
+    locked = parse(text, recipe)
+    assert argument(CPU, "PYTORCH_VERSION") == locked.version("torch")
+    assert f"python:{locked.python}-" in argument(CPU, "BASE")
+    loaded = load_recipe(ROOT / "recipes" / recipe / "recipe.toml")
+    assert argument(CPU, "EXTRA_INDEX_URL") in loaded.recipe.targets[target].indexes
+
+
+@pytest.mark.parametrize("text", [CPU, GPU], ids=["cpu", "gpu"])
+def test_a_dockerfile_pulls_no_syntax_image_and_keeps_secrets_out_of_what_is_left(
+    text: str,
+) -> None:
+    assert not re.search(r"^#\s*syntax\s*=", text, re.MULTILINE)
+    steps = re.findall(r"^(?:RUN|COPY|ENV|ARG|LABEL)\b(?:.*\\\n)*.*", text, re.MULTILINE)
+    final = text[text.rindex("\nFROM ") :]
+    assert "--mount" not in final and "/inputs" not in final
+    for step in steps:
+        if "/run/secrets" in step:
+            assert step.startswith("RUN") and "--mount=type=secret" in step
+
+
+def test_both_dockerfiles_install_in_the_same_words() -> None:
+    def part(text: str) -> str:
+        start = text.index("# pip gets an environment of its own")
+        return re.sub(r"whl/\w+", "whl/X", text[start : text.rindex("\nFROM ")])
+
+    assert part(CPU) == part(GPU)
+
+
+def test_the_context_of_a_checkout_has_what_the_dockerfiles_copy() -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]  # fmt: skip
+    assert all((ROOT / name).exists() for name in allowed if name != "wheels")
+    for text in (CPU, GPU):
+        sources = " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split()
+        for source in sources:
+            plain = source.replace("[s]", "s").replace("${RECIPE}", "x").replace("${TARGET}", "y")
+            assert any(plain == name or plain.startswith(f"{name}/") for name in allowed), source
+
+
+def program(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "docker").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "docker").chmod(0o755)
+
+
+def version(text: str, buildx: int) -> str:
+    return f'[ "$1" = --version ] && {{ echo "Docker version {text}, build x"; exit 0; }}; exit {buildx}'
+
+
+def test_the_first_docker_with_buildkit_is_taken(tmp_path: Path) -> None:
+    """Docker 23 moved BuildKit from the command line into a plugin that may be missing."""
+    for name, text in (
+        ("bare", version("28.2.2", 1)),
+        ("broken", "exit 127"),
+        ("old", version("20.10.24+dfsg1", 1)),
+        ("plugin", version("28.2.2", 0)),
+    ):
+        program(tmp_path / name, text)
+
+    def found(*names: str) -> str:
+        path = os.pathsep.join(str(tmp_path / name) for name in names)
+        program = dockerfile.find_docker({"PATH": path, "DOCKER_CONTEXT": "elsewhere"}).program
+        return Path(program).parent.name
+
+    assert found("bare", "broken", "plugin", "old") == "plugin"
+    assert found("bare", "nothing-there", "old", "plugin") == "old"
+    with pytest.raises(HostError, match=r"buildx is missing from .*bare/docker \(Docker version 28"):  # fmt: skip
+        found("bare", "broken")
+    with pytest.raises(HostError, match="not installed"):
+        found("nothing-there")
+
+
+def test_command_line_and_sdk_speak_to_one_daemon(tmp_path: Path) -> None:
+    program(tmp_path / "old", version("20.10.24", 1))
+    env = {"PATH": str(tmp_path / "old"), "DOCKER_CONTEXT": "elsewhere"}
+    assert dockerfile.find_docker(env).env["DOCKER_CONTEXT"] == "default"
+    assert "DOCKER_CONTEXT" not in dockerfile.find_docker({**env, "DOCKER_HOST": "unix:///s"}).env
+
+
+FAILED = """\
+#11 [build 2/5] RUN --mount=type=bind a very long command
+#11 DONE 4.3s
+#12 [build 3/5] RUN --mount=type=bind another long command
+#12 1.185 Looking in links: /inputs/wheels
+#12 1.236 ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.
+#12 ERROR: executor failed running [/bin/sh -c another long command]: exit code: 1
+------
+ > [build 3/5] RUN --mount=type=bind another long command:
+------
+executor failed running [/bin/sh -c another long command]: exit code: 1
+"""
+
+
+def test_of_a_failed_build_only_the_cause_is_shown() -> None:
+    assert dockerfile.explain(FAILED.splitlines()) == (
+        "  Looking in links: /inputs/wheels\n"
+        "  ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."
+    )
+    pull = ["#3 [internal] load metadata for x:1", "#3 ERROR: pull access denied", "------"]
+    assert dockerfile.explain(pull) == "  ERROR: pull access denied"
+    assert dockerfile.explain(["unknown flag: --iidfile"]) == "  unknown flag: --iidfile"
+
+
+@given(st.lists(st.text() | st.from_regex(r"#[0-9]{1,2} ([0-9]\.[0-9] )?(ERROR: )?.*")))
+def test_whatever_docker_prints_something_of_it_is_shown(lines: list[str]) -> None:
+    shown = dockerfile.explain(lines)
+    assert bool(shown) == any(lines)
+
+
+PATHS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map("pkg/{}".format)
+ROWS = st.dictionaries(PATHS, st.tuples(st.just("sha256=x"), st.just("1")), min_size=1)
+
+
+def record_of(rows: dict[str, tuple[str, str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows((path, *row) for path, row in rows.items())
+    return text.getvalue().encode()
+
+
+@given(ROWS, st.data())
+def test_every_other_lost_or_added_file_is_a_difference(
+    rows: dict[str, tuple[str, str]], data: st.DataObject
+) -> None:
+    record = record_of(rows)
+    notes = b"pkg-1.dist-info/INSTALLER,sha256=y,4\npkg-1.dist-info/RECORD,,\n"
+    assert record_differences(record, record + notes) == []
+    path = data.draw(st.sampled_from(sorted(rows)))
+    for hash_, size in (("sha256=z", "1"), ("sha256=x", "2"), ("", "")):
+        (line,) = record_differences(record, record_of({**rows, path: (hash_, size)}))
+        assert line == f"{path} has other content"
+    fewer = record_of({name: row for name, row in rows.items() if name != path})
+    assert record_differences(record, fewer) == [f"{path} is missing"]
+    assert record_differences(fewer, record) == [f"{path} is not the wheel's"]
+
+
+def test_an_image_with_other_distributions_than_locked_is_refused(tmp_path: Path) -> None:
+    wheels = [
+        WheelFile(name, "1.0", make_wheel(tmp_path, name), "", 0) for name in ("one", "two", "three")
+    ]  # fmt: skip
+    records = {f"{w.name}-1.0.dist-info": wheel_record(w.path, SCHEME) for w in wheels}
+    good = check_installed(Installed("3.11.2", "/usr/bin/python3.11", records), wheels, "3.11")
+    assert [name for name, _, _ in good] == ["one", "three", "two"]
+    del records["two-1.0.dist-info"]
+    records["four-2.0.dist-info"] = b""
+    records["one-1.0.dist-info"] += b"one/evil.py,sha256=x,1\n"
+    with pytest.raises(BuildError) as caught:
+        check_installed(Installed("3.11.2", "", records), wheels, "3.11")
+    assert caught.value.message.splitlines()[1:] == [
+        "  two 1.0 is missing", "  four 2.0 is not locked", "  one 1.0: one/evil.py is not the wheel's"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
+
+
+def plan_of(folder: Path, base: OciLock, target: str = "cpu-x86_64", extra: str = "") -> Plan:
+    place = make_recipe(folder, "one", ["one"], targets=f"[targets.{target}]\n", extra=extra)
+    loaded = load_recipe(place / "recipe.toml")
+    locked = Lock("one", target, "3.11", "x", "d", (LockedPackage("one", "1.0", ("0" * 64,)),))
+    inputs = ImageInputs(ImageLock("one", target, "d", base), "pip 3.11 -", 0)
+    return make_plan(
+        loaded.recipe, loaded.digest, locked, Target.parse(target), artifact="docker", trainer_version="1",
+        trainer_digest="t", compile_bytecode=True, image=inputs,
+    )  # fmt: skip
+
+
+def test_a_context_holds_all_that_is_copied_links_wheels_and_is_removed(
+    tmp_path: Path, environment: Environment
+) -> None:
+    extra = "[image]\n[image.env]\nQUOTES = '''it's \"$HOME\"'''\n"
+    plan = plan_of(tmp_path, OciLock("base:1", ""), extra=extra)
+    path = make_wheel(tmp_path / "wheels", "one")
+    wheel = WheelFile("one", "1.0", path, "", 0)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        dockerfile.build_context(plan, load_trainer(), [wheel], environment) as context,
+    ):
+        text = (context / "Dockerfile").read_text()
+        assert text.startswith(CPU) and text.endswith("ENV QUOTES=${ENVBUILD_ENV_0}\n")
+        assert dockerfile.build_arguments(plan)["ENVBUILD_ENV_0"] == 'it\'s "$HOME"'
+        assert (context / "wheels" / path.name).stat().st_ino == path.stat().st_ino
+        for source in " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split():
+            named = source.replace("${RECIPE}", "one").replace("${TARGET}", "cpu-x86_64")
+            assert list(context.glob(named)), source
+        raise KeyboardInterrupt
+    assert list((tmp_path / "store/docker").iterdir()) == []
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("reference", "digest", "told"),
+    [
+        ("docker-daemon:lab:1", "sha256:" + "1" * 64, "lab:1"),
+        ("docker.io/library/python:3.11", "", "docker.io/library/python:3.11"),
+        ("python:3.11", "sha256:" + "1" * 64, "docker.io/library/python@sha256:" + "1" * 64),
+    ],
+)
+def test_a_locked_base_is_built_on_by_its_digest(
+    tmp_path: Path, reference: str, digest: str, told: str
+) -> None:
+    plan = plan_of(tmp_path, OciLock(reference, digest), "cu126-x86_64")
+    arguments = dockerfile.build_arguments(plan)
+    assert arguments["BASE"] == arguments["BUILD_BASE"] == told
+
+
+@pytest.mark.parametrize(
+    ("python", "target", "mirror", "base"),
+    [
+        ("3.11", "cpu-x86_64", None, argument(CPU, "BASE")),
+        ("3.13", "cpu-x86_64", None, "docker.io/library/python:3.13-slim-bookworm"),
+        ("3.11", "cpu-x86_64", "https://hub.org/a/", "hub.org/a/library/python:3.11-slim-bookworm"),
+        ("3.11", "cu126-x86_64", None, argument(GPU, "BASE")),
+        ("3.11", "cu128-x86_64", None, "--base docker.io/nvidia/cuda"),
+        ("3.9", "cpu-x86_64", None, "3.9"),
+    ],
+)  # fmt: skip
+def test_the_base_follows_python_cuda_and_the_site_s_mirror(
+    tmp_path: Path, environment: Environment, python: str, target: str, mirror: str | None, base: str
+) -> None:  # fmt: skip
+    place = make_recipe(tmp_path, "one", [], targets=f"[targets.{target}]\n")
+    file = place / "recipe.toml"
+    file.write_text(file.read_text().replace('python = "3.11"', f'python = "{python}"'))
+    if mirror:
+        site = replace(environment.site, registries=(("docker.io", RegistryTable((mirror,))),))
+        environment = replace(environment, site=site)
+    loaded = load_recipe(file)
+    found = Target.parse(target)
+    digest = loaded.resolution_digest(found)
+    empty = Lock("one", target, python, found.platform("2.28"), digest, ())
+    (place / f"{target}.requirements.txt").write_text(render(empty))
+    try:
+        prepared = prepare_dockerfile(
+            loaded, found, environment, locked=True, offline=True, bytecode=True, say=print
+        )
+    except UsageError as error:
+        assert base in f"{error.message} {error.hint}"
+    else:
+        assert dockerfile.base_name(prepared.plan) == base
