@@ -173,8 +173,8 @@ def build_arguments(plan: Plan) -> dict[str, str]:
         "NO_INDEX": "1",
         "BYTECODE": str(int(plan.compile_bytecode)),
         "WORKDIR": plan.image.workdir,
-        "PYTORCH_VERSION": torch,
-        "PYTHON": plan.image.python,
+        "TORCH": torch,
+        "INTERPRETER": plan.image.python,
         "VENV_OPTIONS": "--system-site-packages" if system_packages else "",
     }
     if Target.parse(plan.target).is_cuda:  # nothing is compiled: no need for what compiles
@@ -186,7 +186,12 @@ def build_arguments(plan: Plan) -> dict[str, str]:
 
 def labels(plan: Plan, created: str) -> dict[str, str]:
     """The labels that the native builder gives, besides those of the Dockerfile."""
-    return {
+    assert plan.base is not None and isinstance(plan.base.base, OciLock)
+    digest = plan.base.base.digest
+    known = {"org.opencontainers.image.base.digest": digest} if digest else {}
+    if digest:
+        known["org.envbuild.base.digest"] = plan.base.digest
+    return known | {
         "org.opencontainers.image.created": created,
         "org.envbuild.recipe.digest": plan.recipe_digest,
         "org.envbuild.lock.digest": plan.lock_digest,

@@ -72,6 +72,7 @@ def docker_command(
       envbuild docker pt_cpu
       envbuild docker pt_cpu --out oci:image --target cpu-x86_64 --target cpu-aarch64
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push
+      envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     from envbuild.artifacts.docker import Out, check_tag, default_tag

@@ -17,6 +17,7 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     COMPRESSION,
+    GOARCH,
     MAX_MANIFEST,
     OCI_INDEX,
     Descriptor,
@@ -129,7 +130,8 @@ def _pick(index: Index, where: str, tag: str | None, arch: str | None) -> Descri
     distinct = {item.digest: item for item in named}
     if len(distinct) == 1:
         return next(iter(distinct.values()))
-    if named and all(item.arch for item in named):
+    of_arch = [item for item in distinct.values() if arch and item.arch == GOARCH[arch]]
+    if named and all(item.arch for item in named) and len(of_arch) < 2:
         return _of_arch(Index(index.raw, index.media_type, named), where, arch)
     names = sorted({name for item in index.manifests for name in _names(item)})
     has = f"it has {', '.join(names) or 'none with a tag'}"

@@ -33,7 +33,7 @@ _MAX_SOURCE = 4 << 20
 # Modules in one process: enough to make its start cheap, few enough to keep all processors busy.
 _SHARE, _SHARE_BYTES = 200, 4 << 20
 # One reader of archives does not keep more busy; shares under way are held in memory.
-_MOST_PROCESSES, _MOST_WAITING = 8, 10
+_MOST_PROCESSES = 8
 _WORKER = r"""
 import marshal, sys
 read, write, flush = sys.stdin.buffer.read, sys.stdout.buffer.write, sys.stdout.buffer.flush
@@ -187,7 +187,8 @@ class _Pool:
 
     def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
         self._compiler, self._spool, self._end = compiler, spool, 0
-        self._threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES))
+        processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        self._threads, self._most = ThreadPoolExecutor(processes), processes + 2
         self._children = _Children()
         self._share: list[tuple[str, bytes]] = []
         self._size = 0
@@ -206,7 +207,7 @@ class _Pool:
         self._size += len(source)
         if len(self._share) >= _SHARE or self._size >= _SHARE_BYTES:
             self._send()
-        while len(self._waiting) > _MOST_WAITING or (self._waiting and self._waiting[0].done()):
+        while len(self._waiting) > self._most or (self._waiting and self._waiting[0].done()):
             self._collect()
 
     def results(self) -> Iterator[tuple[str, int, _Piece]]:
@@ -248,15 +249,11 @@ class _Children:
             if self._stopped:
                 return -signal.SIGKILL, b""
             try:
+                # In a session of its own a Ctrl-C is ours to handle; when we die, its input ends.
                 child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=_environment(),
-                    cwd="/",
-                    start_new_session=True,  # a Ctrl-C is ours to handle; when we die, its input ends
-                )
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    env=_environment(), cwd="/", start_new_session=True,
+                )  # fmt: skip
             except OSError as error:
                 raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
             self._running.add(child)

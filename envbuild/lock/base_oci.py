@@ -98,18 +98,20 @@ def _manifest(registry: Registry, digest: str | None, arch: str) -> Manifest:
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled:
     kind, _, rest = base.partition(":")
     blobs = Blobs(environment.store.folder("blobs"))
-    if kind == "docker-daemon":
-        from envbuild.image.daemon import connect
+    try:
+        if kind == "docker-daemon":
+            from envbuild.image.daemon import connect
 
-        with connect(environment.variables) as client:
-            pulled = read_daemon(rest, blobs, client)
-        check_image(pulled.manifest, pulled.config, arch, base)
-    elif kind == "oci":
-        path, _, tag = rest.partition(":")
-        pulled = read_layout(folder / path, blobs, tag or None, arch)
-    else:
-        pulled = read_archive(folder / rest, blobs, None, arch)
-    blobs.add(pulled.manifest.raw)
+            with connect(environment.variables) as client:
+                pulled = read_daemon(rest, blobs, client, arch)
+        elif kind == "oci":
+            path, _, tag = rest.partition(":")
+            pulled = read_layout(folder / path, blobs, tag or None, arch)
+        else:
+            pulled = read_archive(folder / rest, blobs, None, arch)
+        blobs.add(pulled.manifest.raw)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
     return pulled
 
 

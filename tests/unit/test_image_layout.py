@@ -253,3 +253,21 @@ def test_a_layout_of_blobs_that_are_missing_is_not_made(tmp_path: Path, blobs: B
 )
 def test_a_tag_is_meant_by_its_usual_forms(wanted: str, name: str, same: bool) -> None:
     assert same_tag(wanted, name) is same
+
+
+def test_of_several_images_for_one_architecture_none_is_guessed(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path / "blobs")
+    listed: list[tuple[Descriptor, str | None]] = []
+    for name in ("one", "two"):
+        config = canonical({"architecture": "amd64", "os": "linux", "author": name,
+                            "rootfs": {"type": "layers", "diff_ids": []}})  # fmt: skip
+        head = Descriptor(OCI_CONFIG, blobs.add(config), len(config))
+        raw = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []})
+        item = Descriptor(OCI_MANIFEST, blobs.add(raw), len(raw), "amd64", "linux")
+        listed.append((item, name))
+    (tmp_path / "layout").mkdir()
+    fill_layout(tmp_path / "layout", blobs, listed)
+    with pytest.raises(BuildError, match="2 images, where one is needed; it has one, two"):
+        read_layout(tmp_path / "layout", Blobs(tmp_path / "other"), None, "x86_64")
+    two = read_layout(tmp_path / "layout", Blobs(tmp_path / "other"), "two", "x86_64")
+    assert two.config["author"] == "two"

@@ -85,17 +85,19 @@ def test_a_layers_key_changes_when_and_only_when_what_decides_it_does() -> None:
     other = dataclasses.replace(COMPILER, version="3.11.99")
     tag = dataclasses.replace(COMPILER, tag="cpython-399")
     magic = dataclasses.replace(COMPILER, magic=b"abcd")
-    for changed in [
+    alone: list[dict[str, Any]] = [
         {"mtime": 0}, {"compiler": None}, {"compiler": other}, {"compiler": tag}, {"compiler": magic},
         {"scheme": Scheme("opt/other", "3.11")}, {"scheme": Scheme(PREFIX, "3.12")},
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for changed in alone:
         assert not {part.key for part in parts(wheels, **changed)} & set(known)
     # where things lie decides nothing
     moved = [dataclasses.replace(wheel, path=Path("/elsewhere")) for wheel in wheels]
     same = dataclasses.replace(COMPILER, python="/another/python")
     assert [part.key for part in parts(moved, compiler=same)] == known
     for field in ("name", "version", "sha256"):
-        changed_one = dataclasses.replace(wheels[1], **{field: "c"})
+        value: dict[str, Any] = {field: "c"}
+        changed_one = dataclasses.replace(wheels[1], **value)
         keys = [part.key for part in parts([wheels[0], changed_one, wheels[2]])]
         assert keys[0] == known[0] and keys[1] != known[1]
 
@@ -199,14 +201,12 @@ def test_the_environments_key_covers_all_that_decides_it(tmp_path: Path) -> None
     trainer = located(make_wheel(tmp_path, "ddp-train"))
     known = environment(trainer).key
     assert environment(dataclasses.replace(trainer, path=Path("/gone"))).key == known
-    keys = [
-        environment(trainer, **changed).key
-        for changed in [
+    changes: list[dict[str, Any]] = [
             {"interpreter": "/usr/bin/python3"}, {"python_version": "3.11.9"}, {"state": "{}"},
             {"compiler": None}, {"mtime": 1}, {"system_packages": True}, {"folders": ["/w"]},
             {"folders": []}, {"scheme": Scheme("opt/env2", "3.11")}, {"scheme": Scheme(PREFIX, "3.12")},
-        ]
     ]  # fmt: skip
+    keys = [environment(trainer, **changed).key for changed in changes]
     keys.append(environment(dataclasses.replace(trainer, sha256="0")).key)
     assert len({known, *keys}) == len(keys) + 1
     assert key_of("a", [1]) != key_of("b", [1])

@@ -192,7 +192,8 @@ def test_the_digest_is_of_what_the_base_is_and_not_of_where_it_comes_from() -> N
     later = DebianLock("bookworm", "2025-01-01T00:00:00Z", (moved,))
     assert replace(DEBIAN, base=later).digest == DEBIAN.digest
     for field, value in (("name", "sh"), ("version", "6"), ("sha256", "b" * 64)):
-        changed = DebianLock("bookworm", "2024-01-01T00:00:00Z", (replace(DEB, **{field: value}),))
+        other: dict[str, Any] = {field: value}
+        changed = DebianLock("bookworm", "2024-01-01T00:00:00Z", (replace(DEB, **other),))
         assert replace(DEBIAN, base=changed).digest != DEBIAN.digest
 
 
