@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +13,13 @@ from envbuild.artifacts import docker, place
 from envbuild.artifacts.image import Image, assemble
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError, VerificationError
-from envbuild.image.archive import write_archive
-from envbuild.image.layout import fill_layout
-from envbuild.image.model import Index
 from envbuild.layers.bytecode import Compiler
 from envbuild.layers.compiler import compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.trainer import Trainer
-from envbuild.lock.base_oci import registry_of
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare, settings_of
 from envbuild.plan.plan import ImageInputs, Plan
-from envbuild.progress import transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
@@ -106,11 +99,7 @@ def make_images(
     Returns what `--json` prints. Raises VerificationError before anything takes its place.
     """
     started = time.monotonic()
-    if wish.load and len(prepared) > 1:
-        raise UsageError(
-            "a docker daemon holds images of one platform; several targets need --out or --push",
-            "add --out oci:DIR, or --tag REGISTRY/NAME:TAG --push",
-        )
+    _check(wish, len(prepared), environment)
     images = []
     for one in prepared:
         say(f"{one.plan.recipe} for {one.target.name}: {len(one.plan.packages)} packages")
@@ -126,12 +115,12 @@ def make_images(
     ]
     result = {"path": wish.tag, "digest": digest}
     if wish.load:
-        result |= _load(images[0], wish.tag, environment, say)
+        result |= docker.load_tagged(images[0], wish.tag, environment, say)
     if wish.out is not None:
-        _write(images, index, wish, say)
+        docker.write(images, index, wish.out, wish.tag, say)
         result["path"] = os.path.abspath(wish.out.path)
     if wish.push:
-        result |= _push(images, index, wish.tag, environment, say)
+        result |= docker.push(images, index, wish.tag, environment, say)
     targets = [
         {"target": one.target.name, "digest": image.digest, "receipt": receipt}
         for one, image, receipt in zip(prepared, images, receipts, strict=True)
@@ -145,6 +134,22 @@ def make_images(
     }
 
 
+def _check(wish: Wish, count: int, environment: Environment) -> None:
+    """Refuse now what could not end well: an impossible wish, a place that is taken, no daemon to load into."""
+    from envbuild.image.daemon import connect
+
+    if wish.load and count > 1:
+        raise UsageError(
+            "a docker daemon holds images of one platform; several targets need --out or --push",
+            "add --out oci:DIR, or --tag REGISTRY/NAME:TAG --push",
+        )
+    if wish.out is not None:
+        docker.check_place(wish.out, count)
+    if wish.load:
+        with connect(environment.variables):
+            pass
+
+
 def default_place(plan: Plan) -> Path:
     """Beside what the receipt of an image in a daemon or registry lies."""
     return Path("build") / plan.recipe / plan.target / "docker"
@@ -154,6 +159,7 @@ def _verified(
     one: Prepared, image: Image, wish: Wish, beside: Path, environment: Environment, say: Say
 ) -> str | None:
     """The receipt of `image`, None where it cannot be verified here; then why is said."""
+    from envbuild.image.daemon import connect
     from envbuild.verify.receipt import receipt_path
 
     path = receipt_path(beside)
@@ -165,8 +171,10 @@ def _verified(
     if has_receipt(beside, image.digest, one.plan, wish.faults):
         return str(path.absolute())
     try:
-        with _daemon(environment) as client:
-            _load_into(client, image, [], say)
+        with (
+            connect(environment.variables) as client,
+            docker.loaded(client, image, say, keep=wish.load),
+        ):
             verify_image(client, one, image, wish, beside, environment, say)
     except HostError as error:
         if wish.load:
@@ -208,120 +216,3 @@ def verify_image(
             f"the nodes' logs {verdict.logs}",
         )
     say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
-
-
-def _load(image: Image, tag: str, environment: Environment, say: Say) -> dict[str, Any]:
-    with _daemon(environment) as client:
-        return _load_into(client, image, [tag], say)
-
-
-def _load_into(client: Any, image: Image, tags: Sequence[str], say: Say) -> dict[str, Any]:
-    from envbuild.image.daemon import load
-
-    layers = [made.layer for made in image.layers]
-    with transfer("loading into the docker daemon", None) as moved:
-        loaded = load(client, image.config, image.image_id, layers, tags, image.blobs, moved)
-    if loaded.layers_sent:
-        say(f"  sent {loaded.layers_sent} of {len(layers)} layers to the daemon")
-    return {"image_id": loaded.image_id, "layers_sent": loaded.layers_sent}
-
-
-def _write(images: Sequence[Image], index: Index | None, wish: Wish, say: Say) -> None:
-    """Write the layout or archive beside its place, then exchange the two."""
-    assert wish.out is not None
-    path = wish.out.path.absolute()
-    if wish.out.form == "docker-archive" and index is not None:
-        raise UsageError("a docker-archive holds one platform", "use --out oci:DIR")
-    _check_place(path, wish.out.form)
-    with place.exclusive(path, say), place.writing(path.parent):
-        staged = place.staging(path)
-        try:
-            if wish.out.form == "oci":
-                root = images[0].descriptor
-                if index is not None:
-                    images[0].blobs.add(index.raw)
-                    root = index.descriptor
-                fill_layout(staged, images[0].blobs, [(root, wish.tag)])
-                place.swap_in(staged, path)
-            else:
-                file = staged / path.name
-                with file.open("wb") as stream:
-                    _archive(stream, images[0], wish.tag)
-                file.chmod(0o644)
-                os.replace(file, path)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-
-
-def _archive(stream: Any, image: Image, tag: str) -> None:
-    descriptors = [made.layer.blob for made in image.layers]
-    write_archive(stream, image.config, descriptors, image.blobs, [tag])
-
-
-def _check_place(path: Path, form: str) -> None:
-    """Raise UsageError when something stands there that is no image of the kind to be written."""
-    if form == "oci":
-        free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-        if not free and not (path / "oci-layout").is_file():
-            raise UsageError(
-                f"{path} exists and is no OCI layout; it is left as it is",
-                "remove it, or choose another place with --out",
-            )
-    elif path.is_dir():
-        raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")
-
-
-def _push(
-    images: Sequence[Image], index: Index | None, tag: str, environment: Environment, say: Say
-) -> dict[str, Any]:
-    """Push what the registry lacks; manifests by digest first, then the index or manifest by its tag."""
-    registry = registry_of(tag, environment)
-    counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
-    try:
-        for image in images:
-            wanted = [image.manifest.config, *(made.layer.blob for made in image.layers)]
-            pointer = image.digest if index else registry.reference.pointer
-            sources = _repositories(image, registry.reference.registry, environment)
-            with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as moved:
-                pushed = registry.push(
-                    image.blobs, wanted, image.manifest.raw, image.manifest.media_type, pointer,
-                    mount_from=sources, moved=moved,
-                )  # fmt: skip
-            for name in counts:
-                counts[name] += getattr(pushed, name)
-        if index is not None:
-            registry.put_manifest(index.raw, index.media_type, registry.reference.pointer)
-    finally:
-        registry.close()
-    say(
-        f"  pushed {counts['uploaded']} blobs ({counts['uploaded_bytes'] / 1e6:.1f} MB), "
-        f"{counts['mounted']} mounted, {counts['present']} were there"
-    )
-    digest = index.digest if index else images[0].digest
-    return {"pushed": counts, "reference": f"{registry.reference.name}@{digest}"}
-
-
-def _repositories(image: Image, host: str, environment: Environment) -> list[str]:
-    """The repositories of the registry `host` that have the base image: its own, or a mirror's."""
-    from urllib.parse import urlsplit
-
-    from envbuild.image.reference import parse_reference
-
-    try:
-        base = parse_reference(image.base_name)
-    except UsageError:  # Debian packages, or a local image
-        return []
-    found = [base.repository] if base.registry == host else []
-    for mirror in environment.site.registry(base.registry).mirrors:
-        parts = urlsplit(mirror)
-        if parts.netloc.rpartition("@")[2] == host:
-            found.append(f"{parts.path}/{base.repository}".strip("/"))
-    return found
-
-
-@contextmanager
-def _daemon(environment: Environment) -> Iterator[Any]:
-    from envbuild.image.daemon import connect
-
-    with connect(environment.variables) as client:
-        yield client

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from envbuild.artifacts import place
 from envbuild.artifacts.image import Image
-from envbuild.errors import UsageError
+from envbuild.environment import Environment
+from envbuild.errors import UsageError, VerificationError
+from envbuild.image.archive import write_archive
+from envbuild.image.layout import fill_layout
 from envbuild.image.model import OCI_INDEX, Descriptor, Index, canonical, parse
 from envbuild.image.reference import parse_reference
+from envbuild.lock.base_oci import registry_of
+from envbuild.progress import transfer
+
+if TYPE_CHECKING:
+    from envbuild.image.daemon import Loaded
+
+Say = Callable[[str], None]
 
 KIND = "docker"
 FORMS = ("oci", "docker-archive")
@@ -65,3 +81,131 @@ def index_of(images: Sequence[Image]) -> Index:
     index = parse(raw, "the image's index")
     assert isinstance(index, Index)
     return index
+
+
+def load_tagged(image: Image, tag: str, environment: Environment, say: Say) -> dict[str, Any]:
+    """Give the daemon the image under a name; what `--json` says of it."""
+    from envbuild.image.daemon import connect
+
+    with connect(environment.variables) as client:
+        done = _load(client, image, [tag], say)
+    return {"image_id": done.image_id, "layers_sent": done.layers_sent}
+
+
+@contextmanager
+def loaded(client: Any, image: Image, say: Say, *, keep: bool) -> Iterator[None]:
+    """The image in the daemon without a name. It goes again unless `keep`, or when it was there before; one
+    that failed its verification stays for a look at it."""
+    from docker.errors import DockerException
+
+    done = _load(client, image, [], say)
+    stays = done.was_there
+    try:
+        yield
+        stays = stays or keep
+    except VerificationError:
+        stays = True
+        raise
+    finally:
+        if not stays:
+            with suppress(DockerException):
+                client.images.remove(done.image_id)
+
+
+def _load(client: Any, image: Image, tags: Sequence[str], say: Say) -> Loaded:
+    from envbuild.image.daemon import load
+
+    layers = [made.layer for made in image.layers]
+    with transfer("loading into the docker daemon", None) as moved:
+        done = load(client, image.config, image.image_id, layers, tags, image.blobs, moved)
+    if done.layers_sent:
+        say(f"  sent {done.layers_sent} of {len(layers)} layers to the daemon")
+    return done
+
+
+def write(images: Sequence[Image], index: Index | None, out: Out, tag: str, say: Say) -> None:
+    """Write the layout or archive beside its place, then exchange the two."""
+    path = out.path.absolute()
+    with place.exclusive(path, say), place.writing(path.parent):
+        staged = place.staging(path)
+        try:
+            if out.form == "oci":
+                root = images[0].descriptor
+                if index is not None:
+                    images[0].blobs.add(index.raw)
+                    root = index.descriptor
+                fill_layout(staged, images[0].blobs, [(root, tag)])
+                place.swap_in(staged, path)
+            else:
+                file = staged / path.name
+                with file.open("wb") as stream:
+                    _archive(stream, images[0], tag)
+                file.chmod(0o644)
+                os.replace(file, path)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def _archive(stream: Any, image: Image, tag: str) -> None:
+    descriptors = [made.layer.blob for made in image.layers]
+    write_archive(stream, image.config, descriptors, image.blobs, [tag])
+
+
+def check_place(out: Out, count: int) -> None:
+    """Raise UsageError when `out` cannot take `count` images, or something else stands in its place."""
+    path = out.path.absolute()
+    if out.form == "docker-archive" and count > 1:
+        raise UsageError("a docker-archive holds one platform", "use --out oci:DIR")
+    if out.form == "oci":
+        free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not free and not (path / "oci-layout").is_file():
+            raise UsageError(
+                f"{path} exists and is no OCI layout; it is left as it is",
+                "remove it, or choose another place with --out",
+            )
+    elif path.is_dir():
+        raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")
+
+
+def push(
+    images: Sequence[Image], index: Index | None, tag: str, environment: Environment, say: Say
+) -> dict[str, Any]:
+    """Push what the registry lacks; manifests by digest first, then the index or manifest by its tag."""
+    registry = registry_of(tag, environment)
+    counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
+    try:
+        for image in images:
+            wanted = [image.manifest.config, *(made.layer.blob for made in image.layers)]
+            pointer = image.digest if index else registry.reference.pointer
+            sources = _repositories(image, registry.reference.registry, environment)
+            with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as moved:
+                pushed = registry.push(
+                    image.blobs, wanted, image.manifest.raw, image.manifest.media_type, pointer,
+                    mount_from=sources, moved=moved,
+                )  # fmt: skip
+            for name in counts:
+                counts[name] += getattr(pushed, name)
+        if index is not None:
+            registry.put_manifest(index.raw, index.media_type, registry.reference.pointer)
+    finally:
+        registry.close()
+    say(
+        f"  pushed {counts['uploaded']} blobs ({counts['uploaded_bytes'] / 1e6:.1f} MB), "
+        f"{counts['mounted']} mounted, {counts['present']} were there"
+    )
+    digest = index.digest if index else images[0].digest
+    return {"pushed": counts, "reference": f"{registry.reference.name}@{digest}"}
+
+
+def _repositories(image: Image, host: str, environment: Environment) -> list[str]:
+    """The repositories of the registry `host` that have the base image: its own, or a mirror's."""
+    try:
+        base = parse_reference(image.base_name)
+    except UsageError:  # Debian packages, or a local image
+        return []
+    found = [base.repository] if base.registry == host else []
+    for mirror in environment.site.registry(base.registry).mirrors:
+        parts = urlsplit(mirror)
+        if parts.netloc.rpartition("@")[2] == host:
+            found.append(f"{parts.path}/{base.repository}".strip("/"))
+    return found

@@ -86,6 +86,7 @@ def assemble(
     """
     assert plan.image is not None and plan.base is not None
     target, store = Target.parse(plan.target), environment.store
+    store.clean_stale()
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, say, offline=offline)
     wheels, own = locate(plan, trainer, environment, offline)

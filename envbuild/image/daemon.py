@@ -24,11 +24,12 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An image in the daemon: its id there, and how many layers and bytes were sent."""
+    """An image in the daemon: its id there, how many layers and bytes were sent, whether it was there."""
 
     image_id: str
     layers_sent: int
     bytes_sent: int
+    was_there: bool
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def load(
     for tag in tags:
         name, _, label = tag.rpartition(":")
         client.api.tag(loaded_id, name, label)
-    return Loaded(loaded_id, len(sent), total)
+    return Loaded(loaded_id, len(sent), total, present)
 
 
 def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:

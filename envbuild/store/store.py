@@ -3,6 +3,8 @@
 wheels/<sha256>/<file name>    wheels, as they were published
 trainer/<sha256>/<file name>   the bundled trainer as a wheel
 partial/                       downloads under way; a later call goes on where one was cut
+blobs/                         images' layers, Debian packages, manifests (image/blobs.py)
+layers/ bases/ listings/       what is known of blobs: which inputs made them, what they hold
 digests/                       sha256 of find-links files, by path, size, time and inode
 uv/                            uv's cache: unpacked wheels, from which environments are linked
 """
@@ -109,12 +111,13 @@ class Store:
         return digest
 
     def clean_stale(self, days: float = 7) -> None:
-        """Remove downloads that nobody went on with for `days` days."""
+        """Remove downloads that nobody went on with for `days` days, and what killed runs left half-written."""
         limit = time.time() - days * 86400
-        with contextlib.suppress(OSError):
-            for path in (self.root / "partial").iterdir():
-                if path.stat().st_mtime < limit:
-                    path.unlink(missing_ok=True)
+        for folder, prefix in (("partial", ""), ("blobs/partial", ""), ("blobs/sha256", ".new-")):
+            with contextlib.suppress(OSError):
+                for entry in os.scandir(self.root / folder):
+                    if entry.name.startswith(prefix) and entry.stat().st_mtime < limit:
+                        os.unlink(entry.path)
 
 
 @contextlib.contextmanager

@@ -111,3 +111,16 @@ def test_stale_downloads_are_removed(store: Store) -> None:
     os.utime(folder / "old", (week_old, week_old))
     store.clean_stale()
     assert [path.name for path in folder.iterdir()] == ["new"]
+
+
+def test_what_killed_runs_left_goes_after_a_while_and_blobs_stay(store: Store) -> None:
+    folder = store.folder("blobs", "sha256")
+    partial = store.folder("blobs", "partial")
+    old, young, blob = folder / ".new-old", folder / ".new-young", folder / ("ab" * 32)
+    for path in (old, young, blob, partial / "cd"):
+        path.write_bytes(b"x")
+        if path != young:
+            os.utime(path, (0, 0))
+    store.clean_stale()
+    assert not old.exists() and not (partial / "cd").exists()
+    assert young.exists() and blob.exists()
