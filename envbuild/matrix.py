@@ -32,10 +32,12 @@ class Artifact:
 
     command: tuple[str, ...]
     """What builds it, before the recipe's name."""
+    of_images: bool = True
+    """Whether it can be made of a recipe that builds on an existing image."""
 
 
 ARTIFACTS = {
-    "venv": Artifact(("envbuild", "venv")),
+    "venv": Artifact(("envbuild", "venv"), of_images=False),
     "docker": Artifact(("envbuild", "docker")),
 }
 
@@ -91,6 +93,7 @@ def make_jobs(
         if not targets or name in targets
         for artifact in ARTIFACTS
         if not artifacts or artifact in artifacts
+        if ARTIFACTS[artifact].of_images or one.loaded.recipe.image.base == "debian"
     ]
     _check_names(unique.values())
     return jobs

@@ -77,6 +77,14 @@ def venv_command(
         loaded, wanted, environment, artifact=venv.KIND, locked=locked, offline=offline, say=say,
         compile_bytecode=compile_bytecode,
     )  # fmt: skip
+    if loaded.recipe.image.base != "debian" and not any(p.name == "torch" for p in plan.packages):
+        from envbuild.errors import UsageError
+
+        raise UsageError(
+            f"recipe {loaded.recipe.name} takes torch from {loaded.recipe.image.base}; "
+            "a virtual environment would be without it",
+            f"build it with `envbuild docker {loaded.recipe.name}`",
+        )
     path = out or venv.default_path(loaded.recipe.name, wanted.name)
     if dry_run:
         if as_json:

@@ -24,12 +24,13 @@ from typing import Any
 from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.errors import HostError, VerificationError
-from envbuild.verify import find_rank as find_rank_module
+from envbuild.verify import processes
 
 LABEL = "org.envbuild.verify.until"
 _WORK = "/envbuild-verify"
 _WORK_PATH = PurePosixPath(_WORK)
 _TOOLS = f"{_WORK}/.tools"
+_KILL = ("python", f"{_TOOLS}/processes.py")
 _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 _JOIN_S = 10.0
 
@@ -41,6 +42,7 @@ class _Agent:
     api: Any
     exec_id: str
     container: str
+    mark: str
     reader: threading.Thread
     returncode: int | None = None
 
@@ -77,8 +79,12 @@ class ContainerNodes:
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
     ) -> _Agent:
         api, container = self.client.api, self.containers[node]
+        mark = f"ENVBUILD_AGENT={uuid.uuid4().hex}"  # inherited by all that it starts
         created = api.exec_create(
-            container.id, [program, *arguments], environment=dict(extra), workdir=_WORK
+            container.id,
+            [program, *arguments],
+            environment=[mark, *(f"{name}={value}" for name, value in extra.items())],
+            workdir=_WORK,
         )
         stream = api.exec_start(created["Id"], stream=True)
 
@@ -90,13 +96,12 @@ class ContainerNodes:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        return _Agent(api, created["Id"], container.id, reader)
+        return _Agent(api, created["Id"], container.id, mark, reader)
 
     def stop(self, agents: Sequence[Any]) -> None:
-        """Kill every process but the idling first one in the containers where something still runs."""
-        for container in {agent.container for agent in agents if agent.poll() is None}:
+        for agent in [agent for agent in agents if agent.poll() is None]:
             with suppress(Exception):
-                self._run(container, ["sh", "-c", "kill -9 -1"], check=False)
+                self._run(agent.container, [*_KILL, "all", agent.mark], check=False)
         for agent in agents:
             agent.reader.join(_JOIN_S)
             agent.poll()
@@ -115,9 +120,7 @@ class ContainerNodes:
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         for container in self.containers:
-            said = self._run(
-                container.id, ["python", f"{_TOOLS}/find_rank.py", run_id, str(rank)], check=False
-            )
+            said = self._run(container.id, [*_KILL, "rank", run_id, str(rank)], check=False)
             if said.strip().isdigit():
                 return int(said)
         return None
@@ -138,7 +141,7 @@ class ContainerNodes:
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for name in survey_module.MODULES:
                 archive.add(package / name, f".tools/envbuild/{name}")
-            archive.add(find_rank_module.__file__, ".tools/find_rank.py")
+            archive.add(processes.__file__, ".tools/processes.py")
         if not self.containers[0].put_archive(_WORK, buffer.getvalue()):
             raise VerificationError("the docker daemon refused files for a container")
 

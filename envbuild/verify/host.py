@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
-from envbuild.verify.find_rank import find_rank
+from envbuild.verify.processes import find_rank
 
 _ADDRESS = "127.0.0.1"
 # Left over from a job around us (Slurm step, another torchrun), these would join us to that job.

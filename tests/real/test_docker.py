@@ -277,3 +277,28 @@ def test_misuse_is_one_clear_message(
     assert done.returncode == code and said in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert (small.folder / "taken" / "thesis.tex").read_text() == "years"
+
+
+def test_stopping_one_program_of_a_container_leaves_the_others(
+    pt_docker: dict[str, Any], docker_daemon: Lab, tmp_path: Path
+) -> None:
+    import docker as sdk
+
+    from envbuild.verify.containers import container_nodes
+
+    client = sdk.from_env(environment={**os.environ, **docker_daemon.environment()})
+    try:
+        with container_nodes(client, pt_docker["path"], 1, 120) as nodes:
+            line = ["-c", "echo on; sleep 100 & sleep 100; echo off"]
+            agents = [nodes.start(0, "bash", line, {}, tmp_path / f"{n}.log") for n in range(2)]
+            deadline = time.monotonic() + 20
+            while (tmp_path / "1.log").read_text() != "on\n" and time.monotonic() < deadline:
+                time.sleep(0.05)
+            nodes.stop(agents[:1])
+            assert agents[0].returncode == 137 and agents[1].poll() is None
+            top = client.containers.list()[0].top()["Processes"]
+            assert (
+                sum("sleep 100" in " ".join(row) for row in top) == 3
+            )  # the other's bash -c and its two
+    finally:
+        client.close()

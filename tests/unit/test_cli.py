@@ -64,6 +64,11 @@ def test_help_lists_every_command_with_examples() -> None:
         (["lock"], 2, "no recipe was named"),
         (["lock", "--upgrade", "pt_cpu"], 2, "--upgrade took 'pt_cpu' as a package"),
         (["lock", "pt_cpu", "--upgrade=nonesuch", "--offline"], 3, "nonesuch"),
+        (
+            ["venv", "pytorch_hub", "--target", "cpu-x86_64", "--locked"],
+            2,
+            "takes torch from docker.io/pytorch",
+        ),
         (["verify", "nowhere"], 2, "does not exist"),
         (["verify", "."], 2, "not an artifact"),
         (["venv", "pt_cpu", "--nope"], 2, "--nope"),

@@ -262,7 +262,9 @@ def test_of_several_images_for_one_architecture_none_is_guessed(tmp_path: Path) 
         config = canonical({"architecture": "amd64", "os": "linux", "author": name,
                             "rootfs": {"type": "layers", "diff_ids": []}})  # fmt: skip
         head = Descriptor(OCI_CONFIG, blobs.add(config), len(config))
-        raw = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []})
+        raw = canonical(
+            {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []}
+        )
         item = Descriptor(OCI_MANIFEST, blobs.add(raw), len(raw), "amd64", "linux")
         listed.append((item, name))
     (tmp_path / "layout").mkdir()

@@ -124,3 +124,14 @@ def test_the_mistakes_of_all_recipes_are_shown(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert "pyton" in done.stderr and "requirments" in done.stderr
         assert ("three" in done.stderr) == bool(names)
+
+
+def test_a_recipe_on_an_existing_image_has_no_virtual_environment(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "hub")
+    path = next(tmp_path.rglob("recipe.toml"))
+    path.write_text(
+        path.read_text() + '\n[image]\nbase = "example/torch:1"\npython = "/opt/python"\n'
+    )
+    done = matrix("hub", "--format", "json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {job["artifact"] for job in json.loads(done.stdout)} == {"docker"}

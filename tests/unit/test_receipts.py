@@ -14,7 +14,7 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.find_rank import find_rank
+from envbuild.verify.processes import find_rank, find_with
 from envbuild.verify.receipt import receipt_path
 from envbuild.verify.subject import Subject
 
@@ -138,6 +138,7 @@ def test_a_rank_is_found_by_its_environment(tmp_path: Path) -> None:
     (tmp_path / "13").mkdir()  # ended meanwhile
     assert find_rank("mine", 1, tmp_path) == 12
     assert find_rank("mine", 3, tmp_path) is None
+    assert sorted(find_with(("TORCHELASTIC_RUN_ID=mine",), tmp_path)) == [11, 12]
 
 
 def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> None:
