@@ -266,7 +266,7 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(
         wide = number % 2
         make_recipe(tmp_path / "recipes", "small", ["alpha", "beta"] if wide else ["alpha"])
         child = command.start(*line)
-        time.sleep(seconds * 1.2 * moment / 100)
+        time.sleep(seconds * 1.6 * moment / 100)
         child.kill()
         child.communicate()
         found = json.loads((tmp_path / "image" / "index.json").read_text())["manifests"][0][
