@@ -27,7 +27,7 @@ FIXED_TIME = 1577836800
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 # A wheel of this size (bytes, as published) or more has a layer of its own, but no more than so many wheels:
 # overlayfs takes 127 layers with those of the base.
-LARGE = 1_000_000
+LARGE = 100_000
 MOST_LARGE = 60
 
 
