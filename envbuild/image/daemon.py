@@ -7,16 +7,20 @@ that keep images in containerd's store want whole archives.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from envbuild.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
+from envbuild.image.compression import open_layer
 from envbuild.image.entry import Entry
 from envbuild.image.layer import Layer, header
+from envbuild.image.model import COMPRESSION
 
 _PIECE = 1 << 20
 _BLOCK = 512
@@ -153,14 +157,38 @@ def _archive(
     ]
     yield _small(name, config)
     for layer in dict.fromkeys(sent):
-        yield header(Entry(_member(layer), size=layer.blob.size))
-        with blobs.path(layer.blob.digest).open("rb") as stream:
+        path = _readable(layer, blobs)
+        size = path.stat().st_size
+        yield header(Entry(_member(layer), size=size))
+        with path.open("rb") as stream:
             while data := stream.read(_PIECE):
                 moved(len(data))
                 yield data
-        yield bytes(-layer.blob.size % _BLOCK)
+        yield bytes(-size % _BLOCK)
     yield _small("manifest.json", json.dumps(manifest).encode())
     yield bytes(2 * _BLOCK)
+
+
+def _readable(layer: Layer, blobs: Blobs) -> Path:
+    """The layer's file in a form that every daemon reads: Docker 20.10 refuses zstd, so such a layer is kept
+    uncompressed, too. Raises BuildError when it is not what the configuration says."""
+    if COMPRESSION.get(layer.blob.media_type) != "zstd":
+        return blobs.path(layer.blob.digest)
+    plain = blobs.path(layer.diff_id)
+    if not plain.exists():
+        digest = hashlib.sha256()
+        with (
+            open_layer(blobs.path(layer.blob.digest), layer.blob.digest) as source,
+            blobs.new() as (stream, place),
+        ):
+            while data := source.read(_PIECE):
+                stream.write(data)
+                digest.update(data)
+            stream.flush()
+            if f"sha256:{digest.hexdigest()}" != layer.diff_id:
+                raise BuildError(f"layer {layer.blob.digest} is not {layer.diff_id} inside")
+            place(layer.diff_id)
+    return plain
 
 
 def _member(layer: Layer) -> str:

@@ -181,7 +181,7 @@ def test_docker_pulls_and_runs_what_was_pushed(
     assert done.stdout == "1.0\n", done.stderr
 
 
-@pytest.mark.parametrize("source", ["docker-daemon", "docker-archive", "oci"])
+@pytest.mark.parametrize("source", ["docker-daemon", "docker-archive", "oci", "oci-zstd"])
 def test_local_images_serve_as_bases(
     small: Command, docker_daemon: Lab, source: str, tmp_path: Path
 ) -> None:
@@ -200,6 +200,22 @@ def test_local_images_serve_as_bases(
         small.json(
             "docker", "small", "--no-verify", "--out", out, "--tag", "lab/base:1", **NO_DAEMON
         )
+    elif source == "oci-zstd":  # compressed as Docker 20.10 does not read it
+        plain = f"oci:{small.folder / 'plain'}"
+        small.json(
+            "docker", "small", "--no-verify", "--out", plain, "--tag", "lab/base:1", **NO_DAEMON
+        )
+        subprocess.run(
+            ["skopeo", "copy", "--dest-compress-format", "zstd", "--dest-compress",
+             f"{plain}:lab/base:1", f"oci:{folder / 'base'}:1"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        manifests = [
+            path.read_bytes()
+            for path in (folder / "base/blobs/sha256").iterdir()
+            if path.stat().st_size < 5000
+        ]
+        assert any(b"tar+zstd" in text for text in manifests)
     made = small.json("docker", "above", "--no-verify")
     script = "import little, sys; print(little.__version__, sys.prefix)"
     done = subprocess.run(
@@ -220,4 +236,5 @@ def _place(source: str) -> str:
         "docker-daemon": "docker-daemon:lab/base:1",
         "docker-archive": "docker-archive:base.tar",
         "oci": "oci:base",
+        "oci-zstd": "oci:base",
     }[source]
