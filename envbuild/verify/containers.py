@@ -87,9 +87,10 @@ class ContainerNodes:
             workdir=_WORK,
         )
         stream = api.exec_start(created["Id"], stream=True)
+        opened = log.open("wb")
 
         def read() -> None:
-            with log.open("wb") as file, suppress(Exception):
+            with opened as file, suppress(Exception):
                 for data in stream:
                     file.write(data)
                     file.flush()

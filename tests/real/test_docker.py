@@ -291,14 +291,20 @@ def test_stopping_one_program_of_a_container_leaves_the_others(
         with container_nodes(client, pt_docker["path"], 1, 120) as nodes:
             line = ["-c", "echo on; sleep 100 & sleep 100; echo off"]
             agents = [nodes.start(0, "bash", line, {}, tmp_path / f"{n}.log") for n in range(2)]
+            logs = [tmp_path / f"{n}.log" for n in range(2)]
             deadline = time.monotonic() + 20
-            while (tmp_path / "1.log").read_text() != "on\n" and time.monotonic() < deadline:
+            while [log.read_text() for log in logs] != ["on\n"] * 2 and time.monotonic() < deadline:
                 time.sleep(0.05)
             nodes.stop(agents[:1])
             assert agents[0].returncode == 137 and agents[1].poll() is None
-            top = client.containers.list()[0].top()["Processes"]
-            assert (
-                sum("sleep 100" in " ".join(row) for row in top) == 3
-            )  # the other's bash -c and its two
+            while (left := sleepers(client)) != 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert left == 3  # the other's bash -c and its two
     finally:
         client.close()
+
+
+def sleepers(client: Any) -> int:
+    """How many processes of the only container have `sleep 100` in their command line."""
+    rows = client.containers.list()[0].top()["Processes"]
+    return sum("sleep 100" in " ".join(row) for row in rows)
