@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from envbuild import __version__
 from envbuild.artifacts import docker, dockerfile, pip_records
-from envbuild.artifacts.state import State
+from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.model import GOARCH
@@ -163,19 +162,11 @@ def _build(
         )  # fmt: skip
     installed = pip_records.read_installed(client, image_id, plan.python)
     packages = pip_records.check_installed(installed, [*wheels, own], plan.python)
-    state = State(
-        artifact=plan.artifact,
-        recipe=plan.recipe,
-        recipe_digest=plan.recipe_digest,
-        lock_digest=plan.lock_digest,
-        plan_digest=plan.digest,
-        target=plan.target,
-        python=plan.python,
+    state = state_of(
+        plan,
         python_version=installed.python_version,
         interpreter=installed.interpreter,
         packages=packages,
-        verify=plan.verify_settings(),
-        envbuild=__version__,
     )
     return BuiltImage(image_id, state)
 

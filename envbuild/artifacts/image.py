@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envbuild import __version__
-from envbuild.artifacts.state import State
+from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
@@ -29,7 +29,7 @@ from envbuild.image.model import (
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
 from envbuild.layers.compose import PREFIX, Part, WheelFile, environment_part, wheel_parts
-from envbuild.layers.made import Made, blobs_of, make_part
+from envbuild.layers.made import Made, make_part
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
@@ -95,7 +95,7 @@ def assemble(
         made.append(make_part(part, store, say))
     last, state = _environment_layer(plan, base, own, compiler, made)
     made.append(make_part(last, store, say))
-    blobs = blobs_of(store)
+    blobs = store.blobs
     config = canonical(_config(plan, base, made, target))
     manifest = _manifest(config, [m.layer for m in made])
     for data in (config, manifest.raw):
@@ -114,19 +114,11 @@ def _environment_layer(
         raise BuildError(f"the wheels do not hold what is locked: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python)
     trainer = (own.name, own.version, record_digest(wheel_record(own.path, scheme)))
-    state = State(
-        artifact=plan.artifact,
-        recipe=plan.recipe,
-        recipe_digest=plan.recipe_digest,
-        lock_digest=plan.lock_digest,
-        plan_digest=plan.digest,
-        target=plan.target,
-        python=plan.python,
+    state = state_of(
+        plan,
         python_version=base.python_version,
         interpreter=base.interpreter,
         packages=tuple(sorted([*found, trainer])),
-        verify=plan.verify_settings(),
-        envbuild=__version__,
     )
     assert plan.image is not None
     part = environment_part(

@@ -17,7 +17,7 @@ from envbuild.artifacts.metadata import MAX_SIZE, Note, interest
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
 from envbuild.image.sparse import Unpacked
-from envbuild.image.untar import Member, Source, members
+from envbuild.image.untar import Member, Part, Source, members
 from envbuild.store.store import Store
 
 # Raise it when what is remembered changes its form or meaning.
@@ -71,7 +71,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
             continue
         reader = interest(member.name.removeprefix("./").lstrip("/"))
         kept: list[bytes] | None = [] if reader and member.size <= MAX_SIZE else None
-        part = _Part(source, member.stored)
+        part = Part(source, member.stored)
         content = part if member.pieces is None else Unpacked(part, member.size, member.pieces)
         digest, head = hashlib.sha256(), b""
         while data := content.read(_CHUNK):
@@ -107,20 +107,6 @@ class _Hashed:
     def read(self, size: int = -1, /) -> bytes:
         data = self._stream.read(size)
         self.digest.update(data)
-        return data
-
-
-class _Part:
-    """The next `left` bytes of a layer."""
-
-    def __init__(self, source: Source, left: int) -> None:
-        self._source, self._left = source, left
-
-    def read(self, size: int = -1, /) -> bytes:
-        if not self._left:
-            return b""
-        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
         return data
 
 

@@ -125,7 +125,7 @@ def open_registry_image(request: Request) -> OpenedImage:
     registry = registry_of(request.rest, request.environment)
     request.stack.callback(registry.close)
     manifest = _manifest(registry, request.arch)
-    blobs = Blobs(store.folder("blobs"))
+    blobs = store.blobs
     registry.fetch_blob(manifest.config, blobs, lambda _count: None)
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
     check_image(manifest, config, request.arch, request.spelling)

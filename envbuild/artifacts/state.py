@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envbuild import __version__
 from envbuild.artifacts.installed import Distribution
 from envbuild.errors import BuildError
+from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
 FORMAT = 1
@@ -51,6 +53,30 @@ class State:
     def render(self) -> str:
         """The text of the state file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+
+def state_of(
+    plan: Plan,
+    *,
+    python_version: str,
+    interpreter: str,
+    packages: tuple[tuple[str, str, str], ...],
+) -> State:
+    """The state of what was built from `plan`."""
+    return State(
+        artifact=plan.artifact,
+        recipe=plan.recipe,
+        recipe_digest=plan.recipe_digest,
+        lock_digest=plan.lock_digest,
+        plan_digest=plan.digest,
+        target=plan.target,
+        python=plan.python,
+        python_version=python_version,
+        interpreter=interpreter,
+        packages=packages,
+        verify=plan.verify_settings(),
+        envbuild=__version__,
+    )
 
 
 def packages_of(found: Iterable[Distribution]) -> tuple[tuple[str, str, str], ...]:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from envbuild import __version__, process
+from envbuild import process
 from envbuild.artifacts import installed, place
 from envbuild.artifacts.interpreter import (
     explain_missing,
@@ -16,7 +16,7 @@ from envbuild.artifacts.interpreter import (
     remember_interpreter,
 )
 from envbuild.artifacts.links import link_mode
-from envbuild.artifacts.state import FILE, State, packages_of, read_state
+from envbuild.artifacts.state import FILE, State, packages_of, read_state, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.layers.trainer import Trainer
@@ -105,19 +105,11 @@ def build(
     _install(plan, trainer, wheels, environment, env, staged)
     found = installed.distributions(site_packages(staged, plan.python))
     _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
-    state = State(
-        artifact=KIND,
-        recipe=plan.recipe,
-        recipe_digest=plan.recipe_digest,
-        lock_digest=plan.lock_digest,
-        plan_digest=plan.digest,
-        target=plan.target,
-        python=plan.python,
+    state = state_of(
+        plan,
         python_version=_config(staged).get("version_info", plan.python),
         interpreter=os.path.realpath(interpreter(staged)),
         packages=packages_of(found.values()),
-        verify=plan.verify_settings(),
-        envbuild=__version__,
     )
     with place.writing(staged):
         (staged / FILE).write_text(state.render(), encoding="utf-8")

@@ -66,7 +66,7 @@ def read_daemon(
     where = f"docker image {reference}"
     try:
         chunks = client.images.get(reference).save(chunk_size=_CHUNK)
-        return read_stream(cast(BinaryIO, _Chunks(chunks)), where, blobs, None, arch)
+        return read_stream(cast(BinaryIO, Chunks(chunks)), where, blobs, None, arch)
     except docker.errors.ImageNotFound:
         raise BuildError(
             f"{where}: the daemon does not have it", "pull or build it first, or check its name"
@@ -252,7 +252,7 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
             raise BuildError(f"{name} is not {diff_id}, which the configuration lists")
 
 
-class _Chunks:
+class Chunks:
     """An iterator of bytes, as the Docker SDK gives them, read as a stream."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:

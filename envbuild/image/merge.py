@@ -13,7 +13,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.sparse import Unpacked
 from envbuild.image.tree import Node, Root
-from envbuild.image.untar import Member, Source, members
+from envbuild.image.untar import Member, Part, Source, members
 
 # A layer's name, for messages, and what opens its uncompressed tar at the start; it is closed after use.
 LayerSource = tuple[str, Callable[[], BinaryIO]]
@@ -70,7 +70,7 @@ class Merged:
                     for place in places:
                         member = self._members[place]
                         source.go(member.offset)
-                        part = _Part(source, member.stored)
+                        part = Part(source, member.stored)
                         content: Readable = part
                         if member.pieces is not None:
                             content = Unpacked(part, member.size, member.pieces)
@@ -125,17 +125,3 @@ def _check_numbers(member: Member, layer: str) -> None:
     for number in (member.uid, member.gid, *member.device):
         if not 0 <= number < _ID_END:
             raise BuildError(f"{layer}: {member.name}: an owner or device number of {number}")
-
-
-class _Part:
-    """The next `size` bytes of a layer."""
-
-    def __init__(self, source: Source, size: int) -> None:
-        self._source, self._left = source, size
-
-    def read(self, size: int = -1, /) -> bytes:
-        if not self._left:
-            return b""
-        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data

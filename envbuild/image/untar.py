@@ -271,3 +271,17 @@ def _decimal(raw: bytes, source: Source) -> int:
     if not digits.isdigit() or len(digits) > 20 or (fraction and not fraction.isdigit()):
         raise BuildError(f"{source.where}: a damaged pax header: {raw[:40]!r} is not a number")
     return int(whole) - (whole.startswith(b"-") and fraction.strip(b"0") != b"")
+
+
+class Part:
+    """The next `size` bytes of a layer."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self._source, self._left = source, size
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not self._left:
+            return b""
+        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data

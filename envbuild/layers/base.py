@@ -20,7 +20,7 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import Part, key_of
-from envbuild.layers.made import Made, blobs_of, make_part
+from envbuild.layers.made import Made, make_part
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import OciLock
@@ -102,7 +102,7 @@ def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree
     assert isinstance(lock, DebianLock)
     places = [] if offline else site_archives(lock.suite, lock.date, environment)
     client = debian_client(environment.pip, environment.variables)
-    debs = fetch_debs(lock, blobs_of(environment.store), places, client)
+    debs = fetch_debs(lock, environment.store.blobs, places, client)
     return debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
 
 

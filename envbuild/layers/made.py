@@ -35,14 +35,9 @@ class Made:
     distributions: tuple[tuple[str, str, str], ...] = ()
 
 
-def blobs_of(store: Store) -> Blobs:
-    """The store's image blobs."""
-    return Blobs(store.folder("blobs"))
-
-
 def make_part(part: Part, store: Store, say: Callable[[str], None]) -> Made:
     """The layer of `part`, from the store or made now. Raises BuildError when it cannot be made."""
-    blobs, note = blobs_of(store), store.folder("layers") / f"{part.key}.json"
+    blobs, note = store.blobs, store.folder("layers") / f"{part.key}.json"
     made = _known(note, part, blobs)
     if made is not None:
         return made

@@ -11,7 +11,6 @@ from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import Archive, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.image.blobs import Blobs
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
 
@@ -35,7 +34,7 @@ def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> 
         target.arch,
         archives=site_archives(suite, now, environment),
         client=debian_client(environment.pip, environment.variables),
-        blobs=Blobs(environment.store.folder("blobs")),
+        blobs=environment.store.blobs,
         keyring=Path(keyring) if keyring else None,
     )
 

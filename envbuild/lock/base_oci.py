@@ -30,7 +30,7 @@ def resolve_digest(base: str, target: Target, environment: Environment, folder: 
         registry = registry_of(base, environment)
         manifest = _manifest(registry, None, target.arch)
         # An image without an index says only in its configuration for which architecture it is.
-        blobs = Blobs(environment.store.folder("blobs"))
+        blobs = environment.store.blobs
         registry.fetch_blob(manifest.config, blobs, lambda _: None)
         config = parse_config(blobs.read(manifest.config.digest), base)
         check_image(manifest, config, target.arch, base)
@@ -42,7 +42,7 @@ def resolve_digest(base: str, target: Target, environment: Environment, folder: 
 def pull(base: str, digest: str, arch: str, environment: Environment, folder: Path) -> Pulled:
     """The image `base` as it was locked, its blobs in the store. Raises BuildError when it is not there
     any more, or is another one."""
-    blobs = Blobs(environment.store.folder("blobs"))
+    blobs = environment.store.blobs
     if (known := _stored(digest, blobs)) is not None:
         return known
     if _kind(base) in _LOCAL:
@@ -97,7 +97,7 @@ def _manifest(registry: Registry, digest: str | None, arch: str) -> Manifest:
 
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled:
     kind, _, rest = base.partition(":")
-    blobs = Blobs(environment.store.folder("blobs"))
+    blobs = environment.store.blobs
     try:
         if kind == "docker-daemon":
             from envbuild.image.daemon import connect

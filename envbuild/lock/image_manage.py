@@ -1,14 +1,11 @@
-"""Where image locks lie, whether they are current, and how they are renewed."""
+"""Image locks: whether they are current, and how they are renewed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.files import write_atomically
 from envbuild.lock.base_debian import resolve_debian
 from envbuild.lock.base_oci import resolve_digest
 from envbuild.lock.image import (
@@ -19,28 +16,25 @@ from envbuild.lock.image import (
     read_image,
     render_image,
 )
-from envbuild.lock.manage import lock_folders
+from envbuild.lock.state import (
+    LockState,
+    how_to_make,
+    inspect_lock_file,
+    lock_folders,
+    write_lock_file,
+)
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLockState:
-    """The image lock of one target: where it is, what it holds, and why it is not current (or None)."""
-
-    path: Path
-    lock: ImageLock | None
-    fault: str | None
-
-
-def inspect_image_lock(recipe: LoadedRecipe, target: Target) -> ImageLockState:
+def inspect_image_lock(recipe: LoadedRecipe, target: Target) -> LockState[ImageLock]:
     """Read the target's image lock without changing anything. Raises LockError when it is not readable."""
-    states = [_judge(recipe, target, folder) for folder in lock_folders(recipe, target)]
-    current = [state for state in states if state.fault is None]
-    existing = [state for state in states if state.lock is not None]
-    return (current or existing or states)[0]
+    name, digest = image_lock_name(target.name), recipe.image_digest(target)
+    return inspect_lock_file(
+        recipe, target, name, read_image, digest, what="image lock", subject="the recipe's base"
+    )
 
 
 def ensure_image_lock(
@@ -63,7 +57,7 @@ def ensure_image_lock(
         why = "" if locked else " and --offline forbids to resolve it"
         raise LockError(
             f"{state.path}: {state.fault}{why}",
-            f"make it with `envbuild lock {recipe.recipe.name} --target {target.name}` and commit it",
+            how_to_make(recipe, target),
         )
     say(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
     return update_image_lock(recipe, target, environment, say=say)
@@ -96,24 +90,6 @@ def update_image_lock(
     if not write:
         say(f"{path}: not written (dry run), {len(differences)} would change")
         return new
-    try:
-        write_atomically(path, render_image(new))
-    except OSError as error:
-        raise LockError(
-            f"{path}: cannot be written: {error.strerror}",
-            "copy the recipe's folder to one you may write (./recipes/NAME), which is found first",
-        ) from error
+    write_lock_file(path, render_image(new))
     say(f"{path}: {what}, {len(differences)} changed")
     return new
-
-
-def _judge(recipe: LoadedRecipe, target: Target, folder: Path) -> ImageLockState:
-    path = folder / image_lock_name(target.name)
-    lock = read_image(path)
-    if lock is None:
-        return ImageLockState(path, None, "no image lock for this target yet")
-    if lock.target != target.name or lock.recipe != recipe.recipe.name:
-        return ImageLockState(path, None, f"locks {lock.recipe} ({lock.target}) instead")
-    if lock.recipe_digest != recipe.image_digest(target):
-        return ImageLockState(path, lock, "stale: the recipe's base changed since it was made")
-    return ImageLockState(path, lock, None)

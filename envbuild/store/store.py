@@ -22,8 +22,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
+
+if TYPE_CHECKING:
+    from envbuild.image.blobs import Blobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,13 @@ class Store:
             f"the store {self.root} cannot be written: {error.strerror}",
             "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
         )
+
+    @property
+    def blobs(self) -> Blobs:
+        """Images' layers, packages and manifests. Raises BuildError when their folder cannot be made."""
+        from envbuild.image.blobs import Blobs
+
+        return Blobs(self.folder("blobs"))
 
     def find_wheel(self, sha256: str) -> Path | None:
         """The wheel with this content, None when the store has none."""

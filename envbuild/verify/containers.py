@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.errors import HostError, VerificationError
+from envbuild.image.archive import Chunks
 from envbuild.verify import processes
 
 LABEL = "org.envbuild.verify.until"
@@ -109,7 +110,7 @@ class ContainerNodes:
 
     def collect(self, into: Path) -> None:
         stream, _ = self.containers[0].get_archive(_WORK)
-        with tarfile.open(fileobj=_Stream(stream), mode="r|") as archive:
+        with tarfile.open(fileobj=cast(BinaryIO, Chunks(stream)), mode="r|") as archive:
             for member in archive:
                 name = posixpath.basename(member.name)
                 source = archive.extractfile(member) if member.isfile() else None
@@ -251,24 +252,3 @@ def _remove_stale(client: Any) -> None:
 
 def _is_over(labels: Mapping[str, str]) -> bool:
     return labels.get(LABEL, "").isdigit() and int(labels[LABEL]) < time.time()
-
-
-class _Stream(io.RawIOBase):
-    """The daemon's chunks as a file to read."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = iter(chunks), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = chunk
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count

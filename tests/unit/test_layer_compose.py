@@ -35,7 +35,7 @@ from envbuild.layers.compose import (
     key_of,
     wheel_parts,
 )
-from envbuild.layers.made import blobs_of, make_part
+from envbuild.layers.made import make_part
 from envbuild.layers.wheel import Scheme
 from envbuild.record import record_digest
 from envbuild.store.store import Store
@@ -144,7 +144,7 @@ def test_the_frame_is_an_environment_that_python_takes_as_one(tmp_path: Path) ->
     part = environment(trainer, scheme=scheme, interpreter=interpreter, folders=[])
     store = Store(tmp_path / "store")
     made = make_part(part, store, print)
-    with tarfile.open(blobs_of(store).path(made.layer.blob.digest)) as archive:
+    with tarfile.open(store.blobs.path(made.layer.blob.digest)) as archive:
         archive.extractall("/", filter="fully_trusted")
     code = "import sys, ddp_train; print(sys.prefix, sys.base_prefix != sys.prefix, ddp_train.__cached__)"
     for name in ("python", "python3", f"python{version}"):
@@ -232,7 +232,7 @@ def test_a_layer_is_made_once_and_then_taken_from_the_store(tmp_path: Path) -> N
 
 def blob(store: Store, key: str) -> Path:
     note = json.loads((store.folder("layers") / f"{key}.json").read_text())
-    return blobs_of(store).path(note["digest"])
+    return store.blobs.path(note["digest"])
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
     (part,) = parts([wheel], compiler=None)
     store = Store(tmp_path / "store")
     made = make_part(part, store, print)
-    with tarfile.open(blobs_of(store).path(made.layer.blob.digest)) as archive:
+    with tarfile.open(store.blobs.path(made.layer.blob.digest)) as archive:
         (name,) = [
             n for n in archive.getnames() if n.startswith(f"{SITE}/Big") and n.endswith("RECORD")
         ]
@@ -396,5 +396,5 @@ def test_a_compilers_identity_is_all_but_its_place() -> None:
 
 def test_blobs_and_notes_lie_where_the_store_says(tmp_path: Path) -> None:
     make_part(simple(), Store(tmp_path), print)
-    assert blobs_of(Store(tmp_path)) == Blobs(tmp_path / "blobs")
+    assert Store(tmp_path).blobs == Blobs(tmp_path / "blobs")
     assert blob(Store(tmp_path), simple().key).stat().st_mode & 0o777 == 0o644

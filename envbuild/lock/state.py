@@ -1,0 +1,98 @@
+"""What locks of every kind share: where they lie, whether they are current, how they are written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from envbuild.errors import LockError
+from envbuild.files import write_atomically
+from envbuild.recipe.find import shipped_folder
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+
+class _OfRecipe(Protocol):
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def recipe_digest(self) -> str: ...
+
+
+L = TypeVar("L", bound=_OfRecipe)
+
+
+@dataclass(frozen=True, slots=True)
+class LockState(Generic[L]):
+    """A lock file of one target: where it is, what it holds, and why it is not current (or None)."""
+
+    path: Path
+    lock: L | None
+    fault: str | None
+
+
+def inspect_lock_file(
+    recipe: LoadedRecipe,
+    target: Target,
+    name: str,
+    read: Callable[[Path], L | None],
+    digest: str,
+    *,
+    what: str,
+    subject: str,
+) -> LockState[L]:
+    """The best of the files `name` that may be there: one for `digest`, else one that exists.
+
+    `what` is the lock's name and `subject` what of the recipe it hangs on, both for messages. Raises
+    LockError when a file is not readable.
+    """
+
+    def judge(path: Path) -> LockState[L]:
+        lock = read(path)
+        if lock is None:
+            return LockState(path, None, f"no {what} for this target yet")
+        if lock.target != target.name or lock.recipe != recipe.recipe.name:
+            return LockState(path, None, f"locks {lock.recipe} ({lock.target}) instead")
+        if lock.recipe_digest != digest:
+            return LockState(path, lock, f"stale: {subject} changed since it was made")
+        return LockState(path, lock, None)
+
+    states = [judge(folder / name) for folder in lock_folders(recipe, target)]
+    current = [state for state in states if state.fault is None]
+    existing = [state for state in states if state.lock is not None]
+    return (current or existing or states)[0]
+
+
+def write_lock_file(path: Path, text: str) -> None:
+    """Replace the lock in `path` by a rename. Raises LockError when it cannot be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise LockError(
+            f"{path}: cannot be written: {error.strerror}",
+            "copy the recipe's folder to one you may write (./recipes/NAME), which is found first",
+        ) from error
+
+
+def how_to_make(recipe: LoadedRecipe, target: Target) -> str:
+    """The hint for a lock that is missing or stale where none may be made."""
+    return f"make it with `envbuild lock {recipe.recipe.name} --target {target.name}` and commit it"
+
+
+def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
+    """Beside the recipe first; a recipe that may not be written has its own locks under build/."""
+    beside = Path("build") / recipe.recipe.name / target.name
+    return [recipe.folder] if _writable(recipe) else [recipe.folder, beside]
+
+
+def _writable(recipe: LoadedRecipe) -> bool:
+    # Recipes inside an installed wheel belong to the installer, even where the file system allows more.
+    installed = shipped_folder()
+    if installed.parent.name == "_bundled" and installed in recipe.path.parents:
+        return False
+    return os.access(recipe.folder, os.W_OK)
