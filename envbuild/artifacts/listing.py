@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 from envbuild.artifacts.metadata import MAX_SIZE, Note, interest
 from envbuild.errors import BuildError
+from envbuild.image.compression import Hashed
 from envbuild.image.entry import FILE
 from envbuild.image.sparse import Unpacked
 from envbuild.image.untar import Member, Part, Source, members
@@ -60,7 +61,7 @@ def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store
 
 def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
     """Read a layer's tar from its start to its end. Raises BuildError when its digest is not `diff_id`."""
-    hashed = _Hashed(stream)
+    hashed = Hashed(stream)
     source = Source(cast(BinaryIO, hashed), name)
     listed: list[Member] = []
     made = Listing((), {}, frozenset(), {})
@@ -85,29 +86,11 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
         if reader and kept is not None:
             made.notes[number] = reader(b"".join(kept))
     source.finish()
-    while hashed.read(_CHUNK):
-        pass
-    if f"sha256:{hashed.digest.hexdigest()}" != diff_id:
+    if hashed.finish() != diff_id:
         raise BuildError(
             f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
         )
     return Listing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
-
-
-class _Hashed:
-    """A stream that cannot seek, so that each of its bytes is seen once."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.digest = hashlib.sha256()
-
-    def seekable(self) -> bool:
-        return False
-
-    def read(self, size: int = -1, /) -> bytes:
-        data = self._stream.read(size)
-        self.digest.update(data)
-        return data
 
 
 def _place(store: Store, diff_id: str) -> Path:

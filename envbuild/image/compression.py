@@ -6,6 +6,7 @@ to be skipped). A stream that ends before its last member or frame does is an er
 
 from __future__ import annotations
 
+import hashlib
 import io
 import zlib
 from collections.abc import Callable
@@ -59,6 +60,30 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
     while len(head) < 4 and (data := stream.read(4 - len(head))):
         head += data
     return cast(BinaryIO, _Decompressed(stream, kind_of(head), name, head))
+
+
+class Hashed:
+    """A stream that cannot seek, so that each of its bytes is seen once and goes into a digest."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+
+    def seekable(self) -> bool:
+        """Whether there is seeking: never."""
+        return False
+
+    def read(self, size: int = -1, /) -> bytes:
+        """See `Readable`."""
+        data = self._stream.read(size)
+        self._digest.update(data)
+        return data
+
+    def finish(self) -> str:
+        """Read on to the end, and return the digest of the whole."""
+        while self.read(_CHUNK):
+            pass
+        return f"sha256:{self._digest.hexdigest()}"
 
 
 class _Decoder(Protocol):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -82,25 +82,50 @@ def merge(layers: Sequence[LayerSource]) -> Merged:
 
     A layer that can seek costs a seek for each member; any other is read through once.
     """
-    root = Root()
+    merging = Merging()
     for name, start in layers:
-        root.begin()
-        with start() as stream:
-            source = Source(stream, name)
-            for ordinal, member in enumerate(members(source)):
-                _check_numbers(member, name)
-                root.apply(member, ordinal, name)
-            source.finish()
-    entries: dict[str, MergedEntry] = {}
-    kept: dict[tuple[int, int], Member] = {}
-    first: dict[int, str] = {}
-    for path, node in root.walk():
-        target = first.setdefault(id(node), path)
-        if target == path and node.member is not None and node.member.kind == FILE:
-            kept[node.layer, node.ordinal] = node.member
-        entry = _entry(path, node, None if target == path else target)
-        entries[path] = MergedEntry(entry, node.layer, node.ordinal)
-    return Merged(entries, layers, kept)
+        merging.add(name, _members(name, start))
+    entries = merging.entries()
+    return Merged(entries, layers, merging.files)
+
+
+class Merging:
+    """Layers that are merged one after another, the lowest first."""
+
+    def __init__(self) -> None:
+        self._root = Root()
+        self.files: dict[tuple[int, int], Member] = {}
+        """After `entries`: the members that files come from, by layer and number."""
+
+    def add(self, name: str, members: Iterable[Member]) -> None:
+        """Put one layer on top; `name` is for messages. Raises BuildError."""
+        self._root.begin()
+        for ordinal, member in enumerate(members):
+            _check_numbers(member, name)
+            self._root.apply(member, ordinal, name)
+
+    def has(self, path: str) -> bool:
+        """Whether the tree so far has something at `path`, links among its folders followed."""
+        return self._root.has(path)
+
+    def entries(self) -> dict[str, MergedEntry]:
+        """The paths of the tree in order."""
+        entries: dict[str, MergedEntry] = {}
+        first: dict[int, str] = {}
+        for path, node in self._root.walk():
+            target = first.setdefault(id(node), path)
+            if target == path and node.member is not None and node.member.kind == FILE:
+                self.files[node.layer, node.ordinal] = node.member
+            entry = _entry(path, node, None if target == path else target)
+            entries[path] = MergedEntry(entry, node.layer, node.ordinal)
+        return entries
+
+
+def _members(name: str, start: Callable[[], BinaryIO]) -> Iterator[Member]:
+    with start() as stream:
+        source = Source(stream, name)
+        yield from members(source)
+        source.finish()
 
 
 def _entry(path: str, node: Node, link: str | None) -> Entry:

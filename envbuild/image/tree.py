@@ -61,6 +61,11 @@ class Root:
         except _Refused as error:
             raise BuildError(f"{layer}: {'/'.join(parts) or '/'}: {error}") from None
 
+    def has(self, path: str) -> bool:
+        """Whether something is at `path`; links among its folders are followed, it itself is not."""
+        parts = _clean(path)
+        return self._at(self._resolve(parts[:-1]) + parts[-1:]) is not None
+
     def walk(self) -> Iterator[tuple[str, Node]]:
         """Each path with its node, in the order of the paths; the root, "", comes first."""
         found = [("", self.node)]

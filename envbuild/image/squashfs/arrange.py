@@ -1,0 +1,177 @@
+"""The tree that an image's tables describe: checked, and in the order in which they hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.squashfs.model import NO_FRAGMENT, Data
+
+_KINDS = frozenset((FILE, DIR, SYMLINK, HARDLINK, CHAR, BLOCK, FIFO))
+_NAME_MOST = 256
+_TEXT_MOST = 0xFFFF
+_MAJOR_END, _MINOR_END = 1 << 12, 1 << 20  # the device numbers that Linux and squashfs can express
+_ID_END = 1 << 32
+_IDS_MOST = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An entry and, for a FILE, where its content lies; an empty file has Data() or None.
+
+    `data.start` is counted from the image's first byte.
+    """
+
+    entry: Entry
+    data: Data | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A whole tree.
+
+    `folders` holds each directory's path with its names in order of their bytes; what is below a directory
+    comes before it, and the root last. `links` counts the names of what has more than one. `numbers` are
+    inode numbers, from 1; `ids` all owners and groups.
+    """
+
+    entries: dict[str, Placed]
+    folders: list[tuple[str, list[tuple[bytes, Placed]]]]
+    links: dict[str, int]
+    numbers: dict[str, int]
+    ids: list[int]
+
+
+def arrange(placed: Sequence[Placed]) -> Arranged:
+    """Check and order a tree; the root is made where it is missing. `placed` may come in any order.
+
+    Raises BuildError, naming the path, for what squashfs cannot hold, a missing parent or link target, and
+    a path that is there twice.
+    """
+    entries = {item.entry.path: item for item in placed}
+    if len(entries) < len(placed):
+        raise BuildError(f"{_twice(placed)}: this path is there twice")
+    root = entries.setdefault("", Placed(Entry("", DIR, 0o755)))
+    if root.entry.kind != DIR:
+        raise BuildError(f"the root of the image is a {root.entry.kind}, not a directory")
+    listed: dict[str, list[tuple[bytes, Placed]]] = {
+        path: [] for path, item in entries.items() if item.entry.kind == DIR
+    }
+    links: dict[str, int] = {}
+    for path, item in entries.items():
+        kind = item.entry.kind
+        if kind not in _KINDS:
+            raise BuildError(f"{path}: squashfs has nothing of kind {kind!r}")
+        if kind == HARDLINK:
+            target = _target(item.entry, entries)
+            links[target] = links.get(target, 1) + 1
+        elif kind != FILE and kind != DIR:
+            _check_special(item.entry)
+        if not path:
+            continue
+        parent, slash, name = path.rpartition("/")
+        siblings = listed.get(parent)
+        if siblings is None or (slash and not parent):
+            raise BuildError(f"{path}: there is no directory {parent or '/'!r} for it")
+        siblings.append((_name(name, path), item))
+    folders = sorted(listed.items(), reverse=True)
+    numbers: dict[str, int] = {}
+    for _, names in folders:
+        names.sort(key=itemgetter(0))
+        previous = None
+        for name_bytes, item in names:
+            if name_bytes == previous:
+                raise BuildError(f"{item.entry.path}: this path is there twice")
+            previous = name_bytes
+            entry = item.entry
+            owner = entry.target if entry.kind == HARDLINK else entry.path
+            # The names of one file are met in any order; the first gives it its number.
+            numbers.setdefault(owner, len(numbers) + 1)
+    numbers[""] = len(numbers) + 1
+    return Arranged(entries, folders, links, numbers, _ids(entries))
+
+
+def check_data(entry: Entry, data: Data, fragments: int, block_size: int) -> None:
+    """Raise BuildError where `data` cannot be the content of `entry`."""
+    whole, rest = divmod(entry.size, block_size)
+    if data.fragment == NO_FRAGMENT:
+        right = len(data.words) == whole + (rest > 0)
+    else:
+        right = len(data.words) == whole and rest > 0
+        right = right and data.fragment < fragments and data.offset + rest <= block_size
+    if entry.size < 0 or not right:
+        raise BuildError(
+            f"{entry.path}: {len(data.words)} blocks of data, fragment {data.fragment:#x}, do not make its "
+            f"{entry.size} bytes"
+        )
+
+
+def encoded(text: str, path: str) -> bytes:
+    """The bytes of a name or a link's text at `path`, the same in every locale. Raises BuildError."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise BuildError(f"{path!a}: {text[:80]!a} is not valid Unicode") from None
+
+
+def _target(entry: Entry, entries: dict[str, Placed]) -> str:
+    found = entries.get(entry.target)
+    if found is None:
+        raise BuildError(f"{entry.path}: it is a hard link to {entry.target!r}, which is not there")
+    if found.entry.kind in (DIR, HARDLINK):
+        what = "a directory" if found.entry.kind == DIR else "a hard link itself"
+        raise BuildError(f"{entry.path}: it is a hard link to {entry.target!r}, which is {what}")
+    return entry.target
+
+
+def _check_special(entry: Entry) -> None:
+    path = entry.path
+    if entry.kind == SYMLINK:
+        size = len(encoded(entry.target, path))
+        if not 0 < size <= _TEXT_MOST:
+            raise BuildError(
+                f"{path}: a symbolic link to a name of {size} bytes", f"1 to {_TEXT_MOST} bytes"
+            )
+    elif entry.kind != FIFO:
+        major, minor = entry.device
+        if not (0 <= major < _MAJOR_END and 0 <= minor < _MINOR_END):
+            raise BuildError(
+                f"{path}: squashfs cannot hold a device with the numbers {major}, {minor}",
+                f"they are below {_MAJOR_END} and {_MINOR_END}",
+            )
+
+
+def _name(name: str, path: str) -> bytes:
+    found = encoded(name, path)
+    if not 0 < len(found) <= _NAME_MOST:
+        raise BuildError(f"{path}: its last part has {len(found)} bytes", f"1 to {_NAME_MOST}")
+    if name in (".", "..") or "\0" in name:
+        raise BuildError(f"{path!r}: nothing can be called {name!r}")
+    return found
+
+
+def _ids(entries: dict[str, Placed]) -> list[int]:
+    owners = [item.entry for item in entries.values() if item.entry.kind != HARDLINK]
+    ids = sorted({entry.uid for entry in owners} | {entry.gid for entry in owners})
+    if not 0 <= ids[0] <= ids[-1] < _ID_END:
+        wrong = ids[0] if ids[0] < 0 else ids[-1]
+        path = next(entry.path for entry in owners if wrong in (entry.uid, entry.gid))
+        raise BuildError(f"{path}: an owner or group of {wrong}")
+    if len(ids) > _IDS_MOST:
+        raise BuildError(
+            f"the tree has {len(ids)} owners and groups; squashfs can hold {_IDS_MOST}",
+            "give its files to fewer owners",
+        )
+    return ids
+
+
+def _twice(placed: Sequence[Placed]) -> str:
+    seen: set[str] = set()
+    for item in placed:
+        if item.entry.path in seen:
+            return item.entry.path or "/"
+        seen.add(item.entry.path)
+    raise AssertionError("no path is there twice")

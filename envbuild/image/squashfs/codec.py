@@ -1,0 +1,174 @@
+"""The compressors of squashfs: their numbers, their options, and what they are called.
+
+Every compressor's bytes come with a Python package, so that they are the same on every host, but xz: it is
+the host's liblzma by way of Python.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from envbuild.errors import UsageError
+from envbuild.image.squashfs.model import BLOCK_SIZE
+
+Compress = Callable[[bytes], bytes]
+Decompress = Callable[[bytes, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A compressor with its level.
+
+    `number` is the superblock's, `options` the block that follows the superblock (empty where the format
+    wants none), `identity` all that decides the compressed bytes. `compress` may be called by several
+    threads at once.
+    """
+
+    name: str
+    number: int
+    level: int
+    identity: str
+    options: bytes
+    compress: Compress
+
+
+# name → (number, default level, lowest, highest)
+_KNOWN = {
+    "gzip": (1, 6, 1, 12),
+    "xz": (4, 6, 0, 9),
+    "lz4": (5, 0, 0, 12),
+    "zstd": (6, 3, 1, 19),
+}
+NAMES = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
+DEFAULT = "zstd"
+
+
+def codec_of(text: str) -> Codec:
+    """`NAME` or `NAME:LEVEL`. Raises UsageError for an unknown compressor or level."""
+    name, colon, level_text = text.partition(":")
+    if name not in _KNOWN:
+        raise UsageError(
+            f"compression {text!r}: no compressor is called {name!r}",
+            f"one of {', '.join(sorted(_KNOWN))}, with a level if you like: zstd:15",
+        )
+    number, default, low, high = _KNOWN[name]
+    if colon and not (level_text.isascii() and level_text.isdigit()):
+        raise UsageError(f"compression {text!r}: {level_text!r} is no level", f"{low} to {high}")
+    level = int(level_text) if colon else default
+    if not low <= level <= high:
+        raise UsageError(f"compression {text!r}: {name} has no level {level}", f"{low} to {high}")
+    make = {"gzip": _gzip, "xz": _xz, "lz4": _lz4, "zstd": _zstd}[name]
+    version, options, compress = make(level)
+    return Codec(
+        name, number, level, f"{name} {version or 'of the host'} level {level}", options, compress
+    )
+
+
+def decompressor(number: int) -> Decompress:
+    """What undoes the compressor with this number: (data, most bytes wanted) → bytes.
+
+    It raises ValueError for damaged data and for what would be longer. Raises UsageError for a compressor
+    that cannot be read here (lzo, lzma).
+    """
+    found = {1: _gunzip, 4: _unxz, 5: _unlz4, 6: _unzstd}.get(number)
+    if found is None:
+        name = NAMES.get(number, f"number {number}")
+        raise UsageError(
+            f"the compressor {name} of this squashfs cannot be read",
+            "make the image with zstd, gzip, lz4 or xz",
+        )
+    return found
+
+
+def _gzip(level: int) -> tuple[str, bytes, Compress]:
+    from importlib.metadata import version
+
+    from deflate import zlib_compress
+
+    # The window and strategies are written although they are the defaults: the level need not be.
+    options = struct.pack("<IHH", min(level, 9), 15, 1)
+    return version("deflate"), options, lambda data: bytes(zlib_compress(data, level))
+
+
+def _xz(level: int) -> tuple[str, bytes, Compress]:
+    import lzma
+
+    # The kernel's decoder knows no checks but CRC32, and holds a dictionary of one block.
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": level, "dict_size": BLOCK_SIZE}]
+    return "", b"", partial(lzma.compress, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)  # fmt: skip
+
+
+def _lz4(level: int) -> tuple[str, bytes, Compress]:
+    from lz4.block import compress
+    from lz4.version import version
+
+    if level == 0:
+        return version, struct.pack("<II", 1, 0), lambda data: compress(data, store_size=False)
+    high = partial(compress, mode="high_compression", compression=level, store_size=False)
+    return version, struct.pack("<II", 1, 1), high
+
+
+def _zstd(level: int) -> tuple[str, bytes, Compress]:
+    import zstandard
+
+    local = threading.local()  # a compressor serves one thread at a time
+
+    def compress(data: bytes) -> bytes:
+        try:
+            one = local.one
+        except AttributeError:
+            one = local.one = zstandard.ZstdCompressor(level=level)
+        return bytes(one.compress(data))
+
+    return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
+
+
+def _gunzip(data: bytes, most: int) -> bytes:
+    import zlib
+
+    try:
+        decoder = zlib.decompressobj()
+        found = decoder.decompress(data, most)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if not decoder.eof:
+        raise ValueError("longer than it may be, or cut short")
+    return found
+
+
+def _unxz(data: bytes, most: int) -> bytes:
+    import lzma
+
+    try:
+        decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27)
+        found = decoder.decompress(data, most)
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from None
+    if not decoder.eof:
+        raise ValueError("longer than it may be, or cut short")
+    return found
+
+
+def _unlz4(data: bytes, most: int) -> bytes:
+    from lz4.block import LZ4BlockError, decompress
+
+    try:
+        return bytes(decompress(data, uncompressed_size=most))
+    except LZ4BlockError as error:
+        raise ValueError(str(error)) from None
+
+
+def _unzstd(data: bytes, most: int) -> bytes:
+    import zstandard
+
+    try:
+        # The limit holds for frames that do not tell their size alone.
+        if zstandard.frame_content_size(data) > most:
+            raise ValueError("longer than it may be")
+        return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=most))
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,79 @@
+"""Metadata of squashfs: records in blocks of 8 KiB, each compressed on its own.
+
+Source: Documentation/filesystems/squashfs.rst of the Linux kernel, sections 3 and 3.3 to 3.5.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+from envbuild.image.squashfs.codec import Compress
+
+# The bytes of a metadata block before compression.
+METADATA_SIZE = 1 << 13
+_STORED = 1 << 15  # in a block's header: it is not compressed
+_HEADER = struct.Struct("<H")
+
+
+def stored_block(data: bytes) -> bytes:
+    """`data`, at most 8 KiB, as a metadata block that is not compressed."""
+    return _HEADER.pack(_STORED | len(data)) + data
+
+
+@dataclass(slots=True)
+class Metadata:
+    """Records one after another, cut into blocks. A record may reach over several blocks.
+
+    A reference to a record, as inodes and superblock hold it, is the offset of its block from the table's
+    start, shifted left by 16, and the record's offset in the uncompressed block.
+    """
+
+    compress: Compress
+    _blocks: bytearray = field(default_factory=bytearray)
+    _pending: bytearray = field(default_factory=bytearray)
+
+    @property
+    def next(self) -> int:
+        """The reference of the record that is added next."""
+        return len(self._blocks) << 16 | len(self._pending)
+
+    def add(self, record: bytes | bytearray) -> int:
+        """Add a record and return its reference."""
+        reference = len(self._blocks) << 16 | len(self._pending)
+        self._pending += record
+        if len(self._pending) >= METADATA_SIZE:
+            whole = len(self._pending) // METADATA_SIZE * METADATA_SIZE
+            for start in range(0, whole, METADATA_SIZE):
+                self._pack(bytes(self._pending[start : start + METADATA_SIZE]))
+            del self._pending[:whole]
+        return reference
+
+    def finish(self) -> bytes:
+        """The whole table. Nothing can be added any more."""
+        if self._pending:
+            self._pack(bytes(self._pending))
+            self._pending.clear()
+        return bytes(self._blocks)
+
+    def _pack(self, data: bytes) -> None:
+        packed = self.compress(data)
+        if len(packed) < len(data):
+            self._blocks += _HEADER.pack(len(packed)) + packed
+        else:
+            self._blocks += stored_block(data)
+
+
+def indexed(records: bytes | bytearray, at: int, compress: Compress) -> tuple[bytes, int]:
+    """A table that is looked up by number: its blocks, then where each of them lies.
+
+    `at` is the offset in the image where it will stand; no record of `records` may reach over 8 KiB. Returns
+    its bytes, and the offset in the image of the list of blocks, which the superblock names.
+    """
+    blocks = Metadata(compress)
+    places = []
+    for start in range(0, len(records), METADATA_SIZE):
+        places.append(at + (blocks.next >> 16))
+        blocks.add(records[start : start + METADATA_SIZE])
+    data = blocks.finish()
+    return data + struct.pack(f"<{len(places)}Q", *places), at + len(data)

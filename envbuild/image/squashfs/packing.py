@@ -1,0 +1,127 @@
+"""Blocks compressed by several threads and written in the order they were given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from envbuild.image.squashfs.codec import Codec, Compress
+from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
+
+# What one call of a thread compresses: large enough that handing it over costs nothing.
+CHUNK = 8 * BLOCK_SIZE
+_ZEROS = bytes(BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One chunk as it was written: where (bytes), and size word and sha256 of each of its blocks."""
+
+    start: int
+    words: tuple[int, ...]
+    digests: tuple[bytes, ...]
+
+
+Done = Callable[[Packed], None]
+_Blocks = Sequence[tuple[int, bytes, bytes]]  # (size word, bytes, their sha256)
+
+
+class Packer:
+    """Compresses chunks and writes them to `out`, whose position is `position`.
+
+    At most one chunk more than there are workers is held. Where threads are done sooner or later makes no
+    difference to what is written.
+    """
+
+    def __init__(self, out: BinaryIO, codec: Codec, workers: int, position: int = 0) -> None:
+        self.position = position
+        self._out, self._compress = out, codec.compress
+        self._pool = ThreadPoolExecutor(workers)
+        self._most = workers + 1
+        self._pending: deque[tuple[Future[_Blocks], Done]] = deque()
+
+    def put(self, chunk: bytes, done: Done, *, holes: bool = True) -> None:
+        """Take up to CHUNK bytes, whole blocks but for the last one; `done` is called once it is written.
+
+        With `holes`, a block of zeros gets the word 0 and is not stored.
+        """
+        while self._pending and (len(self._pending) >= self._most or self._pending[0][0].done()):
+            self._drain()
+        self._pending.append((self._pool.submit(_pack, chunk, self._compress, holes), done))
+
+    def finish(self) -> None:
+        """Write all that was given."""
+        while self._pending:
+            self._drain()
+
+    def close(self) -> None:
+        """End the threads; what is not written yet is lost."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _drain(self) -> None:
+        future, done = self._pending.popleft()
+        blocks = future.result()
+        start = self.position
+        for _, data, _ in blocks:
+            self._out.write(data)
+            self.position += len(data)
+        words, _, digests = zip(*blocks, strict=True)
+        done(Packed(start, words, digests))
+
+
+class Tails:
+    """Fills fragment blocks with small contents, in the order they come."""
+
+    def __init__(self, packer: Packer, first: int = 0) -> None:
+        """`first` is the number of the first block."""
+        self.fragments: list[Fragment] = []  # complete once the packer has finished
+        self._packer = packer
+        self._number = first
+        self._pieces: list[bytes] = []
+        self._filled = 0
+
+    def add(self, data: bytes) -> tuple[int, int]:
+        """Take a content of at most BLOCK_SIZE bytes: (number of its block, offset in it)."""
+        if self._filled + len(data) > BLOCK_SIZE:
+            self.flush()
+        place = (self._number, self._filled)
+        self._pieces.append(data)
+        self._filled += len(data)
+        return place
+
+    def flush(self) -> None:
+        """End the block under way."""
+        if self._pieces:
+            self._packer.put(b"".join(self._pieces), self._written, holes=False)
+            self._number += 1
+            self._pieces, self._filled = [], 0
+
+    def _written(self, packed: Packed) -> None:
+        self.fragments.append(Fragment(packed.start, packed.words[0]))
+
+
+def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
+    blocks: list[tuple[int, bytes, bytes]] = []
+    for start in range(0, len(chunk), BLOCK_SIZE):
+        size = min(BLOCK_SIZE, len(chunk) - start)
+        if holes and chunk.startswith(_ZEROS[:size], start):
+            blocks.append((0, b"", b""))
+            continue
+        block = chunk[start : start + size]
+        packed = compress(block)
+        word = len(packed)
+        if len(packed) >= size:
+            packed, word = block, size | UNCOMPRESSED
+        blocks.append((word, packed, hashlib.sha256(packed).digest()))
+    return blocks
+
+
+def unpack(data: bytes, word: int, expand: Callable[[bytes, int], bytes]) -> bytes:
+    """A stored block's content. Raises ValueError when it is damaged."""
+    if len(data) != word & SIZE_MASK:
+        raise ValueError("cut short")
+    return data if word & UNCOMPRESSED else expand(data, BLOCK_SIZE)

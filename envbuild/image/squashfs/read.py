@@ -1,0 +1,255 @@
+"""squashfs 4.0 images of any writer, read without mounting them.
+
+Source: Documentation/filesystems/squashfs.rst of the Linux kernel. Images may be hostile: memory is bounded
+by what one block holds, each directory is visited once, and whatever cannot be is a BuildError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.parallel import each
+from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
+from envbuild.image.squashfs.read_inodes import Inode, listed, read_inode
+from envbuild.image.squashfs.read_lookup import Attributes, fragment, fragments, owners
+from envbuild.image.squashfs.read_tables import MAGIC, Metadata, Source, Superblock
+
+# Bytes; longer paths cannot be opened on Linux.
+_MAX_PATH = 4095
+# Fragment blocks that are kept, in bytes: files that follow one another share them.
+_KEPT = 8 << 20
+# Files are handed to threads in lots of so many bytes, or so many files.
+_LOT_BYTES, _LOT_FILES = 4 << 20, 64
+_MOST_THREADS = 8
+
+R = TypeVar("R")
+
+
+def is_squashfs(head: bytes) -> bool:
+    """Whether a file that begins with `head`, four bytes or more, is a squashfs image."""
+    return head[:4] == MAGIC.to_bytes(4, "little")
+
+
+def open_squashfs(stream: BinaryIO, base: int, where: str) -> Image:
+    """The image whose superblock lies at offset `base` of `stream`, a file that can seek and stays open.
+
+    `where` is for messages. Raises BuildError when there is none, or its compressor cannot be read here.
+    """
+    return Image(Source(stream, base, where))
+
+
+class Image:
+    """A squashfs image. Its methods may be used by several threads at once."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.superblock: Superblock = source.superblock
+        self.where = source.where
+        block = self.superblock
+        self._inodes = Metadata(source, block.inode_table, block.end_of(block.inode_table))
+        self._lists = Metadata(source, block.directory_table, block.end_of(block.directory_table))
+        blocks = Metadata(source, 0, block.bytes_used)
+        self._owners = owners(source, blocks)
+        self._fragments = fragments(source, blocks)
+        self._attributes = Attributes(source, blocks)
+        self._kept: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def entries(self) -> Iterator[tuple[Entry, int]]:
+        """Every path once, with a handle for `content`: parents first, names in the order of their bytes.
+
+        A file of several names is a HARDLINK to the first after it. A kind beyond those of `Entry` is
+        "socket". Raises BuildError where the image is damaged.
+        """
+        root = self._inode(self.superblock.root)
+        if root.kind != DIR:
+            raise self._source.damaged("its root is not a directory")
+        yield self._entry("", root, ""), self.superblock.root
+        found = 1
+        names: dict[int, str] = {}
+        seen = {self.superblock.root}
+        room = self._lists.capacity() - root.size
+        stack = [("", listed(self._source, self._lists, root))]
+        while stack:
+            folder, listing = stack[-1]
+            item = next(listing, None)
+            if item is None:
+                stack.pop()
+                continue
+            name, place = item
+            path = folder + os.fsdecode(name)
+            if len(path) > _MAX_PATH or (len(path) * 3 > _MAX_PATH < len(os.fsencode(path))):
+                raise self._source.damaged(f"{path[:80]!a}…: a path longer than Linux allows")
+            inode = self._inode(place)
+            first = names.get(place)
+            if first is None:
+                found += 1
+                if found > self.superblock.inodes:
+                    raise self._source.damaged(
+                        f"it has more than {found - 1} files, which it announces"
+                    )
+            if inode.kind == DIR:
+                room -= inode.size
+                if place in seen or room < 0:
+                    raise self._source.damaged(f"{path!a}: a directory in two places")
+                seen.add(place)
+                stack.append((f"{path}/", listed(self._source, self._lists, inode)))
+            elif inode.links > 1:
+                names.setdefault(place, path)
+            yield self._entry(path, inode, first), place
+
+    def content(self, handle: int) -> Content:
+        """The content of a regular file by its handle, also for a hard link."""
+        return Content(self.blocks(handle))
+
+    def blocks(self, handle: int) -> Iterator[tuple[bytes | None, int]]:
+        """The content of a regular file in pieces of one block or less, with the length of each; None for
+        zeros that are not stored. Raises BuildError where it is damaged."""
+        inode = self._inode(handle)
+        if inode.kind != FILE or inode.words is None:
+            raise self._source.damaged("what is no regular file is read as one")
+        most = self.superblock.block_size
+        in_fragment = inode.size % most if inode.fragment != NO_FRAGMENT else 0
+        left = inode.size - in_fragment
+        place = inode.start
+        while left:
+            length = min(left, most)
+            word = int.from_bytes(inode.words.take(4), "little")
+            if word == 0:
+                yield None, length
+            else:
+                data = self._block(place, word)
+                if len(data) != length:
+                    raise self._source.damaged(
+                        f"the block at {place} is of {len(data)} bytes, not {length}"
+                    )
+                yield data, length
+            place += word & SIZE_MASK
+            left -= length
+        if in_fragment:
+            data = self._fragment(inode.fragment)[inode.offset : inode.offset + in_fragment]
+            if len(data) != in_fragment:
+                raise self._source.damaged(f"fragment {inode.fragment} ends before a file does")
+            yield data, in_fragment
+
+    def each_file(
+        self, files: Sequence[tuple[Entry, int]], work: Callable[[Entry, int], R]
+    ) -> list[R]:
+        """`work(entry, handle)` for each of `files`, by several threads; the results in their order.
+
+        It is fast for files in the order of `entries`, whose ends lie in the same blocks.
+        """
+
+        def run(lot: Sequence[tuple[Entry, int]], stop: threading.Event) -> list[R]:
+            return [work(*item) for item in lot if not stop.is_set()]
+
+        workers = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        done = each(list(_lots(files)), run, workers, "squashfs")
+        return [result for lot in done for result in lot]
+
+    def find(self, path: str) -> int | None:
+        """The handle of the regular file at `path`, None when there is none; no symbolic link is followed."""
+        place = self.superblock.root
+        inode = self._inode(place)
+        for name in map(os.fsencode, path.split("/")):
+            if inode.kind != DIR:
+                return None
+            # Names are in order: one that is missing is not looked for to the end.
+            following = (
+                item for item in listed(self._source, self._lists, inode) if item[0] >= name
+            )
+            known, place = next(following, (b"", 0))
+            if known != name:
+                return None
+            inode = self._inode(place)
+        return place if inode.kind == FILE else None
+
+    def extract(self, into: Path, *, owners: bool) -> None:
+        """Unpack the image into the folder `into`, which must be empty or not be there.
+
+        `owners` keeps users and groups, and setuid and setgid bits: that needs root. Devices and extended
+        attributes that this process may not make are left out. Raises BuildError; what was unpacked until
+        then is left for the caller to remove.
+        """
+        from envbuild.image.squashfs.unpack import unpack
+
+        unpack(self, into, owners)
+
+    def _entry(self, path: str, inode: Inode, first: str | None) -> Entry:
+        kind = inode.kind if not first else HARDLINK
+        return Entry(
+            path,
+            kind,
+            0o777 if inode.kind == SYMLINK else inode.mode,
+            inode.size if inode.kind == FILE else 0,
+            first or inode.target,
+            inode.uid,
+            inode.gid,
+            inode.mtime,
+            inode.device,
+            self._attributes.of(inode.xattrs),
+        )
+
+    def _inode(self, place: int) -> Inode:
+        cursor = self._inodes.cursor(place >> 16, place & 0xFFFF)
+        return read_inode(self._source, cursor, self._owners)
+
+    def _block(self, place: int, word: int) -> bytes:
+        stored = word & SIZE_MASK
+        # The kernel has no room for more, compressed or not.
+        if word > UNCOMPRESSED | SIZE_MASK or not 0 < stored <= self.superblock.block_size:
+            raise self._source.damaged(f"the block at {place} is of {stored} bytes")
+        compressed = not word & UNCOMPRESSED
+        return self._source.block(place, stored, compressed, self.superblock.block_size)
+
+    def _fragment(self, number: int) -> bytes:
+        known = self._kept.get(number)
+        if known is not None:
+            return known
+        place = fragment(self._fragments.row(number))
+        data = self._block(place.start, place.word)
+        with self._lock:
+            while len(self._kept) >= max(_KEPT // self.superblock.block_size, 2):
+                del self._kept[next(iter(self._kept))]
+            self._kept[number] = data
+        return data
+
+
+def _lots(files: Sequence[tuple[Entry, int]]) -> Iterator[Sequence[tuple[Entry, int]]]:
+    start = size = 0
+    for number, (entry, _) in enumerate(files, 1):
+        size += entry.size
+        if size >= _LOT_BYTES or number - start >= _LOT_FILES:
+            yield files[start:number]
+            start, size = number, 0
+    if start < len(files):
+        yield files[start:]
+
+
+class Content:
+    """A file's content as a stream; no more is held than one block and what is asked for."""
+
+    def __init__(self, blocks: Iterator[tuple[bytes | None, int]]) -> None:
+        self._blocks = blocks
+        self._rest = b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """The next `size` bytes, fewer at the end; all that is left when `size` is negative."""
+        parts: list[bytes] = []
+        missing = size
+        while missing:
+            if not self._rest:
+                data, length = next(self._blocks, (b"", 0))
+                if not length:
+                    break
+                self._rest = bytes(length) if data is None else data
+            part = self._rest if missing < 0 else self._rest[:missing]
+            self._rest = self._rest[len(part) :]
+            parts.append(part)
+            missing -= len(part) if missing > 0 else 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,112 @@
+"""The tables of a squashfs image whose rows are found by number: owners, fragments, extended attributes."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from envbuild.image.squashfs.model import NO_FRAGMENT, Fragment
+from envbuild.image.squashfs.read_tables import METADATA, Cursor, Metadata, Source
+
+_FRAGMENT = struct.Struct("<QII")
+_XATTR_ID = struct.Struct("<QII")
+_PREFIXES = ("user.", "trusted.", "security.")
+_OUT_OF_LINE = 0x100
+# As Linux has it (XATTR_SIZE_MAX, XATTR_LIST_MAX), and what one file may have in all.
+_MAX_VALUE, _MAX_NAMES, _MAX_VALUES = 1 << 16, 1 << 16, 4 << 20
+_KEPT_SETS = 16
+
+Xattrs = tuple[tuple[str, bytes], ...]
+
+
+class Lookup:
+    """Rows of one size that are found by number: owners, fragments, sets of attributes.
+
+    The positions of their metadata blocks are listed at `index`.
+    """
+
+    def __init__(self, source: Source, blocks: Metadata, index: int, rows: int, size: int) -> None:
+        self._source, self._blocks, self._index = source, blocks, index
+        self._rows, self._size = rows, size
+
+    def row(self, number: int) -> bytes:
+        """The row with this number. Raises BuildError when there is none."""
+        if not 0 <= number < self._rows:
+            raise self._source.damaged(f"row {number} of a table of {self._rows}")
+        block, offset = divmod(number * self._size, METADATA)
+        place = int.from_bytes(self._source.at(self._index + 8 * block, 8), "little")
+        data = self._blocks.block(place)[0][offset : offset + self._size]
+        if len(data) != self._size:
+            raise self._source.damaged(f"row {number} of a table is cut short")
+        return data
+
+
+class Attributes:
+    """The extended attributes of an image, in sets that files name by number."""
+
+    def __init__(self, source: Source, blocks: Metadata) -> None:
+        self._source = source
+        table = source.superblock.xattr_table
+        self._sets: Lookup | None = None
+        self._kept: dict[int, Xattrs] = {}
+        if table is not None:
+            start, count, _ = _XATTR_ID.unpack(source.at(table, _XATTR_ID.size))
+            self._pairs = Metadata(source, start, table)
+            self._sets = Lookup(source, blocks, table + _XATTR_ID.size, count, _XATTR_ID.size)
+
+    def of(self, number: int) -> Xattrs:
+        """The set with this number, in the order of the names."""
+        if self._sets is None or number == NO_FRAGMENT:
+            return ()
+        known = self._kept.get(number)
+        if known is None:
+            if len(self._kept) >= _KEPT_SETS:
+                self._kept.clear()
+            known = self._kept[number] = self._read(self._sets.row(number))
+        return known
+
+    def _read(self, row: bytes) -> Xattrs:
+        place, count, _ = _XATTR_ID.unpack(row)
+        cursor = self._pairs.cursor(place >> 16, place & 0xFFFF)
+        found: dict[str, bytes] = {}
+        names = values = 0
+        for _ in range(count):
+            kind, length = struct.unpack("<HH", cursor.take(4))
+            if kind & 0xFF >= len(_PREFIXES):
+                raise self._source.damaged(f"an extended attribute of type {kind:#x}")
+            name = _PREFIXES[kind & 0xFF] + os.fsdecode(cursor.take(length))
+            value = self._value(cursor)
+            if kind & _OUT_OF_LINE:
+                place = int.from_bytes(value, "little")
+                value = self._value(self._pairs.cursor(place >> 16, place & 0xFFFF))
+            names, values = names + len(name) + 1, values + len(value)
+            if name in found or "\0" in name or names > _MAX_NAMES or values > _MAX_VALUES:
+                raise self._source.damaged("extended attributes named twice, or too many")
+            found[name] = value
+        return tuple(sorted(found.items()))
+
+    def _value(self, cursor: Cursor) -> bytes:
+        length = int.from_bytes(cursor.take(4), "little")
+        if length > _MAX_VALUE:
+            raise self._source.damaged(f"an extended attribute of {length} bytes")
+        return cursor.take(length)
+
+
+def owners(source: Source, blocks: Metadata) -> tuple[int, ...]:
+    """The user and group ids that files name by number."""
+    count = source.superblock.ids
+    table = Lookup(source, blocks, source.superblock.id_table, count, 4)
+    return tuple(int.from_bytes(table.row(number), "little") for number in range(count))
+
+
+def fragment(row: bytes) -> Fragment:
+    """A row of the fragment table."""
+    start, word, _ = _FRAGMENT.unpack(row)
+    return Fragment(start, word)
+
+
+def fragments(source: Source, blocks: Metadata) -> Lookup:
+    """The fragment table; `fragment` reads its rows."""
+    superblock = source.superblock
+    rows = superblock.fragments if superblock.fragment_table is not None else 0
+    return Lookup(source, blocks, superblock.fragment_table or 0, rows, _FRAGMENT.size)

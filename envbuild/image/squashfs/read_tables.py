@@ -1,0 +1,231 @@
+"""The metadata of a squashfs image as it is read: superblock and metadata blocks.
+
+Nothing in an image is believed: every offset and size is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from envbuild.errors import BuildError, UsageError
+from envbuild.image.squashfs.codec import NAMES, Decompress, decompressor
+
+_SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
+MAGIC = 0x73717368
+_ABSENT = (1 << 64) - 1
+# Bytes of a metadata block when uncompressed; its header has this bit when it is stored as it is.
+METADATA = 8192
+_STORED = 0x8000
+_KEPT_BLOCKS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What an image says of itself; sizes in bytes, `mtime` in seconds since 1970.
+
+    `inodes` counts files of every kind, once each; offsets of tables are relative to the image, None for
+    one that is not there.
+    """
+
+    compressor: str
+    block_size: int
+    mtime: int
+    bytes_used: int
+    inodes: int
+    flags: int
+    fragments: int
+    ids: int
+    root: int
+    id_table: int
+    xattr_table: int | None
+    inode_table: int
+    directory_table: int
+    fragment_table: int | None
+    export_table: int | None
+
+    def end_of(self, start: int) -> int:
+        """Where the table that begins at `start` ends at the latest: at the next one."""
+        starts = [self.id_table, self.inode_table, self.directory_table, self.bytes_used]
+        starts += [
+            t for t in (self.xattr_table, self.fragment_table, self.export_table) if t is not None
+        ]
+        return min(at for at in starts if at > start)
+
+
+class Source:
+    """The bytes of an image within a file. It may be used by several threads at once."""
+
+    def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
+        self.where = where
+        self._base = base
+        self._read = _reader(stream)
+        self.size = _SUPERBLOCK.size
+        self.superblock, self.undo = self._open()
+        self.size = self.superblock.bytes_used
+        self._check_end(stream)
+
+    def damaged(self, what: str) -> BuildError:
+        """An error that tells what is wrong with the image."""
+        return BuildError(f"{self.where}: damaged squashfs: {what}")
+
+    def at(self, offset: int, size: int) -> bytes:
+        """`size` bytes at `offset` of the image. Raises BuildError when they are not all there."""
+        if offset < 0 or offset + size > self.size:
+            raise self.damaged(f"{size} bytes at {offset} lie outside of it")
+        try:
+            data = self._read(self._base + offset, size)
+        except OSError as error:
+            raise BuildError(f"{self.where}: cannot be read: {error.strerror}") from error
+        if len(data) != size:
+            raise BuildError(f"{self.where}: cut short: {size} bytes at {offset} are not there")
+        return data
+
+    def block(self, offset: int, stored: int, compressed: bool, most: int) -> bytes:
+        """The content of the block of `stored` bytes at `offset`; it is of `most` bytes or fewer."""
+        data = self.at(offset, stored)
+        if not compressed:
+            if stored > most:
+                raise self.damaged(f"the block at {offset} is longer than {most} bytes")
+            return data
+        try:
+            return self.undo(data, most)
+        except ValueError as error:
+            raise self.damaged(f"the block at {offset}: {error}") from None
+
+    def _open(self) -> tuple[Superblock, Decompress]:
+        (magic, inodes, mtime, block_size, fragments, compressor, log, flags, ids, major, minor, root,
+         used, id_table, xattrs, inode_table, directories, fragment_table, export) = (
+            _SUPERBLOCK.unpack(self.at(0, _SUPERBLOCK.size))
+        )  # fmt: skip
+        if magic != MAGIC:
+            raise BuildError(f"{self.where}: not a squashfs image")
+        if (major, minor) != (4, 0):
+            raise BuildError(f"{self.where}: squashfs {major}.{minor}; only 4.0 can be read")
+        if not 12 <= log <= 20 or block_size != 1 << log:
+            raise self.damaged(f"blocks of {block_size} bytes")
+        for table in (id_table, inode_table, directories):
+            if not _SUPERBLOCK.size <= table < used:
+                raise self.damaged(f"a table at {table} of {used} bytes")
+        if not ids:
+            raise self.damaged("no owners are listed")
+        try:
+            undo = decompressor(compressor)
+        except UsageError as error:
+            raise BuildError(f"{self.where}: {error.message}", error.hint) from None
+        found = Superblock(
+            NAMES.get(compressor, str(compressor)), block_size, mtime, used, inodes, flags, fragments,
+            ids, root, id_table, _table(xattrs), inode_table, directories,
+            _table(fragment_table) if fragments else None, _table(export),
+        )  # fmt: skip
+        return found, undo
+
+    def _check_end(self, stream: BinaryIO) -> None:
+        end = stream.seek(0, io.SEEK_END)
+        if self._base + self.size > end:
+            raise BuildError(
+                f"{self.where}: cut short: {end - self._base} bytes of a squashfs of {self.size}"
+            )
+
+
+class Metadata:
+    """Metadata blocks from `start` to `end` of the image, decompressed as they are asked for."""
+
+    def __init__(self, source: Source, start: int, end: int) -> None:
+        self.source = source
+        self._start, self._end = start, end
+        self._kept: dict[int, tuple[bytes, int]] = {}
+        self._lock = threading.Lock()
+        self._capacity = -1
+
+    def cursor(self, block: int, offset: int) -> Cursor:
+        """A cursor `offset` bytes into the block that lies `block` bytes behind the start."""
+        data, following = self.block(self._start + block)
+        if offset > len(data):
+            raise self.source.damaged(f"offset {offset} in the metadata block at {block}")
+        return Cursor(self, data, offset, following)
+
+    def block(self, position: int) -> tuple[bytes, int]:
+        """The content of the block at `position` of the image, and the next one's position."""
+        known = self._kept.get(position)
+        if known is not None:
+            return known
+        stored, compressed, begin = self._header(position)
+        data = self.source.block(begin, stored, compressed, METADATA)
+        if not data:
+            raise self.source.damaged(f"the metadata block at {position} is empty")
+        found = data, begin + stored
+        with self._lock:
+            if len(self._kept) >= _KEPT_BLOCKS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[position] = found
+        return found
+
+    def capacity(self) -> int:
+        """The most bytes that all blocks together can hold."""
+        if self._capacity < 0:
+            count, position = 0, self._start
+            while position < self._end:
+                stored, _, begin = self._header(position)
+                position = begin + stored
+                count += 1
+            self._capacity = count * METADATA
+        return self._capacity
+
+    def _header(self, position: int) -> tuple[int, bool, int]:
+        """A block's bytes as stored, whether they are compressed, and where they begin."""
+        if not self._start <= position < self._end:
+            raise self.source.damaged(f"a metadata block at {position}, outside of its table")
+        header = int.from_bytes(self.source.at(position, 2), "little")
+        stored = header & ~_STORED
+        if not 0 < stored <= METADATA or position + 2 + stored > self._end:
+            raise self.source.damaged(f"the metadata block at {position} is of {stored} bytes")
+        return stored, not header & _STORED, position + 2
+
+
+class Cursor:
+    """A place in metadata; reading goes on from block to block."""
+
+    __slots__ = ("_at", "_data", "_following", "_table")
+
+    def __init__(self, table: Metadata, data: bytes, at: int, following: int) -> None:
+        self._table, self._data, self._at, self._following = table, data, at, following
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes. Raises BuildError where the table ends before."""
+        end = self._at + size
+        if end <= len(self._data):
+            taken = self._data[self._at : end]
+            self._at = end
+            return taken
+        taken = self._data[self._at :]
+        parts, missing = [taken], size - len(taken)
+        while missing:
+            self._data, self._following = self._table.block(self._following)
+            parts.append(self._data[:missing])
+            self._at = len(parts[-1])
+            missing -= self._at
+        return b"".join(parts)
+
+
+def _table(start: int) -> int | None:
+    return None if start == _ABSENT else start
+
+
+def _reader(stream: BinaryIO) -> Callable[[int, int], bytes]:
+    """Reads (offset, size) of a file, whatever other threads read."""
+    if isinstance(stream, io.FileIO | io.BufferedReader | io.BufferedRandom):
+        return lambda offset, size: os.pread(stream.fileno(), size, offset)
+    lock = threading.Lock()
+
+    def read(offset: int, size: int) -> bytes:
+        with lock:
+            stream.seek(offset)
+            return stream.read(size)
+
+    return read

@@ -1,0 +1,275 @@
+"""The files of one layer, compressed once into blocks that any image with this layer is made of.
+
+Files smaller than a block share blocks, larger ones have their own, as mksquashfs lays them out without
+options. The bytes depend on the layer and the compressor alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import FILE, Entry, Readable
+from envbuild.image.sparse import Unpacked
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
+from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
+from envbuild.image.untar import Member, Part, Source, members
+
+# Raise it when indexes look otherwise, or the same layer gives other bytes: old segments are then not found.
+FORMAT = 1
+# No index of a real layer comes near: a damaged one must not fill our memory.
+_MOST_INDEX = 1 << 30
+_COLUMNS = ("name", "kind", "mode", "uid", "gid", "mtime", "size", "link", "offset", "stored")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A layer's files as blocks in the file `path`, `size` bytes long, in the order they were written.
+
+    `members` are all of the layer, whiteouts too, in their order; `data` tells by the ordinal of each regular
+    file where its content lies in `path`. Of large files each has its own blocks, whatever their digest.
+    """
+
+    path: Path
+    size: int
+    members: tuple[Member, ...]
+    data: dict[int, Data]
+    fragments: tuple[Fragment, ...]
+
+
+def write_segment(
+    items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int
+) -> Segment:
+    """Compress the content of `items` into the file `path`; it is the caller's to put in place.
+
+    Content is read before the next item is asked for. Raises BuildError when a file is not as long as its
+    member says, and OSError when `path` cannot be written.
+    """
+    found: list[Member] = []
+    with path.open("wb") as out:
+        packer = Packer(out, codec, workers)
+        files = _Files(packer)
+        try:
+            for member, content in items:
+                if member.kind == FILE:
+                    files.add(len(found), member, content)
+                found.append(member)
+            data, fragments = files.finish()
+        finally:
+            packer.close()
+            if isinstance(items, Generator):
+                items.close()  # now, not when collected: it may hold archives and processes
+    return Segment(path, packer.position, tuple(found), data, fragments)
+
+
+def of_entry(entry: Entry) -> Member:
+    """A path of a tree as the member that a layer of it would have."""
+    size = entry.size if entry.kind == FILE else 0
+    return Member(
+        entry.path,
+        entry.kind,
+        entry.mode,
+        entry.uid,
+        entry.gid,
+        entry.mtime,
+        size,
+        entry.target,
+        entry.device,
+        stored=size,
+        xattrs=entry.xattrs,
+    )
+
+
+def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
+    """The members of a layer's uncompressed tar with their content. Raises BuildError, naming `name`."""
+    source = Source(stream, name)
+    for member in members(source):
+        if member.kind != FILE:
+            yield member, None
+            continue
+        part = Part(source, member.stored)
+        sparse = member.pieces is not None
+        yield member, Unpacked(part, member.size, member.pieces or ()) if sparse else part
+    source.finish()
+
+
+@dataclass(slots=True)
+class _Large:
+    """A file in blocks of its own, as far as it is written."""
+
+    size: int
+    start: int = -1
+    words: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+    def add(self, packed: Packed) -> None:
+        if self.start < 0:
+            self.start = packed.start
+        self.words += packed.words
+        self.digests += packed.digests
+
+    def data(self) -> Data:
+        # Equal compressed blocks are equal contents; the words tell them from blocks kept as they were.
+        words = struct.pack(f"<{len(self.words)}I", *self.words)
+        digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", self.size) + words)
+        digest.update(b"".join(self.digests))
+        start = self.start if any(self.words) else 0
+        return Data(start, tuple(self.words), digest=digest.hexdigest())
+
+
+class _Files:
+    """Where the contents of a segment's files go."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._packer = packer
+        self._tails = Tails(packer)
+        self._small: dict[int, Data] = {}
+        self._known: dict[str, Data] = {}
+        self._large: dict[int, _Large] = {}
+
+    def add(self, ordinal: int, member: Member, content: Readable | None) -> None:
+        if content is None:
+            if member.size:
+                raise BuildError(f"{member.name}: a file without content")
+            self._small[ordinal] = Data()
+            return
+        left = member.size
+        if left < BLOCK_SIZE:
+            data = _exactly(content, left, member)
+            self._small[ordinal] = self._tail(data) if data else Data()
+        else:
+            large = self._large[ordinal] = _Large(left)
+            while left:
+                chunk = _exactly(content, min(left, CHUNK), member)
+                left -= len(chunk)
+                self._packer.put(chunk, large.add)
+        if content.read(1):
+            raise _not_as_long(member)
+
+    def finish(self) -> tuple[dict[int, Data], tuple[Fragment, ...]]:
+        self._tails.flush()
+        self._packer.finish()
+        found = self._small | {ordinal: large.data() for ordinal, large in self._large.items()}
+        return dict(sorted(found.items())), tuple(self._tails.fragments)
+
+    def _tail(self, data: bytes) -> Data:
+        digest = hashlib.sha256(b"tail\0\0\0\0")
+        digest.update(data)
+        name = digest.hexdigest()
+        known = self._known.get(name)
+        if known is None:
+            number, offset = self._tails.add(data)
+            known = self._known[name] = Data(fragment=number, offset=offset, digest=name)
+        return known
+
+
+def _exactly(content: Readable, size: int, member: Member) -> bytes:
+    """The next `size` bytes."""
+    data = content.read(size)
+    if len(data) < size:
+        pieces = [data]
+        got = len(data)
+        while got < size and (data := content.read(size - got)):
+            pieces.append(data)
+            got += len(data)
+        data = b"".join(pieces)
+    if len(data) != size:
+        raise _not_as_long(member)
+    return data
+
+
+def _not_as_long(member: Member) -> BuildError:
+    return BuildError(f"{member.name}: not {member.size} bytes long as its archive says")
+
+
+def save(segment: Segment, index: Path) -> None:
+    """Write all of `segment` but its data to `index`, whole or not at all. Raises OSError."""
+    import zstandard
+
+    files = segment.data.values()
+    table: dict[str, Any] = {
+        "format": [FORMAT, BLOCK_SIZE],
+        "size": segment.size,
+        "members": [[getattr(member, name) for member in segment.members] for name in _COLUMNS],
+        "devices": {i: m.device for i, m in enumerate(segment.members) if m.device != (0, 0)},
+        "pieces": {i: m.pieces for i, m in enumerate(segment.members) if m.pieces is not None},
+        "xattrs": {
+            i: [(name, value.hex()) for name, value in m.xattrs]
+            for i, m in enumerate(segment.members)
+            if m.xattrs
+        },
+        "files": list(segment.data),
+        "places": [[d.start for d in files], [d.fragment for d in files], [d.offset for d in files]],
+        "digests": [d.digest for d in files],
+        "words": {i: d.words for i, d in segment.data.items() if d.words},
+        "fragments": [[f.start, f.word] for f in segment.fragments],
+    }  # fmt: skip
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{index.name}.", dir=index.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(packed)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, index)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def load(index: Path, data: Path) -> Segment | None:
+    """The segment that `save` wrote to `index`, whose blocks are the file `data`.
+
+    None when either is missing, damaged (of `data` only the size is looked at) or of another format: it is
+    only a cache.
+    """
+    import zstandard
+
+    try:
+        packed = index.read_bytes()
+        if not 0 < zstandard.frame_content_size(packed) < _MOST_INDEX:
+            return None
+        table = json.loads(zstandard.ZstdDecompressor().decompress(packed))
+        if table["format"] != [FORMAT, BLOCK_SIZE] or data.stat().st_size != table["size"]:
+            return None
+        return _segment(table, data)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
+        return None
+
+
+def _segment(table: dict[str, Any], path: Path) -> Segment:
+    found = tuple(
+        Member(name, kind, mode, uid, gid, mtime, size, link, (0, 0), offset, stored)
+        for name, kind, mode, uid, gid, mtime, size, link, offset, stored in zip(
+            *table["members"], strict=True
+        )
+    )
+    for ordinal, (major, minor) in table["devices"].items():
+        found[int(ordinal)].device = (major, minor)
+    for ordinal, pieces in table["pieces"].items():
+        found[int(ordinal)].pieces = tuple((offset, length) for offset, length in pieces)
+    for ordinal, xattrs in table["xattrs"].items():
+        found[int(ordinal)].xattrs = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
+    words = {int(ordinal): tuple(words) for ordinal, words in table["words"].items()}
+    rows = zip(table["files"], *table["places"], table["digests"], strict=True)
+    data = {
+        ordinal: Data(start, words.get(ordinal, ()), fragment, offset, digest)
+        for ordinal, start, fragment, offset, digest in rows
+    }
+    fragments = tuple(Fragment(start, word) for start, word in table["fragments"])
+    size: int = table["size"]
+    if any(f.start + (f.word & SIZE_MASK) > size for f in fragments):
+        raise ValueError("a block beyond the end")
+    return Segment(path, size, found, data, fragments)

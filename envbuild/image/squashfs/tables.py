@@ -1,0 +1,185 @@
+"""What stands behind the data of a squashfs image, and its superblock.
+
+The order of tables, which the kernel checks: inodes, directories, fragments, export, ids, extended
+attributes. Source: Documentation/filesystems/squashfs.rst, section 3, and fs/squashfs/super.c of the Linux
+kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, HARDLINK, SYMLINK
+from envbuild.image.squashfs import inodes
+from envbuild.image.squashfs.arrange import Arranged, Placed, arrange, check_data, encoded
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.directories import Listing, Row, write_listing
+from envbuild.image.squashfs.metadata import Metadata, indexed, stored_block
+from envbuild.image.squashfs.model import BLOCK_SIZE, Data, Fragment
+from envbuild.image.squashfs.xattrs import Xattrs
+
+__all__ = ["Placed", "data_start", "write_tables"]
+
+_SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
+_FRAGMENT = struct.Struct("<QII")
+_MAGIC = 0x73717368
+_NOWHERE = 0xFFFFFFFFFFFFFFFF  # the place of a table that is not there
+_UNWRITTEN = -1
+_PAD = 4096
+_LAST_SECOND = 0xFFFFFFFF
+_EMPTY = Data()
+# flags of the superblock
+_NO_FRAGMENTS, _DUPLICATES, _EXPORT, _NO_XATTRS, _OPTIONS = 0x10, 0x40, 0x80, 0x200, 0x400
+
+
+def data_start(codec: Codec) -> int:
+    """Where data may begin, in bytes from the image's first: behind superblock and compressor options."""
+    return _SUPERBLOCK.size + len(_options(codec))
+
+
+def write_tables(
+    out: BinaryIO,
+    base: int,
+    placed: Sequence[Placed],
+    fragments: Sequence[Fragment],
+    codec: Codec,
+    mtime: int,
+    *,
+    block_size: int = BLOCK_SIZE,
+) -> int:
+    """Write all of a squashfs image but its data, and return the image's length in bytes, padded to 4096.
+
+    The image begins at offset `base` of `out`, which stands behind the data and is left behind the image.
+    `placed` may come in any order; the root is made where it is missing. `fragments` are placed as Data is,
+    from the image's first byte. `mtime` is the time that the image says it was made, in seconds since 1970;
+    times outside of 0 to 2^32-1 become the nearest of these. Raises BuildError, naming the path, for a tree
+    that squashfs cannot hold, before anything is written.
+    """
+    tree = arrange(placed)
+    written = _inodes(tree, len(fragments), codec, block_size)
+    inode_table = position = out.tell() - base
+
+    def put(data: bytes) -> int:
+        nonlocal position
+        out.write(data)
+        position += len(data)
+        return position
+
+    directory_table = put(written.inodes)
+    put(written.listings)
+    tables = []
+    records = b"".join(_FRAGMENT.pack(item.start, item.word, 0) for item in fragments)
+    references = written.references[1:]
+    exports = struct.pack(f"<{len(references)}Q", *references)
+    ids = struct.pack(f"<{len(tree.ids)}I", *tree.ids)
+    for content in (records, exports, ids):
+        data, place = indexed(content, position, codec.compress)
+        tables.append(place)
+        put(data)
+    xattr_table = _NOWHERE
+    xattrs = written.xattrs.table(position)
+    if xattrs is not None:
+        data, xattr_table = xattrs
+        put(data)
+    used = position
+    put(bytes(-used % _PAD))
+    flags = _DUPLICATES | _EXPORT
+    flags |= (0 if fragments else _NO_FRAGMENTS) | (_NO_XATTRS if xattrs is None else 0)
+    flags |= _OPTIONS if codec.options else 0
+    fragment_table, export_table, id_table = tables
+    out.seek(base)
+    out.write(
+        _SUPERBLOCK.pack(
+            _MAGIC,
+            len(references),
+            _clamped(mtime),
+            block_size,
+            len(fragments),
+            codec.number,
+            block_size.bit_length() - 1,
+            flags,
+            len(tree.ids),
+            4,
+            0,
+            references[-1],
+            used,
+            id_table,
+            xattr_table,
+            inode_table,
+            directory_table,
+            fragment_table,
+            export_table,
+        )
+        + _options(codec)
+    )
+    out.seek(base + position)
+    return position
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The inode and directory tables; `references` holds an inode's place by its number, from 1."""
+
+    inodes: bytes
+    listings: bytes
+    references: list[int]
+    xattrs: Xattrs
+
+
+def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _Written:
+    """Each directory's inodes lie side by side, so that its entries need few headers."""
+    table, listings = Metadata(codec.compress), Metadata(codec.compress)
+    xattrs = Xattrs(codec.compress)
+    references = [_UNWRITTEN] * (len(tree.numbers) + 1)
+    ids = {value: number for number, value in enumerate(tree.ids)}
+    done: dict[str, tuple[Listing, int]] = {}  # with the number of links
+    numbers = tree.numbers
+
+    def write(item: Placed, number: int, parent: int) -> None:
+        entry = item.entry
+        path, kind = entry.path, entry.kind
+        head = (entry.mode & 0o7777, ids[entry.uid], ids[entry.gid], _clamped(entry.mtime), number)
+        attributes = xattrs.number(entry.xattrs, path)
+        links = tree.links.get(path, 1)
+        if kind == FILE:
+            data = item.data or _EMPTY
+            check_data(entry, data, fragments, block_size)
+            record = inodes.regular(head, data, entry.size, links, attributes, block_size)
+        elif kind == DIR:
+            listing, links = done.pop(path)
+            record = inodes.directory(head, listing, links, parent, attributes)
+        elif kind == SYMLINK:
+            record = inodes.symlink(head, encoded(entry.target, path), links, attributes)
+        elif kind in (CHAR, BLOCK):
+            record = inodes.device(head, kind, entry.device, links, attributes)
+        else:
+            record = inodes.fifo(head, links, attributes)
+        references[number] = table.add(record)
+
+    for folder, names in tree.folders:
+        parent = numbers[folder]
+        rows: list[Row] = []
+        directories = 0
+        for name, item in names:
+            if item.entry.kind == HARDLINK:
+                item = tree.entries[item.entry.target]
+            number = numbers[item.entry.path]
+            if references[number] == _UNWRITTEN:
+                write(item, number, parent)
+            rows.append((name, number, inodes.TYPES[item.entry.kind]))
+            directories += item.entry.kind == DIR
+        done[folder] = write_listing(listings, rows, references), directories + 2
+    # The root's parent is, for the kernel, a number that no inode has.
+    write(tree.entries[""], numbers[""], len(numbers) + 1)
+    return _Written(table.finish(), listings.finish(), references, xattrs)
+
+
+def _clamped(seconds: int) -> int:
+    return min(max(seconds, 0), _LAST_SECOND)
+
+
+def _options(codec: Codec) -> bytes:
+    return stored_block(codec.options) if codec.options else b""

@@ -1,0 +1,117 @@
+"""A squashfs image unpacked into a folder, for hosts where nothing can mount it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.squashfs.read_inodes import SOCKET
+
+if TYPE_CHECKING:
+    from envbuild.image.squashfs.read import Image
+
+_NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
+
+
+def unpack(image: Image, into: Path, owners: bool) -> None:
+    """See `Image.extract`.
+
+    Nothing can lead out of the folder: it begins empty, each path comes once, and its parent is a
+    directory that was made here.
+    """
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        if any(into.iterdir()):
+            raise BuildError(f"{into} is not empty", "unpack into a new folder")
+        _unpack(image, into, owners)
+    except OSError as error:
+        raise BuildError(
+            f"{error.filename or into}: cannot be unpacked: {error.strerror}"
+        ) from error
+
+
+def _unpack(image: Image, into: Path, owners: bool) -> None:
+    root = os.fspath(into.absolute())
+    folders: list[Entry] = []
+    links: list[Entry] = []
+    files: list[tuple[Entry, int]] = []
+    left_out: set[str] = set()
+    for entry, handle in image.entries():
+        path = _below(root, entry.path)
+        if entry.kind == DIR:
+            if entry.path:
+                os.mkdir(path, 0o700)
+            folders.append(entry)
+        elif entry.kind == FILE:
+            files.append((entry, handle))
+        elif entry.kind == HARDLINK:
+            links.append(entry)
+        elif entry.kind == SYMLINK:
+            os.symlink(entry.target, path)
+            _finish(path, entry, owners)
+        elif _made(path, entry):
+            _finish(path, entry, owners)
+        else:
+            left_out.add(entry.path)
+
+    def write(entry: Entry, handle: int) -> None:
+        path = _below(root, entry.path)
+        _write(image, path, handle, entry.size)
+        _finish(path, entry, owners)
+
+    image.each_file(files, write)
+    for entry in links:
+        if entry.target not in left_out:
+            os.link(_below(root, entry.target), _below(root, entry.path), follow_symlinks=False)
+    # Last, since they may forbid writing, and writing changes their times.
+    for entry in reversed(folders):
+        _finish(_below(root, entry.path), entry, owners)
+
+
+def _below(root: str, path: str) -> str:
+    return f"{root}/{path}" if path else root
+
+
+def _write(image: Image, path: str, handle: int, size: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "wb", buffering=0) as out:
+        sparse = False
+        for data, length in image.blocks(handle):
+            if data is None:
+                out.seek(length, os.SEEK_CUR)
+                sparse = True
+                continue
+            rest = memoryview(data)
+            while rest:
+                rest = rest[out.write(rest) :]
+        if sparse:
+            out.truncate(size)
+
+
+def _made(path: str, entry: Entry) -> bool:
+    """Make a device, fifo or socket; False when this process may not."""
+    try:
+        os.mknod(path, 0o600 | _NODES[entry.kind], os.makedev(*entry.device))
+    except PermissionError:
+        if entry.kind in (FIFO, SOCKET):
+            raise
+        return False
+    return True
+
+
+def _finish(path: str, entry: Entry, owners: bool) -> None:
+    """Owner, mode, attributes and times, in the order in which none undoes another."""
+    if owners:
+        os.chown(path, entry.uid, entry.gid, follow_symlinks=False)
+    for name, value in entry.xattrs:
+        with contextlib.suppress(OSError):
+            os.setxattr(path, name, value, follow_symlinks=False)
+    if entry.kind != SYMLINK:
+        # Without its owner a setuid file would run as whoever unpacks it.
+        os.chmod(path, entry.mode if owners else entry.mode & 0o1777)
+    os.utime(path, (entry.mtime, entry.mtime), follow_symlinks=False)

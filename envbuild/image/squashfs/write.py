@@ -1,0 +1,167 @@
+"""An image composed of segments: their visible blocks are copied, and new tables written behind them.
+
+Its bytes depend on what the layers hold, the compressor and the tree alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import BinaryIO
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import FILE
+from envbuild.image.merge import MergedEntry
+from envbuild.image.squashfs.choosing import Choice, Repack, choose, damaged, data_of
+from envbuild.image.squashfs.codec import Codec, decompressor
+from envbuild.image.squashfs.copying import Copier
+from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
+from envbuild.image.squashfs.packing import Packer, Tails, unpack
+from envbuild.image.squashfs.segment import Segment
+from envbuild.image.squashfs.tables import Placed, data_start, write_tables
+
+# What tables take at most: of each entry its inode, its names in a directory and in an index, and its row in
+# the table of exports; of all together the superblock, padding and headers of metadata blocks.
+_EACH, _ALL = 160, 1 << 17
+
+
+def write_image(
+    entries: Iterable[MergedEntry],
+    segments: Sequence[Segment],
+    out: BinaryIO,
+    base: int,
+    codec: Codec,
+    mtime: int,
+    workers: int,
+    moved: Callable[[int], None] = lambda _count: None,
+) -> int:
+    """Write the image of a merged tree at offset `base` of `out`; returns its length in bytes.
+
+    `segments` are those of the tree's layers, all made by `codec`. `out` is a file opened for reading and
+    writing. `moved` hears of data written, in bytes. Raises BuildError when a segment is cut short or
+    damaged, or `out` cannot be written.
+    """
+    tree = list(entries)
+    choice = choose(tree, segments)
+    start = data_start(codec)
+    try:
+        out.flush()
+        _copy(choice, segments, out, base + start, moved)
+        out.seek(base + start + choice.size)
+        added = _repack(choice, segments, out, start, codec, workers, moved)
+        fragments = [_moved(fragment, start) for fragment in choice.fragments] + added
+        homes = {
+            digest: replace(data, start=data.start + start) if any(data.words) else data
+            for digest, data in choice.homes.items()
+        }
+        nothing = Data()
+        placed = [
+            Placed(merged.entry, homes[data_of(merged, segments).digest] if merged.entry.size else nothing)
+            if merged.entry.kind == FILE
+            else Placed(merged.entry, None)
+            for merged in tree
+        ]  # fmt: skip
+        return write_tables(out, base, placed, fragments, codec, mtime, block_size=BLOCK_SIZE)
+    except OSError as error:
+        raise BuildError(
+            f"the image cannot be written: {error.strerror or error}",
+            "make room, write elsewhere with --out, or set ENVBUILD_STORE to another file system",
+        ) from error
+
+
+def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int:
+    """The bytes that the image will take at most. Raises BuildError when a segment does not know a file."""
+    tree = list(entries)
+    choice = choose(tree, segments)
+    tails = sum(size for repack in choice.repacks for _, size in repack.needed.values())
+    tables = _ALL + 16 * (len(choice.fragments) + len(choice.repacks))
+    for merged in tree:
+        entry = merged.entry
+        name = entry.path.rpartition("/")[2]
+        # A character takes up to four bytes in UTF-8.
+        tables += _EACH + 8 * len(name) + 4 * len(entry.target)
+        if entry.kind == FILE and entry.size:
+            tables += 4 * (-(-entry.size // BLOCK_SIZE))
+        tables += sum(16 + 4 * len(key) + len(value) for key, value in entry.xattrs)
+    # Metadata comes in blocks of 8 KiB with two bytes before each.
+    return choice.size + tails + tables + tables // 2048
+
+
+def _moved(fragment: Fragment, by: int) -> Fragment:
+    return Fragment(fragment.start + by, fragment.word)
+
+
+def _copy(
+    choice: Choice,
+    segments: Sequence[Segment],
+    out: BinaryIO,
+    position: int,
+    moved: Callable[[int], None],
+) -> None:
+    for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
+        segment = segments[layer]
+        with _opened(segment) as stream:
+            copier = Copier(stream.fileno(), out.fileno(), moved)
+            for _, start, size in spans:
+                try:
+                    copier.copy(start, position, size)
+                except EOFError:
+                    raise damaged(segment, "it is cut short") from None
+                position += size
+
+
+def _repack(
+    choice: Choice,
+    segments: Sequence[Segment],
+    out: BinaryIO,
+    start: int,
+    codec: Codec,
+    workers: int,
+    moved: Callable[[int], None],
+) -> list[Fragment]:
+    """Put what is needed of blocks that are not copied into new ones; tells `choice.homes` where it is."""
+    if not choice.repacks:
+        return []
+    expand = decompressor(codec.number)
+    before = start + choice.size
+    packer = Packer(out, codec, workers, before)
+    tails = Tails(packer, len(choice.fragments))
+    try:
+        for layer, repacks in groupby(choice.repacks, key=lambda repack: repack.layer):
+            with _opened(segments[layer]) as stream:
+                for repack in repacks:
+                    try:
+                        data = unpack(_stored(stream, repack), repack.fragment.word, expand)
+                    except ValueError as error:
+                        raise damaged(segments[layer], str(error)) from None
+                    for offset, (digest, size) in repack.needed.items():
+                        content = data[offset : offset + size]
+                        if len(content) != size:
+                            raise damaged(segments[layer], "a fragment block is too short")
+                        number, place = tails.add(content)
+                        choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
+        tails.flush()
+        packer.finish()
+    finally:
+        packer.close()
+    moved(packer.position - before)
+    return tails.fragments
+
+
+def _stored(stream: BinaryIO, repack: Repack) -> bytes:
+    fragment = repack.fragment
+    return os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
+
+
+def _opened(segment: Segment) -> BinaryIO:
+    """The segment's data file. Raises BuildError when it is missing or not as long as it was."""
+    try:
+        stream = segment.path.open("rb", buffering=0)
+    except OSError as error:
+        raise damaged(segment, f"it cannot be read: {error.strerror}") from error
+    if os.fstat(stream.fileno()).st_size != segment.size:
+        stream.close()
+        raise damaged(segment, "it is cut short or longer than it was")
+    return stream

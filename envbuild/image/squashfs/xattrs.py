@@ -1,0 +1,87 @@
+"""Extended attributes of squashfs: sets of names and values, each stored once.
+
+Source: Documentation/filesystems/squashfs.rst of the Linux kernel, section 3.6, and fs/squashfs/xattr_id.c.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+from envbuild.errors import BuildError
+from envbuild.image.squashfs.arrange import encoded
+from envbuild.image.squashfs.codec import Compress
+from envbuild.image.squashfs.inodes import NO_XATTRS
+from envbuild.image.squashfs.metadata import Metadata, indexed
+
+_PREFIXES = {"user": 0, "trusted": 1, "security": 2}
+_NAME = struct.Struct("<HH")
+_VALUE = struct.Struct("<I")
+_SET = struct.Struct("<QII")
+_TABLE = struct.Struct("<QII")
+# What Linux allows of an attribute: XATTR_NAME_MAX and XATTR_SIZE_MAX.
+_NAME_MOST, _VALUE_MOST = 255, 1 << 16
+
+Set = tuple[tuple[str, bytes], ...]
+
+
+@dataclass(slots=True)
+class Xattrs:
+    """The sets met so far; what is written depends on the order in which they are met."""
+
+    compress: Compress
+    _numbers: dict[Set, int] = field(default_factory=dict)
+    _values: Metadata = field(init=False)
+    _sets: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self._values = Metadata(self.compress)
+
+    def number(self, xattrs: Set, path: str) -> int:
+        """The number of a set in the table; NO_XATTRS for an empty one.
+
+        Raises BuildError, naming `path`, for an attribute that squashfs cannot hold.
+        """
+        if not xattrs:
+            return NO_XATTRS
+        ordered = tuple(sorted(xattrs))
+        known = self._numbers.get(ordered)
+        if known is not None:
+            return known
+        if len(dict(ordered)) < len(ordered):
+            raise BuildError(f"{path}: an extended attribute is there twice: {_names(ordered)}")
+        record = b"".join(_record(name, value, path) for name, value in ordered)
+        # mksquashfs gives the size of names as listxattr(2) returns them, and of values.
+        size = sum(len(encoded(name, path)) + 1 + len(value) for name, value in ordered)
+        self._sets += _SET.pack(self._values.add(record), len(ordered), size)
+        return self._numbers.setdefault(ordered, len(self._numbers))
+
+    def table(self, at: int) -> tuple[bytes, int] | None:
+        """The tables as they stand `at` bytes into the image, and where their head is; None without any."""
+        if not self._numbers:
+            return None
+        values = self._values.finish()
+        sets, places = indexed(self._sets, at + len(values), self.compress)
+        blocks = places - at - len(values)
+        head = _TABLE.pack(at, len(self._numbers), 0)
+        return values + sets[:blocks] + head + sets[blocks:], places
+
+
+def _record(name: str, value: bytes, path: str) -> bytes:
+    prefix, dot, rest = name.partition(".")
+    if prefix not in _PREFIXES or not rest:
+        raise BuildError(
+            f"{path}: squashfs cannot hold its extended attribute {name!r}",
+            f"only those that begin with {', '.join(f'{known}.' for known in _PREFIXES)}",
+        )
+    short = encoded(rest, path)
+    if len(prefix) + len(dot) + len(short) > _NAME_MOST or len(value) > _VALUE_MOST:
+        raise BuildError(
+            f"{path}: its extended attribute {name[:80]!r} is too large",
+            f"{_NAME_MOST} bytes of name and {_VALUE_MOST} of value are the most",
+        )
+    return _NAME.pack(_PREFIXES[prefix], len(short)) + short + _VALUE.pack(len(value)) + value
+
+
+def _names(xattrs: Set) -> str:
+    return ", ".join(sorted({name for name, _ in xattrs}))

@@ -1,0 +1,122 @@
+"""What we may use of this machine: processors and memory, as the kernel and Slurm limit them for us.
+
+Sources: proc(5), cgroups(7), the kernel's admin-guide/cgroup-v2.rst (cpu.max, memory.max), sched-bwc.rst
+(cpu.cfs_quota_us) and cgroup-v1/memory.rst; sbatch(1) for Slurm's variables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# Version 1 says so, rounded down to pages, where it has no limit.
+_NO_LIMIT = 1 << 62
+_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
+_OCTAL = re.compile(rb"\\([0-7]{3})")
+
+
+def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
+    """How many processors we may keep busy, at least 1 and at most `most`.
+
+    The least of what the affinity, the CPU quotas of our control groups (rounded up) and Slurm's
+    allocation allow. `root` is where /proc and /sys lie.
+    """
+    found = [most, len(os.sched_getaffinity(0))]
+    for version, folder in _groups("cpu", root):
+        if version == 2:
+            quota, _, period = _text(folder / "cpu.max").partition(" ")
+        else:
+            quota = _text(folder / "cpu.cfs_quota_us")
+            period = _text(folder / "cpu.cfs_period_us")
+        whole, part = _natural(quota), _natural(period)
+        if whole and part:
+            found.append(-(-whole // part))
+    slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(
+        variables.get("SLURM_CPUS_ON_NODE")
+    )
+    if slurm:
+        found.append(slurm)
+    return max(1, min(found))
+
+
+def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
+    """The bytes of memory that we may use, None where nothing tells.
+
+    The least of the limits of our control groups, of Slurm's allocation, and of what the kernel calls
+    available. `root` is where /proc and /sys lie.
+    """
+    found: list[int] = []
+    for version, folder in _groups("memory", root):
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        limit = _natural(_text(folder / name))
+        if limit is not None and limit < _NO_LIMIT:
+            found.append(limit)
+    # 0 asks Slurm for all memory of the node.
+    node, each = (_size(variables.get(f"SLURM_MEM_PER_{of}")) for of in ("NODE", "CPU"))
+    if node:
+        found.append(node)
+    elif each:
+        count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(
+            variables.get("SLURM_CPUS_PER_TASK")
+        )
+        found.append(each * (count or 1))
+    available = re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M)
+    if available:
+        found.append(int(available[1]) << 10)
+    return min(found, default=None)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of our control groups that `controller` limits, and of all above them."""
+    places: dict[str, str] = {}  # controller, "" for version 2 → our group
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        for name in names.split(","):
+            places[name] = path
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(" "), after.split(" ")
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            version, place = 2, places.get("")
+        elif kind[0] == "cgroup" and controller in kind[2].split(","):
+            version, place = 1, places.get(controller)
+        else:
+            continue
+        if place is None:
+            continue
+        top = root / _unescaped(fields[4]).lstrip("/")
+        # Only a part of the hierarchy may be mounted, as in a container that has no namespace of its own.
+        inner = os.path.relpath(place, _unescaped(fields[3])) if place.startswith("/") else "."
+        parts = [] if inner.startswith("..") or inner == "." else inner.split("/")
+        for depth in range(len(parts), -1, -1):
+            yield version, top.joinpath(*parts[:depth])
+
+
+def _unescaped(text: str) -> str:
+    """A path of mountinfo, in which blanks and backslashes are octal."""
+    raw = _OCTAL.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), os.fsencode(text))
+    return os.fsdecode(raw)
+
+
+def _text(path: Path) -> str:
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except (OSError, ValueError):  # a damaged mountinfo may name anything
+        return ""
+
+
+def _natural(text: str | None) -> int | None:
+    digits = (text or "").strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
+
+
+def _size(text: str | None) -> int | None:
+    """A size as Slurm writes it, in bytes: MiB, or with a unit."""
+    match = _SIZE.fullmatch((text or "").strip())
+    return int(match[1]) * _UNITS[match[2].upper()] if match else None
