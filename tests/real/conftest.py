@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import apptainer
 from lab.dockerd import Lab, dockerd, missing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,6 +107,15 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pytest.skip(reason)
     with dockerd(tmp_path_factory.mktemp("dockerd")) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptainer:
+    """The real Apptainer, in a folder of its own."""
+    reason = apptainer.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    return apptainer.apptainer(tmp_path_factory.mktemp("apptainer"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

@@ -1,0 +1,117 @@
+"""How the program of an image is started: what its configuration says, without the JSON around it.
+
+Source: OCI image specification 1.1, config.md; docker's older images write a single word where a list of
+words belongs.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
+
+# What is added to an image: an entry, and the content of a file. A file replaces what is there; a folder
+# or a symbolic link is made only where nothing is.
+Addition = tuple[Entry, bytes | None]
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`env` holds each variable once, with the value that counts; `workdir` and `volumes` are absolute."""
+
+    entrypoint: tuple[str, ...]
+    cmd: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str
+    volumes: tuple[str, ...]
+    labels: Mapping[str, str]
+
+    @property
+    def default(self) -> tuple[str, ...]:
+        """What runs where neither the user nor the image names a command: a shell, as in enroot."""
+        return self.cmd if self.cmd or self.entrypoint else ("/bin/sh",)
+
+
+def run_of(config: Mapping[str, Any]) -> Run:
+    """What an image's configuration says of running it. Raises BuildError for one that makes no sense."""
+    inner = config.get("config") or {}
+    if not isinstance(inner, dict):
+        raise _wrong("config")
+    pairs = [pair.partition("=") for pair in _words(inner, "Env")]
+    return Run(
+        entrypoint=_words(inner, "Entrypoint"),
+        cmd=_words(inner, "Cmd"),
+        env={name: value for name, equals, value in pairs if equals},
+        workdir=_absolute(_text(inner.get("WorkingDir") or "", "WorkingDir")),
+        volumes=tuple(sorted({_absolute(path) for path in _table(inner, "Volumes")} - {"/"})),
+        labels={k: _text(v, "Labels") for k, v in sorted(_table(inner, "Labels").items())},
+    )
+
+
+def quoted(text: str) -> str:
+    """`text` as one word of a POSIX shell's command, whatever is in it.
+
+    The shell inside Apptainer 1.4 keeps the backslash of the shorter `'\\''`.
+    """
+    return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def encoded(text: str) -> bytes:
+    """`text` in UTF-8; what cannot be said in it, which JSON's escapes allow, becomes a question mark."""
+    return text.encode("utf-8", "replace")
+
+
+def file(path: str, text: str, mtime: int, mode: int = 0o644) -> Addition:
+    """A file with `text` in it."""
+    data = encoded(text)
+    return Entry(path, FILE, mode, len(data), mtime=mtime), data
+
+
+def folder(path: str, mtime: int, mode: int = 0o755) -> Addition:
+    """A folder, made where nothing is."""
+    return Entry(path, DIR, mode, mtime=mtime), None
+
+
+def link(path: str, target: str, mtime: int) -> Addition:
+    """A symbolic link, made where nothing is."""
+    return Entry(path, SYMLINK, 0o777, target=target, mtime=mtime), None
+
+
+def _words(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = data.get(key) or []
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise _wrong(key)
+    return tuple(_text(word, key) for word in value)
+
+
+def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = data.get(key) or {}
+    if not isinstance(value, dict) or any("\0" in name for name in value):
+        raise _wrong(key)
+    return value
+
+
+def _text(value: object, key: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise _wrong(key)
+    return value
+
+
+def _absolute(path: str) -> str:
+    # normpath keeps two leading slashes, which POSIX allows to mean something else.
+    return "/" + posixpath.normpath("/" + path).lstrip("/")
+
+
+def _wrong(key: str) -> BuildError:
+    return BuildError(
+        f"the image's configuration is not one: {key} has a form that the OCI specification does not know",
+        "build or pull the image again, by a tool that writes OCI or docker images",
+    )

@@ -1,0 +1,241 @@
+"""SIF, the file format of Apptainer and Singularity: written around a squashfs, and read.
+
+Source: the Singularity Image Format, header version 01 (github.com/apptainer/sif, pkg/sif). Numbers are
+little-endian and packed. A header of 128 bytes is followed, from 4096, by 48 descriptors of 585 bytes, and
+from 32176 by the objects that they describe; a partition begins at a multiple of 4096.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from envbuild.errors import BuildError
+
+_HEADER = struct.Struct("<32s10s3s3s16s8q")
+_DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")
+_PARTITION = struct.Struct("<ii3s")
+_LAUNCH = b"#!/usr/bin/env run-singularity\n"
+_MAGIC, _MAGIC_AT = b"SIF_MAGIC\0", 32
+_VERSION = b"01\0"
+_PAGE = 4096
+_SLOTS = 48
+_DATA = _PAGE + _SLOTS * _DESCRIPTOR.size
+_GROUP = 0xF0000001
+_SQUASHFS, _PRIMARY = 1, 2
+DEFINITION, PARTITION, JSON = "definition", "partition", "json"
+_KINDS = {
+    0x4001: DEFINITION, 0x4002: "environment", 0x4003: "labels", 0x4004: PARTITION, 0x4005: "signature",
+    0x4006: JSON, 0x4007: "generic", 0x4008: "cryptographic message", 0x4009: "sbom",
+    0x400A: "OCI index", 0x400B: "OCI blob",
+}  # fmt: skip
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_FILE_SYSTEMS = {_SQUASHFS: "squashfs", 2: "ext3", 3: "archive", 4: "raw", 5: "encrypted squashfs"}
+_ARCHITECTURES = {
+    "01": "i386", "02": "x86_64", "03": "arm", "04": "aarch64", "05": "ppc64", "06": "ppc64le",
+    "07": "mips", "08": "mipsle", "09": "mips64", "10": "mips64le", "11": "s390x", "12": "riscv64",
+}  # fmt: skip
+_CODES = {name: code.encode() + b"\0" for code, name in _ARCHITECTURES.items()}
+# More descriptors than any SIF has: what is read to find them is bounded.
+_MAX_SLOTS = 4096
+# No definition or JSON object of a real SIF is larger.
+_MAX_OBJECT = 16 << 20
+# The name space of images' identifiers (RFC 9562, version 5).
+_SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "sif.org.envbuild")
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """One object of a SIF: `offset` and `size` in bytes of the file. For a partition `fs` is its file
+    system, `primary` whether it is the image's root, and `arch` its architecture; else they are empty."""
+
+    kind: str
+    name: str
+    offset: int
+    size: int
+    fs: str = ""
+    arch: str = ""
+    primary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sif:
+    """A SIF's objects in their order. `partition` is the squashfs that is the image's root; `arch` is its
+    architecture (x86_64, aarch64, or another name; "" if not said). `mtime` is in seconds since 1970."""
+
+    arch: str
+    objects: tuple[Object, ...]
+    partition: Object
+    identifier: str
+    mtime: int
+
+
+def is_sif(head: bytes) -> bool:
+    """Whether a file that begins with `head`, 42 bytes or more, is a SIF."""
+    return head[_MAGIC_AT : _MAGIC_AT + len(_MAGIC)] == _MAGIC
+
+
+def write_sif_front(
+    out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str
+) -> int:
+    """Write the objects before the partition into the empty file `out`: the definition, then each of
+    `jsons`, (name, content). Header and descriptors are left to `finish_sif`.
+
+    Returns the offset where the squashfs for `arch` (x86_64, aarch64) is to be written; `out` stands there.
+    """
+    if arch not in _CODES:
+        raise BuildError(f"SIF has no code for the architecture {arch!r}")
+    objects = _front(definition, jsons)
+    out.seek(0)
+    out.write(bytes(_DATA))
+    for _, content in [("", definition), *jsons]:
+        out.write(content)
+    end = objects[-1].offset + objects[-1].size
+    start = -(-end // _PAGE) * _PAGE
+    out.write(bytes(start - end))
+    return start
+
+
+def finish_sif(
+    out: BinaryIO,
+    definition: bytes,
+    jsons: Sequence[tuple[str, bytes]],
+    arch: str,
+    *,
+    partition_offset: int,
+    partition_size: int,
+    mtime: int,
+) -> None:
+    """Write header and descriptors, once the squashfs lies in its place. `out` is left at its end.
+
+    The first arguments are those of `write_sif_front`. The bytes depend on the arguments alone: the image's
+    identifier is derived from them, and every time is `mtime`.
+    """
+    end = partition_offset + partition_size
+    front = _front(definition, jsons)
+    root = Object(PARTITION, "", partition_offset, partition_size, "squashfs", arch, True)
+    descriptors = bytearray()
+    last = _DATA
+    for number, item in enumerate([*front, root], 1):
+        extra = _PARTITION.pack(_SQUASHFS, _PRIMARY, _CODES[arch]) if item.primary else b""
+        padded = item.offset + item.size - last
+        descriptors += _DESCRIPTOR.pack(
+            _NUMBERS[item.kind], 1, number, _GROUP, 0, item.offset, item.size, padded, mtime, mtime, 0, 0,
+            item.name.encode(), extra,
+        )  # fmt: skip
+        last = item.offset + item.size
+    free = _SLOTS - len(front) - 1
+    header = _HEADER.pack(
+        _LAUNCH, _MAGIC, _VERSION, _CODES[arch], _identifier(definition, jsons, arch, partition_size).bytes,
+        mtime, mtime, free, _SLOTS, _PAGE, _SLOTS * _DESCRIPTOR.size, _DATA, end - _DATA,
+    )  # fmt: skip
+    out.seek(0)
+    out.write(header)
+    out.seek(_PAGE)
+    out.write(descriptors)
+    out.seek(end)
+
+
+def read_sif(stream: BinaryIO, where: str) -> Sif:
+    """What the SIF in `stream`, which can seek, holds.
+
+    Raises BuildError, naming `where`, when it is damaged, or has no root that is a plain squashfs.
+    """
+    size = stream.seek(0, 2)
+    head = _read(stream, 0, _HEADER.size, size, where)
+    _, magic, version, code, identifier, _, mtime, free, total, at, _, _, _ = _HEADER.unpack(head)
+    if magic != _MAGIC:
+        raise BuildError(f"{where}: not a SIF")
+    if version != _VERSION:
+        raise BuildError(f"{where}: a SIF of unknown version {_text(version)!r}")
+    if not 0 < total <= _MAX_SLOTS or not 0 <= free < total:
+        raise BuildError(f"{where}: damaged: {total} descriptors, {free} of them free")
+    raw = _read(stream, at, total * _DESCRIPTOR.size, size, where)
+    found = [
+        _object(row, size, where) for row in _DESCRIPTOR.iter_unpack(raw) if row[1]
+    ]  # fmt: skip
+    if len(found) != total - free:
+        raise BuildError(
+            f"{where}: damaged: {len(found)} objects where {total - free} are announced"
+        )
+    roots = [item for item in found if item.primary]
+    if len(roots) != 1:
+        raise BuildError(f"{where}: a SIF with {len(roots)} primary partitions instead of one")
+    if roots[0].fs != "squashfs":
+        hint = (
+            "an encrypted image can only be read by Apptainer"
+            if "encrypted" in roots[0].fs
+            else None
+        )
+        raise BuildError(f"{where}: its root is {roots[0].fs}, not squashfs", hint)
+    said = _ARCHITECTURES.get(_text(code), "")
+    if said and roots[0].arch and said != roots[0].arch:
+        raise BuildError(f"{where}: damaged: made for {said}, with a partition for {roots[0].arch}")
+    arch = roots[0].arch or said
+    return Sif(arch, tuple(found), roots[0], str(uuid.UUID(bytes=identifier)), max(mtime, 0))
+
+
+def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
+    """The content of a definition or JSON object. Raises BuildError when it is absurdly large."""
+    if item.size > _MAX_OBJECT:
+        raise BuildError(f"{where}: {item.size} bytes where a {item.kind} object is expected")
+    return _read(stream, item.offset, item.size, item.offset + item.size, where)
+
+
+def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object]:
+    if len(jsons) > _SLOTS - 2:
+        raise BuildError(f"a SIF holds {_SLOTS} objects at most")
+    at = _DATA
+    found = []
+    for kind, name, content in [(DEFINITION, "", definition), *((JSON, *pair) for pair in jsons)]:
+        if len(name.encode()) > 127:
+            raise BuildError(f"{name!r} is too long for the name of an object in a SIF")
+        found.append(Object(kind, name, at, len(content)))
+        at += len(content)
+    return found
+
+
+def _identifier(
+    definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int
+) -> uuid.UUID:
+    parts = [b"definition", definition, arch.encode(), str(size).encode()]
+    for name, content in jsons:
+        parts += [name.encode(), content]
+    seen = hashlib.sha256()
+    for part in parts:
+        seen.update(hashlib.sha256(part).digest())
+    return uuid.uuid5(_SPACE, seen.hexdigest())
+
+
+def _object(row: tuple[int | bytes, ...], end: int, where: str) -> Object:
+    number, _, identifier, _, _, offset, size, _, _, _, _, _, name, extra = row
+    assert isinstance(number, int) and isinstance(offset, int) and isinstance(size, int)
+    assert isinstance(name, bytes) and isinstance(extra, bytes)
+    if offset < 0 or size < 0 or offset + size > end:
+        raise BuildError(f"{where}: damaged: object {identifier!r} lies outside of the file")
+    kind = _KINDS.get(number, f"type {number:#x}")
+    if kind != PARTITION:
+        return Object(kind, _text(name), offset, size)
+    system, role, code = _PARTITION.unpack_from(extra)
+    fs = _FILE_SYSTEMS.get(system, f"file system number {system}")
+    arch = _ARCHITECTURES.get(_text(code), "")
+    return Object(kind, _text(name), offset, size, fs, arch, role == _PRIMARY)
+
+
+def _read(stream: BinaryIO, at: int, size: int, end: int, where: str) -> bytes:
+    """`size` bytes at `at` of a file of `end` bytes."""
+    if at < 0 or at + size > end:
+        raise BuildError(f"{where}: cut short: {size} bytes at {at} are not there")
+    stream.seek(at)
+    data = stream.read(size)
+    if len(data) != size:
+        raise BuildError(f"{where}: cut short: {size} bytes at {at} are not there")
+    return data
+
+
+def _text(data: bytes) -> str:
+    return data.split(b"\0")[0].decode("utf-8", "replace")
