@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +24,6 @@ from envbuild.image.model import (
 )
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.recipe.targets import host_arch
-from envbuild.store.store import Store
 
 if TYPE_CHECKING:
     from envbuild.artifacts.opened import Request
@@ -59,7 +53,7 @@ def open_archive(request: Request) -> OpenedImage:
     file, tag = _folder_and_tag(request.rest)
     if not file.exists():
         raise UsageError(f"{file} does not exist", "give the file of an image archive")
-    folder = request.stack.enter_context(_working(request.environment.store))
+    folder = request.stack.enter_context(request.environment.store.working("opened"))
     pulled = _of_any(request.arch, lambda arch: read_archive(file, Blobs(folder), tag, arch))
     return _opened(request, pulled, "", file)
 
@@ -89,7 +83,7 @@ def open_daemon(request: Request) -> OpenedImage:
     layers = tuple(Descriptor(OCI_LAYER, d, 0) for d in config["rootfs"]["diff_ids"])
 
     def bring(_: Mapping[str, Descriptor]) -> Mapping[str, Path]:
-        folder = request.stack.enter_context(_working(store))
+        folder = request.stack.enter_context(store.working("opened"))
         pulled = read_daemon(identity, Blobs(folder), client)
         ids = pulled.config["rootfs"]["diff_ids"]
         paths = (pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers)
@@ -217,29 +211,3 @@ def _manifest(registry: Any, arch: str | None) -> Manifest:
     if not isinstance(found, Manifest):
         raise BuildError(f"{where}: an index inside of an index")
     return found
-
-
-@contextlib.contextmanager
-def _working(store: Store) -> Iterator[Path]:
-    """A folder of the store for as long as it is used; those that killed runs left are removed."""
-    home = store.folder("opened")
-    for left in home.iterdir():
-        with contextlib.suppress(OSError), _held(left):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(dir=home))
-    try:
-        with _held(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold `folder` (flock). Raises BlockingIOError when another process does."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)

@@ -91,14 +91,23 @@ def read_state(folder: Path) -> State | None:
     """
     path = folder / FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_state(text, str(path))
+
+
+def parse_state(text: bytes, where: str) -> State:
+    """The state in the text of a state file. Raises BuildError, naming `where`, when it makes no sense."""
+    try:
+        data = json.loads(text)
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
         return State(**data)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(
-            f"{path}: cannot be understood: {error}", "build the environment again"
+            f"{where}: cannot be understood: {error}", "build the environment again"
         ) from error

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -121,14 +122,62 @@ class Store:
             os.replace(temporary, note)
         return digest
 
+    @contextlib.contextmanager
+    def working(self, *parts: str) -> Iterator[Path]:
+        """A folder of the store for as long as it is used; those that killed runs left are removed first.
+
+        Raises BuildError when it cannot be made.
+        """
+        home = self.folder(*parts)
+        for left in home.iterdir():
+            with contextlib.suppress(OSError), _held(left):
+                remove_tree(left)
+        try:
+            folder = Path(tempfile.mkdtemp(dir=home))
+        except OSError as error:
+            raise self.unwritable(error) from error
+        try:
+            with _held(folder):
+                yield folder
+        finally:
+            remove_tree(folder)
+
     def clean_stale(self, days: float = 7) -> None:
         """Remove downloads that nobody went on with for `days` days, and what killed runs left half-written."""
         limit = time.time() - days * 86400
-        for folder, prefix in (("partial", ""), ("blobs/partial", ""), ("blobs/sha256", ".new-")):
+        kept = (
+            ("partial", ""),
+            ("blobs/partial", ""),
+            ("blobs/sha256", ".new-"),
+            ("segments", ".new-"),
+        )
+        for folder, prefix in kept:
             with contextlib.suppress(OSError):
                 for entry in os.scandir(self.root / folder):
                     if entry.name.startswith(prefix) and entry.stat().st_mtime < limit:
                         os.unlink(entry.path)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and all in it, folders that may not be written too; what stays is left for later."""
+    for here, names, _ in os.walk(folder):
+        for name in names:
+            path = os.path.join(here, name)
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold `folder` (flock). Raises BlockingIOError when another process does."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager

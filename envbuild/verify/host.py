@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process
@@ -29,11 +29,18 @@ _JOB_VARIABLES = (
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 
 
+# (program, arguments, the job's variables) → the command to start on this host, and its whole environment
+Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
+
+
 @dataclass(frozen=True, slots=True)
-class _Nodes:
-    work: Path
-    command: Callable[[str, Sequence[str]], list[str]]
-    variables: Mapping[str, str]
+class HostNodes:
+    """Nodes whose programs `launch` starts. `folder` is the work folder on this host, `work` the same as
+    the programs see it."""
+
+    folder: Path
+    launch: Launch
+    work: PurePath
     interface: str = "lo"
 
     def address(self, node: int) -> str:
@@ -47,12 +54,13 @@ class _Nodes:
     def start(
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
+        command, variables = self.launch(program, arguments, extra)
         with log.open("wb") as stream:
             # SIGTERM on our death: torchrun passes it on to the ranks before it ends.
             return process.start(
-                self.command(program, arguments),
-                env={**self.variables, **extra},
-                cwd=self.work,
+                command,
+                env=variables,
+                cwd=self.folder,
                 stdout=stream.fileno(),
                 stderr=stream.fileno(),
                 death_signal=signal.SIGTERM,
@@ -76,11 +84,15 @@ def host_nodes(
     work: Path,
     command: Callable[[str, Sequence[str]], list[str]],
     variables: Mapping[str, str],
-) -> Iterator[_Nodes]:
+) -> Iterator[HostNodes]:
     """Nodes that run `command(program, arguments)` with `variables`, less those of a job around us."""
     kept = {
         name: value
         for name, value in variables.items()
         if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
     }
-    yield _Nodes(work, command, kept)
+    yield HostNodes(
+        work,
+        lambda program, arguments, extra: (command(program, arguments), {**kept, **extra}),
+        work,
+    )

@@ -56,4 +56,5 @@ def image_subject(
             client, image_id or image.image_id, count, lifetime
         ),
         alone=True,
+        kind="docker",
     )

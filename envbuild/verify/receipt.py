@@ -31,7 +31,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "format": FORMAT,
         "passed": verdict.passed,
         "artifact": {
-            "kind": state.artifact,
+            "kind": subject.kind or state.artifact,
             "path": os.fspath(path.absolute()) if isinstance(path, Path) else path,
             "digest": subject.digest,
         },

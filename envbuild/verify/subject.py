@@ -10,6 +10,7 @@ from pathlib import Path
 from envbuild.artifacts import venv
 from envbuild.artifacts.state import State, read_state
 from envbuild.artifacts.survey import Survey, survey
+from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.recipe.targets import Target
 from envbuild.verify.host import host_nodes
@@ -21,7 +22,8 @@ class Subject:
     """An artifact with all that verification asks of it.
 
     `root` is the environment's folder as its own processes see it. `alone` tells that they see nothing
-    but the artifact (a container), so that every path is part of it. `digest` names the content,
+    but the artifact (a container), so that every path is part of it. `kind` is the artifact's for the receipt
+    where it differs from the state's (one state serves every kind of image). `digest` names the content,
     `runtime` what runs it, `nodes` opens the places where torchrun is started.
     """
 
@@ -34,6 +36,7 @@ class Subject:
     survey: Callable[[Nodes], Survey]
     nodes: OpenNodes
     alone: bool = False
+    kind: str = ""
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -53,13 +56,28 @@ class Subject:
         return self.alone or os.path.abspath(path).startswith(inside)
 
 
-def open_subject(path: Path) -> Subject:
-    """The artifact at `path`. Raises UsageError when there is none, HostError when it cannot run here."""
-    state = read_state(path)
+def open_subject(
+    path: Path, environment: Environment | None = None, runtime: str | None = None
+) -> Subject:
+    """The artifact at `path`: a venv, or a .sqsh or .sif file, which is started by `runtime` (one of
+    runtimes.NAMES; None: the best there is).
+
+    Raises UsageError when there is none, HostError when it cannot run here.
+    """
+    from envbuild.verify.image_file import is_image_file
+
+    if is_image_file(path):
+        from envbuild.verify.file_subject import open_file_subject
+
+        return open_file_subject(path, environment or load_environment(), runtime)
+    if runtime is not None:
+        raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
+    state = None if path.is_file() else read_state(path)
     if state is None:
         what = "is not an artifact of envbuild" if path.exists() else "does not exist"
         raise UsageError(
-            f"{path} {what}", "give the folder that `envbuild venv` printed as its last line"
+            f"{path} {what}",
+            "give the folder or file that envbuild printed as its last line",
         )
     return venv_subject(path, state)
 

@@ -1,0 +1,98 @@
+"""Image files that a runtime starts: squashfs (.sqsh) and SIF (.sif), and what a runtime is to verification."""
+
+from __future__ import annotations
+
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.artifacts.state import FILE, State, parse_state
+from envbuild.errors import UsageError
+from envbuild.image.sif import is_sif, read_sif
+from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.squashfs.read import is_squashfs, open_squashfs
+from envbuild.layers.compose import PREFIX
+from envbuild.verify.host import Launch
+
+ENROOT, APPTAINER = "enroot", "apptainer"
+_HEAD = 64
+# A site's settings of GPUs and networks, which a job's programs need from outside; nothing else of the
+# caller's variables enters an image.
+_PASSED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
+_MOST_STATE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file with a squashfs in it, from `offset` on, compressed by `compressor`; absolute `path`. `kind` is
+    ENROOT for a bare squashfs and APPTAINER for a SIF, `cuda` whether its programs need the GPU's driver."""
+
+    path: Path
+    kind: str
+    offset: int
+    compressor: str
+    cuda: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What starts programs in one image file. `name` is for the receipt; `open` takes a work folder of this
+    host and gives, for as long as it is entered, how to start a program that sees that folder as `work`."""
+
+    name: str
+    work: str
+    open: Callable[[Path], AbstractContextManager[Launch]]
+
+
+def is_image_file(path: Path) -> bool:
+    """Whether `path` is a squashfs or a SIF, by its first bytes."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        with path.open("rb") as stream:
+            head = stream.read(_HEAD)
+    except OSError:
+        return False
+    return is_squashfs(head) or is_sif(head)
+
+
+def open_image_file(path: Path, kind: str | None = None, *, cuda: bool = False) -> ImageFile:
+    """The image in `path`; of `kind`, when that is given. Raises UsageError for another file, BuildError for
+    a damaged one."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(_HEAD)
+            found = APPTAINER if is_sif(head) else ENROOT
+            offset = read_sif(stream, str(path)).partition.offset if found == APPTAINER else 0
+            stream.seek(offset)
+            block = stream.read(22)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "give a .sqsh or .sif file") from error
+    if not is_squashfs(block) or len(block) < 22 or (kind or found) != found:
+        raise UsageError(f"{path} is no {'SIF' if kind == APPTAINER else 'squashfs'} image")
+    number = struct.unpack_from("<H", block, 20)[0]
+    compressor = NAMES.get(number, f"number {number}")
+    return ImageFile(path.absolute(), found, offset, compressor, cuda)
+
+
+def image_state(image: ImageFile) -> State:
+    """What the image says of how it was made. Raises UsageError when envbuild did not make it."""
+    where = str(image.path)
+    with image.path.open("rb") as stream:
+        tree = open_squashfs(stream, image.offset, where)
+        handle = tree.find(f"{PREFIX}/{FILE}")
+        if handle is None:
+            raise UsageError(
+                f"{where} is not an artifact of envbuild: it has no /{PREFIX}/{FILE}",
+                "give a .sqsh or .sif file that `envbuild enroot` or `envbuild apptainer` made",
+            )
+        text = tree.content(handle).read(_MOST_STATE)
+    return parse_state(text, f"{where}: /{PREFIX}/{FILE}")
+
+
+def passed(variables: Mapping[str, str]) -> dict[str, str]:
+    """What of the caller's `variables` enters an image."""
+    return {name: value for name, value in variables.items() if name.startswith(_PASSED)}

@@ -1,0 +1,225 @@
+"""A mount namespace whose root is an image, and programs started in it. Runs in processes of its own.
+
+`keep SPEC` makes the namespace (and, where we are not root, a user namespace around it), says so in one line
+of JSON, and holds it until it is killed; nothing then stays mounted, whatever killed it. `enter KEEPER …` joins
+the namespace of that keeper and becomes a program of the image.
+
+Sources: mount_namespaces(7), user_namespaces(7), pivot_root(2), setns(2); doc/image-format.md of enroot.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from envbuild.verify import mounting
+from envbuild.verify.mounting import Failed, call, die_with, mount
+
+# What the processes of the image see of the host: the work folder, and the libraries of its GPU driver.
+WORK = "/envbuild-verify"
+DRIVER = "/run/envbuild-driver"
+_HOSTS = ("hosts", "resolv.conf")
+_PATH = "/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Apptainer's copy of an OCI image's variables; each gives way to one that is set already.
+_OCI_VARIABLES = "/.singularity.d/env/10-docker2singularity.sh"
+_WAYS = {
+    "mount": mounting.by_kernel,
+    "squashfuse": mounting.by_fuse,
+    "extract": mounting.as_extracted,
+}
+
+
+def main() -> NoReturn:
+    """`keep SPEC` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
+    what, *words = sys.argv[1:]
+    if what == "keep":
+        keep(json.loads(Path(words[0]).read_text(encoding="utf-8")))
+    enter(*words)
+
+
+def keep(spec: dict[str, Any]) -> NoReturn:
+    """Make the namespace that `spec` (own_runtime.py) describes, print one line, and hold it."""
+    parent = os.getppid()
+    try:
+        _isolate()
+        # An exec or a change of credentials may have cleared what the parent arranged.
+        die_with(parent, signal.SIGKILL)
+        _build(spec)
+    except Failed as error:
+        said = {"failed": "image", "why": str(error)}
+    except OSError as error:
+        said = {"failed": "namespace", "why": error.strerror or str(error)}
+    else:
+        said = {}
+    print(json.dumps(said), flush=True)
+    if said:
+        sys.exit(1)
+    while True:
+        signal.pause()
+
+
+def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
+    """Become `program` of the image that process `keeper` holds, with the image's variables under ours."""
+    parent = os.getppid()
+    names = ("user", "mnt")
+    spaces = [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
+    for name, space in zip(names, spaces, strict=True):
+        # Joining the user namespace that one is in already is an error.
+        if name == "mnt" or not os.path.sameopenfile(
+            space, os.open("/proc/self/ns/user", os.O_RDONLY)
+        ):
+            call("setns", space, 0)
+    die_with(parent, signal.SIGTERM)
+    os.chdir(WORK)
+    os.environ.pop("LC_CTYPE", None)  # Python's own doing, where no locale is set (PEP 538)
+    variables = {"HOME": "/tmp", **os.environ}
+    driver = DRIVER if os.path.isdir(DRIVER) else ""
+    if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):
+        extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "
+        arguments = (
+            "-c", f'. {_OCI_VARIABLES}; {extend if driver else ""}exec "$0" "$@"', program, *arguments
+        )  # fmt: skip
+        program = "/bin/sh"
+    else:
+        variables = image_variables() | variables
+        if driver:
+            before = variables.get("LD_LIBRARY_PATH")
+            variables["LD_LIBRARY_PATH"] = f"{driver}:{before}" if before else driver
+    error = _execute(program, arguments, variables)
+    sys.exit(f"{program}: {error.strerror}")
+
+
+def image_variables(file: str = "/etc/environment") -> dict[str, str]:
+    """The variables of an enroot image, NAME=VALUE a line; of a value, enroot takes off one pair of quotes
+    around it. A PATH is always among them."""
+    found = {"PATH": _PATH}
+    try:
+        text = Path(file).read_bytes().decode(errors="surrogateescape")
+    except OSError:
+        return found
+    for line in text.split("\n"):
+        name, equals, value = line.partition("=")
+        if equals and name.isascii() and name.isidentifier():
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            found[name] = value[1:-1] if quoted else value
+    return found
+
+
+def _execute(program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
+    """execvpe(3) with the image's PATH; the error, if it returns.
+
+    Not Python's own, which may import from a host that is no longer seen.
+    """
+    places = [""] if "/" in program else variables.get("PATH", _PATH).split(":")
+    failed: OSError = FileNotFoundError(errno.ENOENT, "not found in the image")
+    for place in places:
+        try:
+            os.execve(os.path.join(place, program), [program, *arguments], variables)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # there, and not to be run; execvp(3) looks further too
+            failed = error
+    return failed
+
+
+def _isolate() -> None:
+    """Leave the host's mount namespace; in a user namespace, where we may not else."""
+    uid, gid = os.geteuid(), os.getegid()
+    user = uid != 0
+    if not user:
+        try:
+            call("unshare", mounting.NEWNS)
+        except OSError:  # root of a container, without CAP_SYS_ADMIN
+            user = True
+    if user:
+        call("unshare", mounting.NEWNS | mounting.NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        # Root inside, so that the image's passwd knows the user; outside it has our rights and no more.
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    call("prctl", mounting.SET_DUMPABLE, 1, 0, 0, 0)
+    mount(None, "/", None, mounting.REC | mounting.SLAVE)
+
+
+def _build(spec: dict[str, Any]) -> None:
+    image, root = f"{spec['folder']}/image", f"{spec['folder']}/root"
+    _WAYS[spec["way"]](spec, image)
+    # A root in memory with the image's folders in it: there every mount point can be made, though
+    # the image cannot be written.
+    mount("tmpfs", root, "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=0755")
+    _show_all(image, root, ("proc", "sys", "dev", "tmp", "run", "etc"))
+    _show_etc(f"{image}/etc", f"{root}/etc")
+    for name in ("proc", "sys", "dev"):
+        os.mkdir(f"{root}/{name}")
+        mount(f"/{name}", f"{root}/{name}", None, mounting.BIND | mounting.REC)
+    for name in ("tmp", "run"):
+        os.mkdir(f"{root}/{name}")
+        mount("tmpfs", f"{root}/{name}", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
+    if os.path.isdir(f"{root}/var/tmp") and not os.path.islink(f"{root}/var/tmp"):
+        mount("tmpfs", f"{root}/var/tmp", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
+    os.mkdir(root + WORK)
+    mount(spec["work"], root + WORK, None, mounting.BIND)
+    if spec["libraries"]:
+        os.mkdir(root + DRIVER)
+    for name, library in spec["libraries"].items():
+        place = f"{root}{DRIVER}/{name}"
+        os.close(os.open(place, os.O_CREAT))
+        mount(os.path.realpath(library), place, None, mounting.BIND)
+    _change_root(root)
+
+
+def _show_etc(etc: str, place: str) -> None:
+    """The image's /etc with the host's names in it, without which torch does not find its own address."""
+    names = [name for name in _HOSTS if os.path.isfile(f"/etc/{name}")]
+    os.mkdir(place)
+    if all(os.path.isfile(f"{etc}/{n}") and not os.path.islink(f"{etc}/{n}") for n in names):
+        if os.path.isdir(etc):
+            mount(etc, place, None, mounting.BIND)
+    elif os.path.isdir(etc):
+        # Made up of single mounts: a file cannot be added to the image.
+        _show_all(etc, place, names)
+    for name in names:
+        if not os.path.exists(f"{place}/{name}"):
+            os.close(os.open(f"{place}/{name}", os.O_CREAT))
+        mount(os.path.realpath(f"/etc/{name}"), f"{place}/{name}", None, mounting.BIND)
+
+
+def _show_all(folder: str, place: str, leave: Sequence[str]) -> None:
+    for entry in os.scandir(folder):
+        if entry.name not in leave:
+            _show(entry, f"{place}/{entry.name}")
+
+
+def _show(entry: os.DirEntry[str], place: str) -> None:
+    """Let a file or folder of the image be seen at `place`."""
+    if entry.is_symlink():
+        os.symlink(os.readlink(entry.path), place)
+        return
+    if entry.is_dir():
+        os.mkdir(place)
+    elif entry.is_file():
+        os.close(os.open(place, os.O_CREAT))
+    else:
+        return
+    mount(entry.path, place, None, mounting.BIND)
+
+
+def _change_root(root: str) -> None:
+    os.chdir(root)
+    try:
+        # Both at one place: the old root then lies over the new one, and is taken off.
+        call("pivot_root", b".", b".")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        mount(".", "/", None, mounting.MOVE)  # the host's root is an initramfs (a diskless node)
+        os.chroot(".")
+    else:
+        call("umount2", b".", mounting.DETACH)
+    os.chdir("/")

@@ -1,0 +1,206 @@
+"""Start programs in an image without any runtime installed: a mount namespace of our own (namespace.py).
+
+One keeper process holds the namespace for all processes of a verification; nothing of it is seen outside, and it
+is gone with the keeper, however that ends. The image gets there in one of three ways, the first that works:
+the kernel mounts it (root only), squashfuse mounts it, or it is unpacked into the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from envbuild import process
+from envbuild.artifacts.place import writing
+from envbuild.environment import Environment
+from envbuild.errors import HostError
+from envbuild.verify import namespace
+from envbuild.verify.driver import driver_libraries
+from envbuild.verify.host import Launch
+from envbuild.verify.image_file import ImageFile, Runtime, passed
+
+MOUNT, SQUASHFUSE, EXTRACT = WAYS = ("mount", "squashfuse", "extract")
+# Our own modules and Python's, whatever the caller's variables and the current folder hold.
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.verify.namespace import main; main()"
+_START = (sys.executable, "-I", "-c", _BOOT, str(Path(namespace.__file__).parents[2]))
+_FUSE = Path("/dev/fuse")
+# What may forbid user namespaces: the setting, the value that does, and how to allow them.
+_SETTINGS = (
+    ("user.max_user_namespaces", "0", "15000"),
+    ("user.max_mnt_namespaces", "0", "15000"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+)
+
+
+class _Refused(Exception):
+    """An image that cannot be brought in this way; why."""
+
+
+def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> Runtime:
+    """Our own launching of `image`; by `way` alone when one is given. Each way is tried, but unpacking.
+
+    Raises HostError when this host permits none, naming what forbids it.
+    """
+    refused = []
+    for one in (way,) if way else WAYS:
+        try:
+            detail = _try(image, one, environment)
+        except _Refused as error:
+            refused.append(f"{one}: {error}")
+            continue
+        name = f"own:{one} ({detail})" if detail else f"own:{one}"
+        return Runtime(name, namespace.WORK, partial(_open, image, one, environment))
+    other = [f"own:{one}" for one in WAYS if one != way]
+    hint = f"choose another way ({', '.join(other)})"
+    if way == MOUNT and image.compressor != "gzip":
+        hint += (
+            ", or make the image with --compression gzip, which every kernel with squashfs reads"
+        )
+    raise HostError(f"{image.path} cannot be launched here; {'; '.join(refused)}", hint)
+
+
+def _try(image: ImageFile, way: str, environment: Environment) -> str:
+    """Mount `image` by `way` and let it go. Returns what is worth telling of the way. Raises _Refused, or
+    HostError when no way would do better."""
+    detail = ""
+    if way == MOUNT:
+        if os.geteuid() != 0:
+            raise _Refused("only root may mount squashfs images")
+        detail = f"Linux {platform.release()}"
+    elif way == SQUASHFUSE:
+        tool = _squashfuse(environment.variables)
+        detail = _version(tool)
+    with (
+        environment.store.working("launched") as folder,
+        _keeper(_spec(image, way, folder, folder, environment), environment),
+    ):
+        return detail
+
+
+@contextlib.contextmanager
+def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> Iterator[Launch]:
+    with environment.store.working("launched") as folder:
+        if way == EXTRACT:
+            _extract(image, folder / "image")
+        with contextlib.ExitStack() as stack:
+            try:
+                spec = _spec(image, way, folder, work, environment)
+                keeper = stack.enter_context(_keeper(spec, environment))
+            except _Refused as error:
+                raise HostError(f"{image.path} cannot be launched any longer: {error}") from None
+            variables = passed(environment.variables)
+
+            def launch(
+                program: str, arguments: Sequence[str], extra: Mapping[str, str]
+            ) -> tuple[list[str], Mapping[str, str]]:
+                enter = [*_START, "enter", str(keeper), image.kind]
+                return [*enter, program, *arguments], {**variables, **extra}
+
+            yield launch
+
+
+def _extract(image: ImageFile, into: Path) -> None:
+    from envbuild.image.squashfs.read import open_squashfs
+
+    with writing(into), image.path.open("rb") as stream:
+        into.mkdir(exist_ok=True)
+        open_squashfs(stream, image.offset, str(image.path)).extract(into, owners=False)
+
+
+def _spec(
+    image: ImageFile, way: str, folder: Path, work: Path, environment: Environment
+) -> dict[str, Any]:
+    """What namespace.py is told."""
+    return {
+        "image": str(image.path),
+        "offset": image.offset,
+        "compressor": image.compressor,
+        "way": way,
+        "tool": _squashfuse(environment.variables) if way == SQUASHFUSE else "",
+        "folder": str(folder),
+        "work": str(work),
+        "libraries": driver_libraries(environment.variables) if image.cuda else {},
+    }
+
+
+@contextlib.contextmanager
+def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
+    """The process that holds the namespace of `spec`. Raises _Refused when the image could not be brought
+    in, HostError when namespaces are forbidden."""
+    folder = Path(spec["folder"])
+    for name in ("image", "root"):
+        (folder / name).mkdir(exist_ok=True)
+    told, log = folder / "spec.json", folder / "keeper.log"
+    told.write_text(json.dumps(spec), encoding="utf-8")
+    with log.open("wb") as stream:
+        child = process.start(
+            [*_START, "keep", told],
+            env={"PATH": environment.variables.get("PATH", os.defpath)},
+            stderr=stream.fileno(),
+        )
+    try:
+        assert child.stdout is not None
+        with child.stdout as answer:
+            line = answer.readline()
+        try:
+            said = json.loads(line)
+        except ValueError:
+            said = {"failed": "namespace", "why": log.read_text(errors="replace").strip()[-2000:]}
+        if said.get("failed") == "image":
+            raise _Refused(said["why"])
+        if "failed" in said:
+            raise _forbidden(said["why"])
+        yield child.pid
+    finally:
+        process.stop([child])
+
+
+def _forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
+    """The error for a host where we may not have a namespace; names the settings that may be why."""
+    found = []
+    for name, forbids, allows in _SETTINGS:
+        with contextlib.suppress(OSError):
+            if (proc / name.replace(".", "/")).read_text().strip() == forbids:
+                found.append((f"{name} = {forbids}", f"{name}={allows}"))
+    ways = "install apptainer or enroot, verify on a node that allows it, or build with --no-verify"
+    if found:
+        settings = " and ".join(setting for setting, _ in found)
+        orders = " ".join(order for _, order in found)
+        return HostError(
+            f"this host forbids to launch an image without a runtime: {settings} ({why})",
+            f"let the administrator run `sysctl -w {orders}`, run as root, or {ways}",
+        )
+    return HostError(
+        f"this host does not let us launch an image without a runtime: {why}",
+        f"a container around us may forbid it (its seccomp profile or missing capabilities); {ways}",
+    )
+
+
+def _squashfuse(variables: Mapping[str, str]) -> str:
+    """The path of squashfuse. Raises _Refused when there is none or it could not work."""
+    search = variables.get("PATH", os.defpath)
+    # squashfuse_ll is the faster one, and has the same options.
+    tool = shutil.which("squashfuse_ll", path=search) or shutil.which("squashfuse", path=search)
+    if tool is None:
+        raise _Refused("squashfuse is not installed")
+    try:
+        os.close(os.open(_FUSE, os.O_RDWR))
+    except OSError as error:
+        raise _Refused(f"{_FUSE}: {error.strerror}") from None
+    return tool
+
+
+def _version(tool: str) -> str:
+    said = process.run([tool, "--help"], check=False)
+    found = re.search(r"squashfuse \d[\w.]*", said.stdout + said.stderr)
+    return found[0] if found else Path(tool).name
