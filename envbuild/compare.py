@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, comparable
-from envbuild.artifacts.facts import IMAGE, About, Contents, Opened, completed
+from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, comparable, view_of
+from envbuild.artifacts.facts import IMAGE, SQUASHED, About, Contents, Opened, completed
 from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
@@ -69,19 +69,19 @@ class Comparison:
 
 def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
     """Compare two artifacts of any kinds. Raises BuildError when one of them is damaged."""
-    between = one.about.kind != other.about.kind
+    view = view_of(one.about.kind, other.about.kind)
+    between = view == BETWEEN
     notes = _provenance(one.about, other.about)
-    if _same_layers(one.about, other.about):
-        settings = _changes(_settings(one.about, None), _settings(other.about, None))
+    if _same_content(one.about, other.about):
+        settings = _setting_changes(one.about, None, other.about, None, between)
         return Comparison(settings, (), (), () if files else None, (), notes)
     left, right = one.contents(hashes=files), other.contents(hashes=files)
-    settings = _changes(_settings(one.about, left, between), _settings(other.about, right, between))
+    settings = _setting_changes(one.about, left, other.about, right, between)
     python = _changes(_python(left, between), _python(right, between))
     debian = () if between else _changes(_debian(left), _debian(right))
     left_out: tuple[str, ...] = ()
     found: tuple[Change, ...] | None = None
     if files:
-        view = BETWEEN if between else one.about.kind
         left_out = LEFT_OUT[view]
         if left.prefix is None or right.prefix is None:
             notes += _no_environment(one.about, left, other.about, right, between)
@@ -90,11 +90,29 @@ def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
     return Comparison(settings, python, debian, found, left_out, notes)
 
 
-def _same_layers(one: About, other: About) -> bool:
-    """Whether two images are of the same layers: then nothing in them needs to be read."""
+def _same_content(one: About, other: About) -> bool:
+    """Whether two images are of the same layers, or two files hold one file system: then nothing in them
+    needs to be read."""
+    if one.kind in SQUASHED and other.kind in SQUASHED:
+        return one.identity == other.identity
     if one.kind != IMAGE or other.kind != IMAGE:
         return False
     return [layer.diff_id for layer in one.layers] == [layer.diff_id for layer in other.layers]
+
+
+def _setting_changes(
+    one: About, left: Contents | None, other: About, right: Contents | None, between: bool
+) -> tuple[Change, ...]:
+    """What differs in the settings. Artifacts of different kinds do not say the same: of theirs, variables
+    are compared where both have some, and all else that both say."""
+    before, after = _settings(one, left, between), _settings(other, right, between)
+    if one.kind != other.kind and not between:
+        told = before.keys() & after.keys()
+        if one.env and other.env:
+            told |= {name for name in before | after if name.startswith("env ")}
+        before = {name: value for name, value in before.items() if name in told}
+        after = {name: value for name, value in after.items() if name in told}
+    return _changes(before, after)
 
 
 def _settings(about: About, contents: Contents | None, between: bool = False) -> dict[str, str]:

@@ -61,6 +61,7 @@ def describe(about: About, contents: Contents | None) -> dict[str, Any]:
         "files": len(contents.files) if contents else None,
         "size": contents.size if contents else None,
         "stored": about.stored or None,
+        "filesystem": about.filesystem or None,
         "receipt": receipt_of(about),
     }
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from envbuild.artifacts import docker, dockerfile, pip_records
+from envbuild.artifacts import dockerfile, pip_records
+from envbuild.artifacts.image import KIND
 from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
@@ -73,7 +74,7 @@ def prepare_dockerfile(
             )
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
-        loaded, target, environment, artifact=docker.KIND, locked=locked, offline=offline, say=say,
+        loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
         compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
     )  # fmt: skip
     return Prepared(plan, trainer, None, target)

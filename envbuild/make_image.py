@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts import docker, place
-from envbuild.artifacts.image import Image, assemble
+from envbuild.artifacts.image import KIND, Image, assemble
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError, VerificationError
 from envbuild.layers.bytecode import Compiler
@@ -70,7 +70,7 @@ def prepare_image(
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
-        loaded, target, environment, artifact=docker.KIND, locked=locked, offline=offline, say=say,
+        loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
         image=inputs,
     )  # fmt: skip
     return Prepared(plan, trainer, compiler, target)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
-from envbuild.artifacts.facts import IMAGE, About, Contents, DebianPackage, PythonPackage
+from envbuild.artifacts.facts import IMAGE, VENV, About, Contents, DebianPackage, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _subject(about: About) -> Component:
     name = about.recipe or about.labels.get("org.opencontainers.image.title") or about.kind
     purl = PackageURL("oci", None, name.lower(), digest) if about.kind == IMAGE else None
     return Component(
-        type=ComponentType.CONTAINER if about.kind == IMAGE else ComponentType.APPLICATION,
+        type=ComponentType.APPLICATION if about.kind == VENV else ComponentType.CONTAINER,
         name=name,
         version=digest or None,
         bom_ref=digest or name,

@@ -8,17 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 
-from envbuild.artifacts.facts import IMAGE, VENV, Contents, Item
-from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.artifacts.enroot import normalised
+from envbuild.artifacts.facts import IMAGE, SQUASHED, VENV, Contents, Item
+from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 
-# How files are seen: two images, two venvs, or one of each.
-BETWEEN = "between"
+# How files are seen: two images or two file systems, two venvs, one of which is a venv, an image and a
+# file system made for users without privileges.
+BETWEEN, CONVERTED = "between", "converted"
 LEFT_OUT = {
     IMAGE: ("times", "envbuild.json"),
     VENV: (
         "times", "owners", "permissions other than x", "compiled modules", "envbuild.json",
         "uv_cache.json and direct_url.json", "where the host's interpreter lies",
+    ),
+    CONVERTED: (
+        "times", "envbuild.json", "owners", "what lies in dev, and devices",
+        "permissions and extended attributes that only root can give",
     ),
     BETWEEN: (
         "times", "owners", "permissions other than x", "folders", "compiled modules",
@@ -38,6 +45,13 @@ _FRAME = re.compile(
 _OF_THE_HOST = ("home", "executable", "command", "prompt", "uv", "version", "version_info")
 
 
+def view_of(one: str, other: str) -> str:
+    """How the files of two kinds of artifacts are seen when they are compared."""
+    if VENV in (one, other):
+        return VENV if one == other else BETWEEN
+    return IMAGE if (one in SQUASHED) == (other in SQUASHED) else CONVERTED
+
+
 def comparable(contents: Contents, view: str) -> dict[str, dict[str, str]]:
     """Path → what is compared of it, as text; paths are relative to the root, or BETWEEN to the environment."""
     prefix = contents.prefix
@@ -52,7 +66,11 @@ def comparable(contents: Contents, view: str) -> dict[str, dict[str, str]]:
         if inside == "envbuild.json" or (view == BETWEEN and inside is None):
             continue
         name = path if view != BETWEEN or inside is None else inside
-        if view == IMAGE:
+        if view == CONVERTED:
+            converted = _converted(path, item)
+            if converted is not None:
+                found[name] = _exact(converted)
+        elif view == IMAGE:
             found[name] = _exact(item)
         elif not _VENV_ONLY.search(name) and not (view == BETWEEN and _is_frame(name, item)):
             found[name] = _loose(item)
@@ -73,6 +91,15 @@ def _exact(item: Item) -> dict[str, str]:
         "link": item.target,
         "attributes": item.extra.strip(),
     }
+
+
+def _converted(path: str, item: Item) -> Item | None:
+    """`item` as it is once it was put into a file system for users without privileges, None if left out."""
+    entry = normalised(Entry(path, item.kind, item.mode))
+    if entry is None:
+        return None
+    extra = " ".join(word for word in item.extra.split() if word.startswith("user."))
+    return replace(item, mode=entry.mode, uid=entry.uid, gid=entry.gid, extra=extra)
 
 
 def _loose(item: Item) -> dict[str, str]:

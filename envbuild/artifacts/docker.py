@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-KIND = "docker"
 FORMS = ("oci", "docker-archive")
 
 

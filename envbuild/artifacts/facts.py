@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-VENV, IMAGE = "venv", "image"
+VENV, IMAGE, SQUASHFS, SIF = "venv", "image", "squashfs", "sif"
+# Kinds of files that hold a whole file system.
+SQUASHED = (SQUASHFS, SIF)
 # What envbuild.json says under the same names as `About` (artifacts/state.py).
 _IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
              "python_version", "interpreter", "envbuild")  # fmt: skip
@@ -77,7 +79,8 @@ class About:
     `identity` is the same wherever the artifact lies: an image's configuration digest, a venv's state
     digest. `digest` is an image's manifest digest, "" where it has no manifest of its own (daemons, docker
     archives). `place` is the file or folder, None when there is none. `env` may hold secrets: it is
-    shown through `masked`. `stored` is in bytes.
+    shown through `masked`. `stored` is in bytes. Of a file with a file system in it, `digest` is that of the
+    file, `identity` that of the file system, and `filesystem` says how it is stored.
     """
 
     kind: str
@@ -107,6 +110,7 @@ class About:
     cmd: tuple[str, ...] = field(default=(), repr=False)
     workdir: str = ""
     user: str = ""
+    filesystem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

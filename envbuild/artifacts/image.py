@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Generic
 
 from envbuild import __version__
 from envbuild.artifacts.state import State, state_of
@@ -29,7 +29,7 @@ from envbuild.image.model import (
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
 from envbuild.layers.compose import PREFIX, Part, WheelFile, environment_part, wheel_parts
-from envbuild.layers.made import Made, make_part
+from envbuild.layers.made import M, Made, Maker, Tars
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
@@ -38,6 +38,8 @@ from envbuild.recipe.targets import Target
 from envbuild.record import record_digest
 
 Say = Callable[[str], None]
+# One plan serves every kind of image: docker, enroot and Apptainer artifacts hold the same environment.
+KIND = "image"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CUDA = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
@@ -71,6 +73,15 @@ class Image:
         return Descriptor(one.media_type, one.digest, one.size, self.arch, "linux")
 
 
+@dataclass(frozen=True)
+class Filled(Generic[M]):
+    """The layers of a plan's image from the base up, and the record that the last one holds."""
+
+    layers: tuple[M, ...]
+    state: State
+    base: BaseImage[M]
+
+
 def assemble(
     plan: Plan,
     trainer: Trainer,
@@ -84,27 +95,40 @@ def assemble(
 
     Raises BuildError or LockError (a wheel, package or base image that no source has).
     """
-    assert plan.image is not None and plan.base is not None
-    target, store = Target.parse(plan.target), environment.store
-    store.clean_stale()
+    store = environment.store
+    filled = fill(plan, trainer, compiler, environment, Tars(store, say), offline=offline)
+    blobs, arch = store.blobs, GOARCH[Target.parse(plan.target).arch]
+    config = canonical(_config(plan, filled, arch))
+    manifest = _manifest(config, [made.layer for made in filled.layers])
+    for data in (config, manifest.raw):
+        blobs.add(data)
+    return Image(manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs)
+
+
+def fill(
+    plan: Plan,
+    trainer: Trainer,
+    compiler: Compiler | None,
+    environment: Environment,
+    maker: Maker[M],
+    *,
+    offline: bool,
+) -> Filled[M]:
+    """All layers of `plan`'s image in the form that `maker` makes. Raises BuildError or LockError."""
+    environment.store.clean_stale()
     scheme = Scheme(PREFIX, plan.python)
-    base = base_image(plan, compiler, environment, say, offline=offline)
+    base = base_image(plan, compiler, environment, maker, offline=offline)
     wheels, own = locate(plan, trainer, environment, offline)
     made = list(base.layers)
     for part in wheel_parts(wheels, scheme, compiler, plan.mtime):
-        made.append(make_part(part, store, say))
+        made.append(maker.part(part))
     last, state = _environment_layer(plan, base, own, compiler, made)
-    made.append(make_part(last, store, say))
-    blobs = store.blobs
-    config = canonical(_config(plan, base, made, target))
-    manifest = _manifest(config, [m.layer for m in made])
-    for data in (config, manifest.raw):
-        blobs.add(data)
-    return Image(manifest, config, tuple(made), state, GOARCH[target.arch], base.name, blobs)
+    made.append(maker.part(last))
+    return Filled(tuple(made), state, base)
 
 
 def _environment_layer(
-    plan: Plan, base: BaseImage, own: WheelFile, compiler: Compiler | None, made: list[Made]
+    plan: Plan, base: BaseImage[M], own: WheelFile, compiler: Compiler | None, made: list[M]
 ) -> tuple[Part, State]:
     """The last layer, and the record of the whole that it holds."""
     found = [distribution for layer in made for distribution in layer.distributions]
@@ -128,15 +152,14 @@ def _environment_layer(
     return part, state
 
 
-def _config(plan: Plan, base: BaseImage, made: list[Made], target: Target) -> dict[str, Any]:
-    """The image's configuration (OCI image-spec 1.1, config.md)."""
+def run_config(plan: Plan, base: BaseImage[M]) -> dict[str, Any]:
+    """The `config` object of the image's configuration (OCI image-spec 1.1, config.md)."""
     assert plan.image is not None and plan.base is not None
-    created = datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     run = dict(base.config)
     labels = dict(run.get("Labels") or {})
     labels |= {
         "org.opencontainers.image.title": plan.recipe,
-        "org.opencontainers.image.created": created,
+        "org.opencontainers.image.created": _created(plan),
         "org.opencontainers.image.base.name": base.name,
         "org.envbuild.recipe": plan.recipe,
         "org.envbuild.recipe.digest": plan.recipe_digest,
@@ -149,27 +172,36 @@ def _config(plan: Plan, base: BaseImage, made: list[Made], target: Target) -> di
     if base.digest:
         labels["org.opencontainers.image.base.digest"] = base.digest
     run |= {
-        "Env": [f"{name}={value}" for name, value in _variables(plan, base, target).items()],
+        "Env": [f"{name}={value}" for name, value in _variables(plan, base).items()],
         "WorkingDir": plan.image.workdir,
         "Labels": labels,
     }
     if not run.get("Cmd") and not run.get("Entrypoint"):
         run["Cmd"] = ["/bin/bash"]
+    return run
+
+
+def _created(plan: Plan) -> str:
+    return datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _config(plan: Plan, filled: Filled[Made], arch: str) -> dict[str, Any]:
+    created = _created(plan)
     history = [
         {"created": created, "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
-        for layer in made
+        for layer in filled.layers
     ]
     return {
         "created": created,
-        "architecture": GOARCH[target.arch],
+        "architecture": arch,
         "os": "linux",
-        "config": run,
-        "rootfs": {"type": "layers", "diff_ids": [layer.layer.diff_id for layer in made]},
+        "config": run_config(plan, filled.base),
+        "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
         "history": history,
     }
 
 
-def _variables(plan: Plan, base: BaseImage, target: Target) -> Mapping[str, str]:
+def _variables(plan: Plan, base: BaseImage[M]) -> Mapping[str, str]:
     assert plan.image is not None
     variables = dict(pair.partition("=")[::2] for pair in base.config.get("Env") or [])
     path = variables.get("PATH") or _PATH
@@ -179,7 +211,7 @@ def _variables(plan: Plan, base: BaseImage, target: Target) -> Mapping[str, str]
     torch = next((p.version for p in plan.packages if p.name == "torch"), None)
     if torch:
         variables["PYTORCH_VERSION"] = torch
-    if target.is_cuda:
+    if Target.parse(plan.target).is_cuda:
         variables = {**_CUDA, **variables}
     return {**variables, **plan.image.env}
 

@@ -16,9 +16,16 @@ from envbuild.artifacts.facts import Opened
 from envbuild.artifacts.opened_venv import is_venv
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
+from envbuild.image.sif import is_sif
+from envbuild.image.squashfs.read import is_squashfs
 from envbuild.recipe.targets import Target
 
-HELP = "a path, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, docker-daemon:NAME or docker://NAME"
+HELP = (
+    "a path, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME or "
+    "docker://NAME"
+)
+# What tells of a file's kind lies in its first bytes.
+_HEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +50,23 @@ class _Kind:
     holds: Callable[[Path], bool] = lambda _: False
 
 
+def _begins(is_one: Callable[[bytes], bool]) -> Callable[[Path], bool]:
+    def holds(path: Path) -> bool:
+        try:
+            with path.open("rb") as stream:
+                return path.is_file() and is_one(stream.read(_HEAD))
+        except OSError:
+            return False
+
+    return holds
+
+
 # Form → kind. Paths are tried in this order.
 _KINDS = {
     "venv": _Kind("opened_venv:open_request", is_venv),
     "oci": _Kind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
+    "sqsh": _Kind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
+    "sif": _Kind("opened_squashfs:open_sif", _begins(is_sif)),
     "docker-archive": _Kind("opened_forms:open_archive", lambda path: path.is_file()),
     "docker-daemon": _Kind("opened_forms:open_daemon"),
     "docker": _Kind("opened_forms:open_registry_image"),

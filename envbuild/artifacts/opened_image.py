@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +9,11 @@ from typing import Any, BinaryIO
 
 from envbuild.artifacts.facts import IMAGE, About, Contents, Item, LayerFact
 from envbuild.artifacts.listing import Listing, listing, remembered
-from envbuild.artifacts.metadata import (
-    debian_packages,
-    os_release,
-    python_packages,
-    settings_of,
-    state_of,
-)
+from envbuild.artifacts.roots import contents_of_root, extra_of
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
 from envbuild.image.tree import Node, Root
-from envbuild.layers.compose import PREFIX
 from envbuild.store.store import Store
 
 # Brings layers, given by the digests of their tars, to this machine, and says where the file of each is.
@@ -127,25 +119,13 @@ def _contents(about: About, listings: Sequence[Listing]) -> Contents:
             files[path] = _item(node, listings)
             if node.member is not None and node.ordinal in listings[node.layer].notes:
                 notes[path] = listings[node.layer].notes[node.ordinal]
-    prefix = _prefix(about, files)
-    release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
-    return Contents(
-        files,
-        python_packages(files, notes),
-        debian_packages(notes),
-        prefix,
-        os_release(str(release)),
-        settings_of(str(notes.get(f"{prefix}/pyvenv.cfg", ""))),
-        state_of(str(notes.get(f"{prefix}/envbuild.json", ""))),
-    )
+    return contents_of_root(files, notes, about.env)
 
 
 def _item(node: Node, listings: Sequence[Listing]) -> Item:
     member = node.member
     if member is None:
         return Item(DIR, 0o755)
-    extra = "" if member.device == (0, 0) else "{},{} ".format(*member.device)
-    extra += " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(member.xattrs))
     layer = listings[node.layer]
     return Item(
         member.kind,
@@ -156,15 +136,8 @@ def _item(node: Node, listings: Sequence[Listing]) -> Item:
         member.uid,
         member.gid,
         node.ordinal in layer.scripts,
-        extra,
+        extra_of(member.device, member.xattrs),
     )
-
-
-def _prefix(about: About, files: Mapping[str, Item]) -> str | None:
-    for folder in (about.env.get("VIRTUAL_ENV", "").strip("/"), PREFIX):
-        if folder and f"{folder}/pyvenv.cfg" in files:
-            return folder
-    return None
 
 
 def _opener(path: Path, name: str) -> Callable[[], BinaryIO]:

@@ -39,14 +39,16 @@ def diff_command(
 ) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
-    A and B are paths of venvs, OCI layouts or image archives, venv:DIR, oci:DIR[:TAG], docker-archive:FILE,
-    docker-daemon:NAME, docker://REGISTRY/NAME, or names of images in the docker daemon. A venv is compared with
-    the environment in an image; what differs between the two by nature is left out, and said.
+    A and B are paths of venvs, OCI layouts, image archives, squashfs images or SIFs, venv:DIR, oci:DIR[:TAG],
+    docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or names of images in
+    the docker daemon. A venv is compared with the environment in an image; what differs between two kinds by
+    nature is left out, and said.
 
     \b
     Examples:
       envbuild diff pt_cpu:cpu-x86_64 docker://registry.example.org/team/pt_cpu:2.13
       envbuild diff build/pt_cpu/cpu-x86_64/venv oci:image
+      envbuild diff oci:image pt_cpu.sqsh
       envbuild diff old.tar new.tar --no-files --json
     """
     from envbuild.artifacts.opened import open_artifact

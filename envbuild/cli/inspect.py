@@ -31,15 +31,17 @@ def inspect_command(
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
-    ARTIFACT is the path of a venv, OCI layout or image archive, venv:DIR, oci:DIR[:TAG], docker-archive:FILE,
-    docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an image in the docker daemon. Images that
-    envbuild did not make are read too. Values of variables whose names tell of secrets are hidden.
+    ARTIFACT is the path of a venv, OCI layout, image archive, squashfs or SIF, venv:DIR, oci:DIR[:TAG],
+    docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an
+    image in the docker daemon. What envbuild did not make is read too. Values of variables whose names tell of
+    secrets are hidden.
 
     \b
     Examples:
       envbuild inspect pt_cpu:cpu-x86_64
       envbuild inspect build/pt_cpu/cpu-x86_64/venv --json
       envbuild inspect oci:image --target cpu-aarch64 --packages
+      envbuild inspect pt_cpu.sif
       envbuild inspect docker://registry.example.org/team/pt_cpu:2.13 --sbom cyclonedx >pt_cpu.cdx.json
     """
     from envbuild.artifacts.opened import open_artifact
@@ -93,6 +95,7 @@ def _head(found: Mapping[str, Any]) -> None:
         ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
         ("Debian", _count(found["debian_packages"], "packages; --packages lists them")),
         ("size", _sizes(found)),
+        ("stored as", found["filesystem"]),
         ("created", found["created"]),
         ("envbuild", found["envbuild"]),
         ("workdir", found["workdir"]),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
@@ -20,7 +19,7 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import Part, key_of
-from envbuild.layers.made import Made, make_part
+from envbuild.layers.made import M, Maker
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import OciLock
@@ -28,13 +27,12 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.store.store import Store
 
-Say = Callable[[str], None]
 # What a layer of another family is called in an OCI manifest: the bytes are the same.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 
 
-@dataclass(frozen=True, slots=True)
-class BaseImage:
+@dataclass(frozen=True)
+class BaseImage(Generic[M]):
     """The lowest layers of an image and what they come with.
 
     `interpreter` is an absolute path inside, `python_version` as exact as is known without running it,
@@ -44,7 +42,7 @@ class BaseImage:
 
     name: str
     digest: str
-    layers: tuple[Made, ...]
+    layers: tuple[M, ...]
     interpreter: str
     python_version: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -52,13 +50,18 @@ class BaseImage:
 
 
 def base_image(
-    plan: Plan, compiler: Compiler | None, environment: Environment, say: Say, *, offline: bool
-) -> BaseImage:
+    plan: Plan,
+    compiler: Compiler | None,
+    environment: Environment,
+    maker: Maker[M],
+    *,
+    offline: bool,
+) -> BaseImage[M]:
     """The base of `plan` in the store. Raises BuildError when no source has a part of it."""
     assert plan.base is not None
     if isinstance(plan.base.base, OciLock):
-        return _existing(plan, plan.base.base, environment)
-    return _debian(plan, plan.base.base, compiler, environment, say, offline)
+        return _existing(plan, plan.base.base, environment, maker)
+    return _debian(plan, plan.base.base, compiler, environment, maker, offline)
 
 
 def _debian(
@@ -66,9 +69,9 @@ def _debian(
     lock: DebianLock,
     compiler: Compiler | None,
     environment: Environment,
-    say: Say,
+    maker: Maker[M],
     offline: bool,
-) -> BaseImage:
+) -> BaseImage[M]:
     from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"
@@ -84,7 +87,7 @@ def _debian(
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
-    made = make_part(Part(title, key_of("debian", key), tree), environment.store, say)
+    made = maker.part(Part(title, key_of("debian", key), tree))
     return BaseImage(f"debian:{lock.suite}", "", (made,), f"/usr/bin/{interpreter}", version[0])
 
 
@@ -106,26 +109,29 @@ def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree
     return debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
 
 
-def _existing(plan: Plan, lock: OciLock, environment: Environment) -> BaseImage:
+def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[M]) -> BaseImage[M]:
     assert plan.image is not None
     arch = Target.parse(plan.target).arch
     pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
+    _check_interpreter(plan.image.python, pulled, lock, environment.store)
+    layers = image_layers(pulled, lock.reference, maker)
+    return BaseImage(
+        lock.reference, lock.digest, layers, plan.image.python, plan.python,
+        dict(pulled.config.get("config") or {}), system_packages=True,
+    )  # fmt: skip
+
+
+def image_layers(pulled: Pulled, name: str, maker: Maker[M]) -> tuple[M, ...]:
+    """The layers of an existing image, from the lowest. Raises BuildError for one of an unknown kind."""
     ids = pulled.config["rootfs"]["diff_ids"]
     layers = []
     for number, (blob, diff_id) in enumerate(zip(pulled.manifest.layers, ids, strict=True), 1):
         media_type = _OCI_TYPES.get(COMPRESSION.get(blob.media_type, ""))
         if media_type is None:
-            raise BuildError(
-                f"{lock.reference}: layer {number} is of unknown media type {blob.media_type!r}"
-            )
-        title = f"{lock.reference}, layer {number} of {len(ids)}"
+            raise BuildError(f"{name}: layer {number} is of unknown media type {blob.media_type!r}")
         layer = Layer(Descriptor(media_type, blob.digest, blob.size), diff_id, 0)
-        layers.append(Made(layer, title))
-    _check_interpreter(plan.image.python, pulled, lock, environment.store)
-    return BaseImage(
-        lock.reference, lock.digest, tuple(layers), plan.image.python, plan.python,
-        dict(pulled.config.get("config") or {}), system_packages=True,
-    )  # fmt: skip
+        layers.append(maker.blob(layer, f"{name}, layer {number} of {len(ids)}"))
+    return tuple(layers)
 
 
 def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store) -> None:

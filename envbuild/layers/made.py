@@ -1,4 +1,9 @@
-"""Layers that were made, kept in the store by their inputs, so that each is made once."""
+"""Layers that were made, kept in the store by their inputs, so that each is made once.
+
+An image's layers come in one of two forms: compressed tars for daemons and registries (here), or segments
+of a squashfs (`layers/segments.py`). What decides their content is the same, so the rest of the house is
+written for a `Maker` of either.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,12 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from envbuild.files import write_atomically
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
@@ -22,41 +27,82 @@ from envbuild.names import normalise
 from envbuild.record import record_digest
 from envbuild.store.store import Store
 
+# Name, version and digest of the RECORD of each distribution that a layer installs.
+Distributions = tuple[tuple[str, str, str], ...]
 # In a site-packages folder itself, not in one that a package carries inside.
 _RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A layer in the store, its title, and [name, version, digest of the RECORD] of what it installs."""
+    """A layer in the store as a compressed tar, its title and what it installs."""
 
     layer: Layer
     title: str
-    distributions: tuple[tuple[str, str, str], ...] = ()
+    distributions: Distributions = ()
 
 
-def make_part(part: Part, store: Store, say: Callable[[str], None]) -> Made:
-    """The layer of `part`, from the store or made now. Raises BuildError when it cannot be made."""
-    blobs, note = store.blobs, store.folder("layers") / f"{part.key}.json"
-    made = _known(note, part, blobs)
-    if made is not None:
+class Installs(Protocol):
+    """A layer in any form."""
+
+    @property
+    def distributions(self) -> Distributions: ...
+
+
+M_co = TypeVar("M_co", bound=Installs, covariant=True)
+M = TypeVar("M", bound=Installs)
+
+
+class Maker(Protocol[M_co]):
+    """Makes layers in one form, or takes them from the store."""
+
+    def part(self, part: Part) -> M_co:
+        """The layer of `part`. Raises BuildError when it cannot be made."""
+        ...
+
+    def blob(self, layer: Layer, title: str) -> M_co:
+        """The layer of an existing image, whose blob is in the store."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tars:
+    """The maker of compressed tars."""
+
+    store: Store
+    say: Callable[[str], None]
+
+    def part(self, part: Part) -> Made:
+        """See `Maker`."""
+        made = known_part(part, self.store)
+        if made is not None:
+            return made
+        note = _note(part, self.store)
+        try:
+            with alone(note.with_suffix(".lock")):
+                made = known_part(part, self.store)  # another process may just have made it
+                if made is not None:
+                    return made
+                self.say(f"  layer: {short(part.title)}")
+                found: list[tuple[str, str, str]] = []
+                layer = write_layer(recorded(part.tree(), found), self.store.blobs)
+                made = Made(layer, part.title, tuple(sorted(found)))
+                write_atomically(note, _render(made))
+        except OSError as error:
+            raise self.store.unwritable(error) from error
         return made
-    try:
-        with _alone(note.with_suffix(".lock")):
-            made = _known(note, part, blobs)  # another process may just have made it
-            if made is not None:
-                return made
-            say(f"  layer: {part.title if len(part.title) < 90 else part.title[:88] + ' …'}")
-            found: list[tuple[str, str, str]] = []
-            layer = write_layer(_recorded(part.tree(), found), blobs)
-            made = Made(layer, part.title, tuple(sorted(found)))
-            write_atomically(note, _render(made))
-    except OSError as error:
-        raise store.unwritable(error) from error
-    return made
+
+    def blob(self, layer: Layer, title: str) -> Made:
+        """See `Maker`."""
+        return Made(layer, title)
 
 
-def _recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
+def short(title: str) -> str:
+    """A layer's title for one line."""
+    return title if len(title) < 90 else title[:88] + " …"
+
+
+def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
     """`tree` as it is; each distribution whose RECORD passes by goes to `found`."""
     for entry, content in tree:
         match = _RECORD.fullmatch(entry.path)
@@ -82,14 +128,15 @@ def _render(made: Made) -> str:
     )
 
 
-def _known(note: Path, part: Part, blobs: Blobs) -> Made | None:
-    """What `note` tells, None unless it is whole and its blob is here: it is only a cache."""
+def known_part(part: Part, store: Store) -> Made | None:
+    """The tar of `part` if the store has it whole: what is noted of it is only a cache."""
+    blobs = store.blobs
     try:
-        data = json.loads(note.read_text(encoding="utf-8"))
+        data = json.loads(_note(part, store).read_text(encoding="utf-8"))
         digest, diff_id, size = str(data["digest"]), str(data["diff_id"]), data["size"]
         blob = Descriptor(str(data["media_type"]), digest, size)
         layer = Layer(blob, diff_id, int(data["unpacked"]))
-        found = tuple((str(n), str(v), str(r)) for n, v, r in data["distributions"])
+        found = read_distributions(data["distributions"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if blob.media_type not in COMPRESSION or not is_digest(digest) or not is_digest(diff_id):
@@ -97,8 +144,17 @@ def _known(note: Path, part: Part, blobs: Blobs) -> Made | None:
     return Made(layer, part.title, found) if blobs.has(blob) else None
 
 
+def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
+    """Distributions as a note holds them. Raises ValueError or TypeError."""
+    return tuple((str(name), str(version), str(record)) for name, version, record in rows)
+
+
+def _note(part: Part, store: Store) -> Path:
+    return store.folder("layers") / f"{part.key}.json"
+
+
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def alone(path: Path) -> Iterator[None]:
     """Make a layer alone (flock); where there is no flock, two processes may both make it.
 
     Raises OSError when the lock cannot be opened.

@@ -53,15 +53,18 @@ def pull(base: str, digest: str, arch: str, environment: Environment, folder: Pa
                 "lock the recipe again, or bring the image back that was locked",
             )
         return pulled
-    registry = registry_of(base, environment)
-    manifest = _manifest(registry, digest, arch)
-    size = manifest.config.size + sum(layer.size for layer in manifest.layers)
-    with transfer(f"pulling {base}", size) as moved:
-        registry.fetch_blobs([manifest.config, *manifest.layers], blobs, moved)
-    config = parse_config(blobs.read(manifest.config.digest), base)
-    check_image(manifest, config, arch, base)
-    blobs.add(manifest.raw)  # last: what has a manifest here is whole
-    return Pulled(manifest, config, blobs)
+    return _fetch(registry_of(base, environment), base, digest, arch, environment)
+
+
+def fetch_image(source: str, arch: str, environment: Environment, folder: Path) -> Pulled:
+    """The image that `source` names now, for `arch` (x86_64, aarch64), its blobs in the store.
+
+    `source` is a registry's name, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative paths
+    begin at `folder`. Raises BuildError for one that is not there or is for another architecture.
+    """
+    if _kind(source) in _LOCAL:
+        return _local(source, arch, environment, folder)
+    return _fetch(registry_of(source, environment), source, None, arch, environment)
 
 
 def registry_of(image: str, environment: Environment) -> Registry:
@@ -80,6 +83,21 @@ def registry_of(image: str, environment: Environment) -> Registry:
     )
     mirrors = site.registry(reference.registry).mirrors
     return open_registry(reference, transport, environment.variables, mirrors)
+
+
+def _fetch(
+    registry: Registry, name: str, digest: str | None, arch: str, environment: Environment
+) -> Pulled:
+    blobs = environment.store.blobs
+    manifest = _manifest(registry, digest, arch)
+    wanted = [manifest.config, *manifest.layers]
+    if not all(blobs.has(blob) for blob in wanted):
+        with transfer(f"pulling {name}", sum(blob.size for blob in wanted)) as moved:
+            registry.fetch_blobs(wanted, blobs, moved)
+    config = parse_config(blobs.read(manifest.config.digest), name)
+    check_image(manifest, config, arch, name)
+    blobs.add(manifest.raw)  # last: what has a manifest here is whole
+    return Pulled(manifest, config, blobs)
 
 
 def _manifest(registry: Registry, digest: str | None, arch: str) -> Manifest:

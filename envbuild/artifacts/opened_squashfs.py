@@ -1,0 +1,269 @@
+"""Image files opened for looking into them: a squashfs for enroot, a SIF for Apptainer. Nothing is mounted."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from envbuild.artifacts.facts import SIF, SQUASHFS, About, Contents, Item, completed
+from envbuild.artifacts.metadata import MAX_SIZE, Note, interest, state_of
+from envbuild.artifacts.opened_image import about_image
+from envbuild.artifacts.roots import contents_of_root, extra_of
+from envbuild.artifacts.state import FILE as STATE
+from envbuild.errors import BuildError, UsageError
+from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.model import GOARCH
+from envbuild.image.parallel import each
+from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
+from envbuild.image.squashfs.read import Image, is_squashfs, open_squashfs
+from envbuild.layers.compose import PREFIX
+from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.opened import Request
+
+_CHUNK = 1 << 20
+_MAX_TEXT = 4 << 20
+_ENV_SCRIPT = ".singularity.d/env/10-docker2singularity.sh"
+# Apptainer's own builds write NAME="${NAME:-"VALUE"}", where the inner quotes count.
+_DEFAULT = re.compile(r'="\$\{[A-Za-z_][A-Za-z0-9_]*:-"')
+_DEFAULT_END = re.compile(r'"\}"$', re.MULTILINE)
+_ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSquashfs:
+    """An image file, made by envbuild or by any other tool; see `Opened`."""
+
+    about: About
+    image: Image
+    _kept: dict[bool, Contents] = field(default_factory=dict, repr=False)
+
+    def contents(self, *, hashes: bool) -> Contents:
+        """The tree. Files are read in the order in which they lie; without `hashes`, only the few that
+        tell what is installed."""
+        if True in self._kept:
+            return self._kept[True]
+        if hashes not in self._kept:
+            self._kept[hashes] = _contents(self.image, self.about.env, hashes)
+        return self._kept[hashes]
+
+
+def open_sqsh(request: Request) -> OpenedSquashfs:
+    """`FILE`: a bare squashfs, as `enroot import` makes them. What it does not say of its settings is
+    taken from the files that enroot and Apptainer read them from."""
+    stream = _file(request)
+    if not is_squashfs(stream.read(4)):
+        raise UsageError(f"{request.rest} is not a squashfs image")
+    image = open_squashfs(stream, 0, request.rest)
+    run = {"Env": _env(image), "Labels": _labels(image)}
+    return _opened(request, SQUASHFS, image, run, "", image.superblock.mtime, None)
+
+
+def open_sif(request: Request) -> OpenedSquashfs:
+    """`FILE`: a SIF whose root is a squashfs. Its settings are those of its JSON objects."""
+    stream = _file(request)
+    if not is_sif(stream.read(64)):
+        raise UsageError(f"{request.rest} is not a SIF")
+    sif = read_sif(stream, request.rest)
+    if request.arch and sif.arch not in ("", request.arch):
+        raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
+    image = open_squashfs(stream, sif.partition.offset, request.rest)
+    objects = {
+        item.name: _json(read_object(stream, item, request.rest))
+        for item in sif.objects
+        if item.kind == JSON
+    }
+    run = dict(objects.get("oci-config.json") or {})
+    told: Any = objects.get("inspect-metadata.json")
+    for key in ("data", "attributes", "labels"):
+        told = told.get(key) if isinstance(told, dict) else None
+    run["Labels"] = told or run.get("Labels") or _labels(image)
+    if not isinstance(run.get("Env"), list):
+        run["Env"] = _env(image)
+    return _opened(request, SIF, image, run, sif.arch, sif.mtime, sif.partition)
+
+
+def _opened(
+    request: Request,
+    kind: str,
+    image: Image,
+    run: Mapping[str, Any],
+    arch: str,
+    mtime: int,
+    partition: Object | None,
+) -> OpenedSquashfs:
+    place = Path(request.rest)
+    state = state_of(_text(image, f"{PREFIX}/{STATE}"))
+    if not arch:
+        arch = _arch_of(str(state.get("target", "")))
+    digest, identity = _digests(place, partition)
+    config = {
+        "config": {**run, "Env": [pair for pair in run["Env"] if isinstance(pair, str)]},
+        "architecture": GOARCH.get(arch, arch),
+        "created": _time(mtime),
+        "rootfs": {"diff_ids": []},
+    }
+    about = about_image(config, identity, digest, (), request.spelling, place)
+    size = image.superblock.block_size >> 10
+    about = dataclasses.replace(
+        about,
+        kind=kind,
+        platform=about.platform if arch else "",
+        stored=place.stat().st_size,
+        filesystem=f"squashfs, {image.superblock.compressor}, blocks of {size} KiB",
+    )
+    return OpenedSquashfs(completed(about, Contents({}, state=state)), image)
+
+
+def _contents(image: Image, env: Mapping[str, str], hashes: bool) -> Contents:
+    files: dict[str, Item] = {}
+    links: dict[str, str] = {}
+    wanted: list[tuple[Entry, int]] = []
+    for entry, handle in image.entries():
+        if entry.kind == HARDLINK:
+            links[entry.path] = entry.target
+        elif entry.path:
+            files[entry.path] = _item(entry)
+        regular = files[links.get(entry.path, entry.path)].kind == FILE if entry.path else False
+        if regular and (hashes or _tells(entry)):
+            wanted.append((entry, handle))
+
+    def read(entry: Entry, handle: int) -> tuple[str, bool, Note | None]:
+        return _read(image, entry, handle, hashes)
+
+    notes: dict[str, Note] = {}
+    for (entry, _), (digest, script, note) in zip(
+        wanted, image.each_file(wanted, read), strict=True
+    ):
+        if entry.kind != HARDLINK:
+            files[entry.path] = dataclasses.replace(files[entry.path], sha256=digest, script=script)
+        if note is not None:
+            notes[entry.path] = note
+    files |= {path: files[target] for path, target in links.items()}
+    return contents_of_root(files, notes, env)
+
+
+def _tells(entry: Entry) -> bool:
+    return entry.size <= MAX_SIZE and interest(entry.path) is not None
+
+
+def _read(image: Image, entry: Entry, handle: int, hashes: bool) -> tuple[str, bool, Note | None]:
+    """The sha256 of a file, whether it begins with `#!`, and what it tells."""
+    reader = interest(entry.path) if _tells(entry) else None
+    if reader is None and entry.kind == HARDLINK:
+        return "", False, None  # it is read under its first name
+    digest, head, kept = hashlib.sha256(), b"", []
+    for data, length in image.blocks(handle):
+        piece = bytes(length) if data is None else data
+        head = head or piece[:2]
+        if hashes:
+            digest.update(piece)
+        if reader is not None:
+            kept.append(piece)
+    note = None if reader is None else reader(b"".join(kept))
+    return (digest.hexdigest(), head == b"#!", note) if hashes else ("", False, note)
+
+
+def _item(entry: Entry) -> Item:
+    extra = extra_of(entry.device, entry.xattrs)
+    target = entry.target if entry.kind == SYMLINK else ""
+    return Item(
+        entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra
+    )  # fmt: skip
+
+
+def _file(request: Request) -> BinaryIO:
+    place = Path(request.rest)
+    try:
+        if not place.is_file():
+            what = "is not a file" if place.exists() else "does not exist"
+            raise UsageError(f"{place} {what}", "give the file of a squashfs or a SIF")
+        return request.stack.enter_context(place.open("rb"))
+    except OSError as error:
+        raise BuildError(f"{place}: {error.strerror}") from error
+
+
+def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
+    """The digest of the file, and that of the squashfs in it: the same squashfs has it in any file."""
+    spans = [(0, place.stat().st_size)]
+    if partition is not None:
+        spans.append((partition.offset, partition.size))
+
+    def digest(span: tuple[int, int], stop: Event) -> str:
+        start, left = span
+        seen = hashlib.sha256()
+        with place.open("rb") as stream:
+            stream.seek(start)
+            while left and not stop.is_set() and (data := stream.read(min(left, _CHUNK))):
+                seen.update(data)
+                left -= len(data)
+        return f"sha256:{seen.hexdigest()}"
+
+    try:
+        found = each(spans, digest, len(spans), "digest")
+    except OSError as error:
+        raise BuildError(f"{place}: cannot be read: {error.strerror}") from error
+    return found[0], found[-1]
+
+
+def _env(image: Image) -> list[str]:
+    """The variables that programs in the image see, as NAME=VALUE, from what enroot and Apptainer read."""
+    # Apptainer's script first: a value may have lines, which those of etc/environment cannot.
+    script = _DEFAULT.sub('="', _text(image, _ENV_SCRIPT))
+    try:
+        words = shlex.split(_DEFAULT_END.sub('"', script), comments=True)
+    except ValueError:
+        words = []
+    for text in (words, _text(image, "etc/environment").splitlines()):
+        found = {match[1]: match[2] for word in text if (match := _ASSIGNED.fullmatch(word))}
+        if found:
+            break
+    return [f"{name}={value}" for name, value in found.items()]
+
+
+def _labels(image: Image) -> dict[str, Any]:
+    """The image's labels, as Apptainer keeps them; else from the comments that enroot begins etc/rc with."""
+    labels = _json(_text(image, ".singularity.d/labels.json").encode())
+    if labels:
+        return labels
+    comments = []
+    for line in _text(image, "etc/rc").splitlines():
+        if not line.startswith("# "):
+            break
+        comments.append(line[2:].partition(" "))
+    return {name: value for name, _, value in comments if not name.endswith(":")}
+
+
+def _text(image: Image, path: str) -> str:
+    """A small file of the image; "" where there is none."""
+    handle = image.find(path)
+    data = b"" if handle is None else image.content(handle).read(_MAX_TEXT)
+    return data.decode("utf-8", "replace")
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty when it is not understood, for then it tells nothing."""
+    return state_of(data.decode("utf-8", "replace"))
+
+
+def _arch_of(target: str) -> str:
+    try:
+        return Target.parse(target).arch
+    except UsageError:
+        return ""
+
+
+def _time(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        return ""

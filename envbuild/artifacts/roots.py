@@ -1,0 +1,48 @@
+"""What the files of a root file system tell, whatever it lies in: an image's layers or a squashfs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from envbuild.artifacts.facts import Contents, Item
+from envbuild.artifacts.metadata import (
+    Note,
+    debian_packages,
+    os_release,
+    python_packages,
+    settings_of,
+    state_of,
+)
+from envbuild.layers.compose import PREFIX
+
+
+def contents_of_root(
+    files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]
+) -> Contents:
+    """What lies in a root with these files. `notes` is what `interest` read, by path; `env` holds the
+    variables that its programs see, of which VIRTUAL_ENV tells where the environment is."""
+    prefix = _prefix(env, files)
+    release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
+    return Contents(
+        files,
+        python_packages(files, notes),
+        debian_packages(notes),
+        prefix,
+        os_release(str(release)),
+        settings_of(str(notes.get(f"{prefix}/pyvenv.cfg", ""))),
+        state_of(str(notes.get(f"{prefix}/envbuild.json", ""))),
+    )
+
+
+def extra_of(device: tuple[int, int], xattrs: tuple[tuple[str, bytes], ...]) -> str:
+    """Device numbers and extended attributes as the `extra` of an Item."""
+    extra = "" if device == (0, 0) else "{},{} ".format(*device)
+    return extra + " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(xattrs))
+
+
+def _prefix(env: Mapping[str, str], files: Mapping[str, Item]) -> str | None:
+    for folder in (env.get("VIRTUAL_ENV", "").strip("/"), PREFIX):
+        if folder and f"{folder}/pyvenv.cfg" in files:
+            return folder
+    return None

@@ -1,0 +1,158 @@
+"""A root file system for enroot, Apptainer and Charliecloud, as one squashfs, from layers as segments.
+
+The same squashfs is the .sqsh and the partition of the .sif: what each runtime expects disturbs none of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from envbuild.artifacts.apptainer import (
+    apptainer_files,
+    inspect_metadata,
+    mount_points,
+    oci_config,
+)
+from envbuild.artifacts.enroot import enroot_files, normalised
+from envbuild.image.entry import FILE, HARDLINK
+from envbuild.image.merge import MergedEntry, Merging
+from envbuild.image.sif import finish_sif, write_sif_front
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
+from envbuild.image.squashfs.write import estimate, write_image
+from envbuild.layers.segments import MadeSegment
+from envbuild.room import reserve
+
+Advance = Callable[[int], None]
+_COPY = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """What is to be written: the final tree over its segments.
+
+    `config` is the image's OCI configuration (its JSON object), `definition` what stands for a definition
+    file, `mtime` the time of the file system in seconds since 1970, `arch` x86_64 or aarch64, `size` the most
+    bytes that the squashfs will take.
+    """
+
+    entries: Sequence[MergedEntry]
+    segments: Sequence[Segment]
+    config: Mapping[str, Any]
+    definition: str
+    arch: str
+    codec: Codec
+    mtime: int
+    workers: int
+    size: int
+
+
+@contextlib.contextmanager
+def composed(
+    layers: Sequence[MadeSegment],
+    config: Mapping[str, Any],
+    *,
+    provenance: str,
+    definition: str,
+    arch: str,
+    codec: Codec,
+    mtime: int,
+    workers: int,
+    folder: Path,
+) -> Iterator[Root]:
+    """The tree of `layers`, lowest first, with what runtimes need added; what is added lies in a file in
+    `folder` meanwhile. Raises BuildError for layers or a configuration that make no sense."""
+    merging = Merging()
+    for layer in layers:
+        merging.add(layer.title, layer.segment.members)
+    added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, {}, mtime)
+    # A file replaces what is there; folders and links are made where nothing is.
+    added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
+    paths = {entry.path for entry, _ in added}
+    added += mount_points(lambda path: path in paths or merging.has(path), mtime)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
+    os.close(handle)
+    try:
+        items = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in added)
+        segment = write_segment(items, Path(name), codec, 1)
+        merging.add("what runtimes need", segment.members)
+        entries = list(_normalised(merging.entries()))
+        segments = [*(layer.segment for layer in layers), segment]
+        size = estimate(entries, segments)
+        yield Root(entries, segments, config, definition, arch, codec, mtime, workers, size)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
+    """The entries as images for users without privileges hold them.
+
+    Where the first name of a file is left out, its next becomes the file.
+    """
+    moved: dict[str, str] = {}
+    for path, merged in entries.items():
+        entry = merged.entry
+        first = entry.target if entry.kind == HARDLINK else path
+        if entry.kind == HARDLINK:
+            origin = entries[first].entry
+            if normalised(origin) is not None:
+                target = first
+            elif normalised(replace(origin, path=path)) is None:
+                continue
+            elif first not in moved:
+                moved[first] = path
+                entry, target = replace(origin, path=path), ""
+            else:
+                target = moved[first]
+            entry = replace(entry, target=target) if target else entry
+        kept = normalised(entry)
+        if kept is not None:
+            yield MergedEntry(kept, merged.layer, merged.member)
+
+
+def write_sqsh(root: Root, out: BinaryIO, moved: Advance) -> None:
+    """Write the squashfs into `out`, a new file. Raises BuildError (no room) and OSError."""
+    reserve(out, root.size)
+    size = _image(root, out, 0, moved)
+    out.truncate(size)
+
+
+def write_sif(root: Root, out: BinaryIO, moved: Advance, squashfs: Path | None = None) -> None:
+    """Write the SIF into `out`, a new file; `squashfs` is that of `root` if it was written already.
+
+    Raises BuildError (no room) and OSError.
+    """
+    definition = root.definition.encode()
+    jsons = [
+        ("inspect-metadata.json", inspect_metadata(root.config, root.definition, {})),
+        ("oci-config.json", oci_config(root.config)),
+    ]
+    start = write_sif_front(out, definition, jsons, root.arch)
+    reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
+    size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, moved)
+    out.truncate(start + size)
+    finish_sif(
+        out, definition, jsons, root.arch,
+        partition_offset=start, partition_size=size, mtime=root.mtime,
+    )  # fmt: skip
+
+
+def _image(root: Root, out: BinaryIO, base: int, moved: Advance) -> int:
+    return write_image(
+        root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, moved
+    )
+
+
+def _copy(source: Path, out: BinaryIO, offset: int) -> int:
+    out.seek(offset)
+    with source.open("rb") as stream:
+        while data := stream.read(_COPY):
+            out.write(data)
+        return stream.tell()

@@ -1,0 +1,147 @@
+"""Layers as segments of a squashfs: compressed once, kept in the store, copied into every image."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from envbuild.errors import BuildError
+from envbuild.files import write_atomically
+from envbuild.image.compression import Hashed, decompressed, open_layer
+from envbuild.image.entry import Readable
+from envbuild.image.layer import Layer
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.untar import Member
+from envbuild.layers.compose import Part
+from envbuild.layers.made import (
+    Distributions,
+    alone,
+    known_part,
+    read_distributions,
+    recorded,
+    short,
+)
+from envbuild.store.store import Store
+
+Items = Generator[tuple[Member, Readable | None], None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeSegment:
+    """A layer in the store as a segment, its title and what it installs."""
+
+    segment: Segment
+    title: str
+    distributions: Distributions = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The maker of segments that `codec` compresses in `workers` threads; see `Maker`."""
+
+    store: Store
+    codec: Codec
+    workers: int
+    say: Callable[[str], None]
+
+    def part(self, part: Part) -> MadeSegment:
+        """See `Maker`. Where the store has the layer as a tar, that is read: it holds the same files, and
+        their bytecode."""
+        found: list[tuple[str, str, str]] = []
+        tar = known_part(part, self.store)
+        if tar is not None:
+            found += tar.distributions
+            path = self.store.blobs.path(tar.layer.blob.digest)
+            items = partial(_of_tar, path, part.title)
+        else:
+            items = partial(_of_part, part, found)
+        return self._made(part.key, part.title, items, found)
+
+    def blob(self, layer: Layer, title: str) -> MadeSegment:
+        """See `Maker`. Raises BuildError for a layer that is not the one its configuration names."""
+        path = self.store.blobs.path(layer.blob.digest)
+        items = partial(_of_blob, path, title, layer.diff_id)
+        return self._made(layer.diff_id.partition(":")[2], title, items, [])
+
+    def _made(
+        self,
+        key: str,
+        title: str,
+        items: Callable[[], Items],
+        found: list[tuple[str, str, str]],
+    ) -> MadeSegment:
+        folder = self.store.folder("segments")
+        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
+        place = folder / f"{key}-{codec}"
+        made = _known(place, title)
+        if made is not None:
+            return made
+        try:
+            with alone(place.with_suffix(".lock")):
+                made = _known(place, title)  # another process may just have made it
+                if made is not None:
+                    return made
+                self.say(f"  layer: {short(title)}")
+                segment = self._write(items(), folder, place)
+                distributions = tuple(sorted(found))
+                write_atomically(place.with_suffix(".json"), json.dumps(distributions))
+                save(segment, place.with_suffix(".index"))  # last: it stands for the whole
+        except OSError as error:
+            raise self.store.unwritable(error) from error
+        return MadeSegment(segment, title, distributions)
+
+    def _write(self, items: Items, folder: Path, place: Path) -> Segment:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
+        os.close(handle)
+        try:
+            with contextlib.closing(items):  # now, not when collected: it may hold archives
+                segment = write_segment(items, Path(name), self.codec, self.workers)
+            os.chmod(name, 0o644)
+            os.replace(name, _data(place))
+        finally:
+            Path(name).unlink(missing_ok=True)
+        return replace(segment, path=_data(place))
+
+
+def _data(place: Path) -> Path:
+    return place.with_suffix(".data")
+
+
+def _known(place: Path, title: str) -> MadeSegment | None:
+    segment = load(place.with_suffix(".index"), _data(place))
+    if segment is None:
+        return None
+    try:
+        rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        return MadeSegment(segment, title, read_distributions(rows))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _of_part(part: Part, found: list[tuple[str, str, str]]) -> Items:
+    for entry, content in recorded(part.tree(), found):
+        yield of_entry(entry), content
+
+
+def _of_tar(path: Path, name: str) -> Items:
+    with open_layer(path, name) as stream:
+        yield from tar_items(stream, name)
+
+
+def _of_blob(path: Path, name: str, diff_id: str) -> Items:
+    with decompressed(path.open("rb"), name) as stream:
+        hashed = Hashed(stream)
+        yield from tar_items(cast(BinaryIO, hashed), name)
+        if hashed.finish() != diff_id:
+            raise BuildError(
+                f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
+            )
