@@ -124,9 +124,14 @@ def make_venv(
 
 
 def verify_artifact(
-    path: Path, environment: Environment, say: Say, overrides: dict[str, Any]
+    path: Path,
+    environment: Environment,
+    say: Say,
+    overrides: dict[str, Any],
+    runtime: str | None = None,
 ) -> tuple[State, dict[str, Any]]:
-    """Verify the artifact at `path` again and write its receipt, passing or not.
+    """Verify the artifact at `path` again and write its receipt, passing or not. `runtime` launches an image
+    file, None for the best that this host has.
 
     Returns the artifact's state and the receipt. Raises UsageError when nothing of ours is there.
     """
@@ -134,7 +139,7 @@ def verify_artifact(
     from envbuild.verify.run import verify
     from envbuild.verify.subject import open_subject
 
-    subject = open_subject(path)
+    subject = open_subject(path, environment, runtime)
     settings = settings_of(subject.state.verify, overrides)
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(path))
     receipt = make_receipt(subject, verdict, path)

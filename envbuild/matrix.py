@@ -39,6 +39,8 @@ class Artifact:
 ARTIFACTS = {
     "venv": Artifact(("envbuild", "venv"), of_images=False),
     "docker": Artifact(("envbuild", "docker")),
+    "enroot": Artifact(("envbuild", "enroot")),
+    "apptainer": Artifact(("envbuild", "apptainer")),
 }
 
 

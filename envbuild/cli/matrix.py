@@ -30,7 +30,7 @@ class _Runners:
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
 @click.option(
     "--artifact", "artifacts", multiple=True, metavar="KIND",
-    help="Only this kind (venv, docker); repeatable.",
+    help="Only this kind (venv, docker, enroot, apptainer); repeatable.",
 )  # fmt: skip
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."

@@ -22,7 +22,10 @@ from envbuild.plan.plan import Plan
 @click.argument("recipe")
 @target_option
 @click.option(
-    "--artifact", type=click.Choice(["venv", "docker"]), default="venv", show_default=True
+    "--artifact",
+    type=click.Choice(["venv", "docker", "enroot", "apptainer"]),
+    default="venv",
+    show_default=True,
 )
 @locked_option
 @offline_option
@@ -40,7 +43,7 @@ def plan_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted, _ = loaded.target(target)
-    if artifact == "docker":
+    if artifact != "venv":
         from envbuild.make_image import prepare_image
 
         plan = prepare_image(

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import json_option, print_json, say
+from envbuild.cli.squash import runtime_option
 from envbuild.environment import load_environment
 from envbuild.errors import VerificationError
 
@@ -27,6 +28,7 @@ from envbuild.errors import VerificationError
     is_flag=True,
     help="Kill a rank mid-training; the job must finish from its snapshot.",
 )
+@runtime_option
 @json_option
 def verify_command(
     path: Path,
@@ -34,15 +36,19 @@ def verify_command(
     nproc_per_node: int | None,
     epochs: int | None,
     faults: bool,
+    runtime: str | None,
     as_json: bool,
 ) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
     Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept.
 
+    PATH is a venv's folder, a .sqsh or a .sif.
+
     \b
     Examples:
       envbuild verify build/pt_cpu/cpu-x86_64/venv
+      envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
     from envbuild.make import verify_artifact
@@ -55,14 +61,14 @@ def verify_command(
         "epochs": epochs,
         "faults": faults,
     }
-    state, receipt = verify_artifact(path, load_environment(), say, overrides)
+    state, receipt = verify_artifact(path, load_environment(), say, overrides, runtime)
     for line in lines(receipt["checks"]):
         say(line)
     if as_json:
         print_json(
             {
                 "path": str(path.absolute()),
-                "digest": state.digest,
+                "digest": receipt["artifact"]["digest"],
                 "receipt": str(receipt_path(path).absolute()),
                 "target": state.target,
                 "seconds": receipt["seconds"],

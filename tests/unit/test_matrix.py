@@ -87,7 +87,9 @@ def test_two_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_more_jobs_than_github_runs_are_refused_and_other_forms_take_them(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "r", *(f"cu{n}-x86_64" for n in range(100, 100 + GITHUB_LIMIT // 2)))
+    loaded = load(
+        tmp_path, "r", *(f"cu{n}-x86_64" for n in range(100, 100 + GITHUB_LIMIT // len(ARTIFACTS)))
+    )
     jobs = make_jobs([loaded], LABELS)
     assert len(json.loads(as_github(jobs))["include"]) == GITHUB_LIMIT
     with pytest.raises(UsageError, match="257 jobs"):
@@ -134,4 +136,4 @@ def test_a_recipe_on_an_existing_image_has_no_virtual_environment(tmp_path: Path
     )
     done = matrix("hub", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {job["artifact"] for job in json.loads(done.stdout)} == {"docker"}
+    assert {job["artifact"] for job in json.loads(done.stdout)} == {"docker", "enroot", "apptainer"}

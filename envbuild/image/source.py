@@ -1,0 +1,109 @@
+"""An image to be converted, as users of enroot, Apptainer and skopeo spell it.
+
+Sources: enroot's doc/cmd/import.md (`docker://[USER@][REGISTRY#]IMAGE[:TAG]`, `dockerd://IMAGE[:TAG]`), and
+containers-transports(5) (`oci:`, `docker-archive:`, `docker-daemon:`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from envbuild.errors import UsageError
+from envbuild.image.reference import parse_reference
+
+_HINT = "docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG], docker-archive:FILE or oci:DIR[:TAG]"
+_USER = re.compile(r"[^@/#:\s]+(?=@)")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An image: `form` is docker (a registry's), docker-daemon, docker-archive or oci; `rest` is what
+    follows it. `user` is whose credentials are to be used, "" for whoever's are found."""
+
+    form: str
+    rest: str
+    user: str = ""
+
+    @property
+    def name(self) -> str:
+        """As bases are named in recipes: a registry's image by its name alone."""
+        return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
+
+    @property
+    def url(self) -> str:
+        """For people and definition files; without the user."""
+        return f"docker://{self.rest}" if self.form == "docker" else self.name
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a file made of it is called: the image's path and tag, or the stem of the archive."""
+        if self.form in ("docker", "docker-daemon"):
+            reference = parse_reference(self.rest)
+            path = reference.repository.removeprefix("library/")
+            return (*path.split("/"), reference.tag or "latest")
+        path = self.rest.partition(":")[0] if self.form == "oci" else self.rest
+        stem = re.sub(r"(\.tar)?(\.[a-z0-9]+)?$", "", os.path.basename(path.rstrip("/")))
+        return (stem or "image",)
+
+
+def parse_source(text: str) -> Source:
+    """The image that `text` spells. Raises UsageError, saying how it should be written."""
+    scheme, slashes, rest = text.partition("://")
+    if not slashes:
+        form, colon, path = text.partition(":")
+        if colon and form in ("oci", "docker-archive", "docker-daemon"):
+            return _of_form(form, path, text)
+        if os.path.isdir(text):
+            return Source("oci", text)
+        if os.path.isfile(text):
+            return Source("docker-archive", text)
+        scheme, rest = "docker", text
+    if scheme == "docker":
+        return _of_registry(rest, text)
+    if scheme == "dockerd":
+        return _of_form("docker-daemon", rest, text)
+    if scheme in ("oci", "docker-archive", "docker-daemon"):
+        return _of_form(scheme, rest, text)
+    if scheme == "podman":
+        raise UsageError(
+            f"--from {text!r}: podman's store is not read",
+            "podman save --format docker-archive -o image.tar IMAGE, then --from docker-archive:image.tar",
+        )
+    raise UsageError(f"--from {text!r}: unknown kind of source {scheme!r}", f"write {_HINT}")
+
+
+def _of_form(form: str, rest: str, text: str) -> Source:
+    if not rest:
+        raise UsageError(f"--from {text!r}: nothing follows {form}:", f"write {_HINT}")
+    if form == "docker-daemon":
+        parse_reference(rest)
+    elif not any(os.path.exists(path) for path in _paths(form, rest)):
+        raise UsageError(f"--from {text!r}: {rest} does not exist", f"write {_HINT}")
+    return Source(form, rest)
+
+
+def _paths(form: str, rest: str) -> tuple[str, ...]:
+    """What of `rest` may be the path: a layout's folder may be followed by a tag."""
+    return (rest, rest.rpartition(":")[0]) if form == "oci" else (rest,)
+
+
+def _of_registry(rest: str, text: str) -> Source:
+    user = ""
+    match = _USER.match(rest)
+    # A digest has an @ too, but behind a colon or a slash it never is a user.
+    if match and not rest.partition("@")[2].startswith("sha256:"):
+        user, rest = match[0], rest[match.end() + 1 :]
+    registry, hash_, image = rest.partition("#")
+    if hash_:
+        rest = f"{registry}/{image}" if registry else image
+        if registry and "." not in registry and ":" not in registry and registry != "localhost":
+            raise UsageError(
+                f"--from {text!r}: {registry!r} before # is no registry's host", f"write {_HINT}"
+            )
+    try:
+        parse_reference(rest)
+    except UsageError as error:
+        raise UsageError(f"--from {error.message}", f"write {_HINT}") from None
+    return Source("docker", rest, user)

@@ -1,0 +1,178 @@
+"""From a recipe or an image to verified .sqsh and .sif files: one squashfs, written once."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from envbuild import limits
+from envbuild.artifacts import place
+from envbuild.artifacts.apptainer import definition, recipe_definition
+from envbuild.artifacts.image import assemble, fill, run_config
+from envbuild.artifacts.squash import Root, composed, write_sif, write_sqsh
+from envbuild.environment import Environment
+from envbuild.errors import UsageError
+from envbuild.image.blobs import Blobs
+from envbuild.image.layout import fill_layout
+from envbuild.image.model import GOARCH, Descriptor
+from envbuild.image.source import Source
+from envbuild.layers.base import image_layers
+from envbuild.layers.segments import Segments
+from envbuild.lock.base_oci import fetch_image
+from envbuild.make import Result
+from envbuild.make_files import SUFFIXES, File, Made, Wish, accept, places
+from envbuild.make_image import Prepared, source_date
+from envbuild.plan.plan import Plan
+from envbuild.progress import human_size, transfer
+from envbuild.recipe.targets import Target
+from envbuild.room import check_room
+from envbuild.verify.image_file import ENROOT
+
+Say = Callable[[str], None]
+
+
+def default_file(kind: str, plan: Plan) -> File:
+    """Where an artifact of a recipe lies when --out does not say."""
+    return File(kind, Path("build", plan.recipe, plan.target, plan.recipe + SUFFIXES[kind]))
+
+
+def imported_file(kind: str, source: Source) -> File:
+    """As `enroot import` and `apptainer pull` call what they make of an image."""
+    joint = "+" if kind == ENROOT else "_"
+    words = source.words if kind == ENROOT else source.words[-2:]
+    return File(kind, Path(joint.join(words) + SUFFIXES[kind]))
+
+
+def make_from_recipe(
+    one: Prepared, wish: Wish, environment: Environment, say: Say, *, offline: bool
+) -> list[Result]:
+    """Build and verify the files of a recipe. A file takes its place after it passed; the old one stays
+    until then. Raises BuildError, LockError, and VerificationError after keeping what failed."""
+    plan, arch = one.plan, one.target.arch
+    say(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
+    with places(wish, say):
+        started = time.monotonic()
+        if wish.engine != "native":
+            image = assemble(plan, one.trainer, one.compiler, environment, say, offline=offline)
+            made = Made(arch, started, image.state, plan)
+            return _by_engine(image.blobs, image.descriptor, wish, made, environment, say)
+        maker = _maker(wish, environment, say)
+        filled = fill(plan, one.trainer, one.compiler, environment, maker, offline=offline)
+        run = run_config(plan, filled.base)
+        with composed(
+            filled.layers,
+            {"architecture": GOARCH[arch], "os": "linux", "config": run},
+            provenance=f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}",
+            definition=recipe_definition(plan.recipe, plan.target, plan.digest),
+            arch=arch,
+            codec=wish.codec,
+            mtime=plan.mtime,
+            workers=maker.workers,
+            folder=environment.store.folder("segments"),
+        ) as root:
+            made = Made(arch, started, filled.state, plan)
+            return _natively(root, wish, made, environment, say)
+
+
+def make_from_image(
+    source: Source, target: Target, wish: Wish, environment: Environment, say: Say
+) -> list[Result]:
+    """Convert an existing image for `target`'s architecture. One that envbuild built is verified.
+
+    Raises BuildError for an image that is damaged, not there or for another architecture.
+    """
+    with places(wish, say):
+        environment.store.clean_stale()
+        _check_user(source, environment)
+        made = Made(target.arch, time.monotonic())
+        pulled = fetch_image(source.name, target.arch, environment, Path())
+        if wish.engine != "native":
+            manifest = pulled.manifest.descriptor
+            return _by_engine(pulled.blobs, manifest, wish, made, environment, say)
+        maker = _maker(wish, environment, say)
+        with composed(
+            image_layers(pulled, source.name, maker),
+            pulled.config,
+            provenance=source.url,
+            definition=definition(source.url),
+            arch=target.arch,
+            codec=wish.codec,
+            mtime=source_date(environment),
+            workers=maker.workers,
+            folder=environment.store.folder("segments"),
+        ) as root:
+            return _natively(root, wish, made, environment, say)
+
+
+def _check_user(source: Source, environment: Environment) -> None:
+    """Raise UsageError where credentials of the user that `source` names are not what would be used."""
+    from envbuild.image.credentials import PLACES, find_credentials
+    from envbuild.image.reference import parse_reference
+
+    if not source.user:
+        return
+    registry = parse_reference(source.rest).registry
+    found = find_credentials(registry, environment.variables)
+    if found is None or found.username != source.user:
+        has = f"those of {found.username!r} ({found.source})" if found else "none"
+        raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
+
+
+def _maker(wish: Wish, environment: Environment, say: Say) -> Segments:
+    workers = limits.workers(environment.variables)
+    return Segments(environment.store, wish.codec, workers, say)
+
+
+def _natively(
+    root: Root, wish: Wish, made: Made, environment: Environment, say: Say
+) -> list[Result]:
+    with ExitStack() as stack:
+        staged = _written(root, wish.files, stack, say)
+        return accept(staged, wish, made, environment, say)
+
+
+def _written(root: Root, files: Sequence[File], stack: ExitStack, say: Say) -> list[Path]:
+    """The files, each in a folder beside its place; a SIF takes the squashfs that was written before it."""
+    staged: list[Path] = []
+    squashfs: Path | None = None
+    for file in files:
+        path = _beside(file, stack)
+        check_room(path.parent, squashfs.stat().st_size if squashfs else root.size)
+        with place.writing(file.path.parent), path.open("x+b") as out:
+            with transfer(f"writing {file.path.name}", None) as moved:
+                if file.kind == ENROOT:
+                    write_sqsh(root, out, moved)
+                    squashfs = path
+                else:
+                    write_sif(root, out, moved, squashfs)
+            path.chmod(0o644)
+        say(f"  {file.path.name}: {human_size(path.stat().st_size)}")
+        staged.append(path)
+    return staged
+
+
+def _beside(file: File, stack: ExitStack) -> Path:
+    """Where to write what will be moved to the file's place: its name in a folder that goes at the end."""
+    wanted = file.path.absolute()
+    folder = place.staging(wanted)
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder / wanted.name
+
+
+def _by_engine(
+    blobs: Blobs, manifest: Descriptor, wish: Wish, made: Made, environment: Environment, say: Say
+) -> list[Result]:
+    """Have the installed Apptainer build the SIF from an OCI layout of the same layers."""
+    from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
+
+    find_engine(environment.variables)  # before a layout is made
+    with ExitStack() as stack:
+        staged = _beside(wish.files[0], stack)
+        # Beside the blobs, so that they are linked and not copied.
+        layout = stack.enter_context(environment.store.working("layouts"))
+        fill_layout(layout, blobs, [(manifest, "image")])
+        build_with_apptainer(f"oci:{layout}", staged, environment, say, arch=made.arch)
+        return accept([staged], wish, made, environment, say)

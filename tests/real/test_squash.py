@@ -1,0 +1,566 @@
+"""`envbuild enroot` and `envbuild apptainer` as users run them: what they make, what they refuse, who can start it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.apptainer import FLAGS, Apptainer
+
+from envbuild.image.blobs import Blobs
+from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.layer import Layer, write_layer
+from envbuild.image.layout import fill_layout
+from envbuild.image.model import (
+    GOARCH,
+    OCI_CONFIG,
+    OCI_MANIFEST,
+    Descriptor,
+    canonical,
+    digest_of,
+)
+
+from .conftest import Command
+from .test_docker_out import AS_NOBODY, NO_DAEMON, NOBODY
+
+ARCH = os.uname().machine
+OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[ARCH]
+TRAIN = ["torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1"]
+# What enroot and Apptainer need, and no image has by itself: docs/squashfs.md.
+ADDED = {"etc/rc", "etc/rc.local", "etc/environment", "etc/fstab", "singularity", "environment"}
+ADDED |= {".run", ".exec", ".shell", ".test", ".singularity.d"}
+
+
+@pytest.fixture(scope="session")
+def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild build pt_cpu --artifact enroot,apptainer`, without a daemon; by kind what `--json` said."""
+    folder = tmp_path_factory.mktemp("squash")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
+    made = command.json("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
+    enroot, apptainer = made["artifacts"]
+    return {"enroot": enroot, "apptainer": apptainer, "command": command}
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([str(p) for p in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def sha256(path: str | Path) -> str:
+    with open(path, "rb") as stream:
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def test_both_artifacts_of_one_build_are_verified_and_hold_one_squashfs(
+    squash: dict[str, Any],
+) -> None:
+    for kind, suffix in (("enroot", ".sqsh"), ("apptainer", ".sif")):
+        made = squash[kind]
+        assert made["path"].endswith(f"build/pt_cpu/cpu-{ARCH}/pt_cpu{suffix}")
+        assert made["digest"] == sha256(made["path"])
+        receipt = json.loads(Path(made["receipt"]).read_text())
+        assert receipt["passed"] and receipt["artifact"]["digest"] == made["digest"]
+        assert receipt["artifact"] == {"kind": kind, "path": made["path"], "digest": made["digest"]}
+        assert receipt["runtime"].startswith(("own:", "apptainer", "singularity"))
+        assert len(receipt["checks"]) >= 13
+    sqsh = Path(squash["enroot"]["path"]).read_bytes()
+    assert Path(squash["apptainer"]["path"]).read_bytes().endswith(sqsh)
+
+
+def test_built_again_by_each_command_alone_the_files_are_the_same_and_not_verified_again(
+    squash: dict[str, Any],
+) -> None:
+    command: Command = squash["command"]
+    for kind in ("enroot", "apptainer"):
+        again = command.json(kind, "pt_cpu", "--locked")
+        assert again["digest"] == squash[kind]["digest"] and again["built"] is not None
+        assert again["receipt"] == squash[kind]["receipt"] and again["seconds"] < 20
+
+
+def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own(
+    squash: dict[str, Any], session_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("nobody")
+    # What lies in the session's store is read where it is; the folders are theirs to write in.
+    shutil.copytree(session_store, folder / "store", copy_function=os.link, symlinks=True)
+    shutil.rmtree(folder / "store" / "uv", ignore_errors=True)
+    for here, folders, _ in os.walk(folder):
+        for path in (here, *(os.path.join(here, name) for name in folders)):
+            if not os.path.islink(path):
+                os.chown(path, NOBODY, NOBODY)
+    for above in folder.parents[:2]:
+        above.chmod(above.stat().st_mode | 0o011)
+    env = {
+        **os.environ, **NO_DAEMON, "HOME": str(folder), "ENVBUILD_STORE": str(folder / "store"),
+        "TMPDIR": str(folder),
+    }  # fmt: skip
+    line = [
+        *AS_NOBODY,
+        *Command(folder).line("enroot", "--out", "pytorch.sqsh", "--locked", "--json"),
+    ]
+    made = json.loads(run(*line, cwd=folder, env=env).stdout)
+    assert made["digest"] == squash["enroot"]["digest"]
+    receipt = json.loads(Path(made["receipt"]).read_text())
+    assert receipt["passed"] and receipt["runtime"].startswith("own:")
+    assert os.stat(folder / "pytorch.sqsh").st_uid == NOBODY
+    assert not list(folder.glob(".pytorch*")) and not list((folder / "store/launched").iterdir())
+
+
+def test_apptainer_itself_trains_in_the_sif_and_lists_what_is_in_it(
+    squash: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+) -> None:
+    sif = squash["apptainer"]["path"]
+    clean = [*FLAGS, "--cleanenv", "--no-home", "--pwd", "/workspace"]
+    trained = real_apptainer("exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, *TRAIN)
+    assert "epoch" in (trained.stdout + trained.stderr).lower()
+    run_ = real_apptainer("run", *clean, sif, "python", "-c", "import torch; print(torch.ones(2))")
+    assert run_.stdout.strip() == "tensor([1., 1.])"
+    listed = real_apptainer("sif", "list", sif).stdout
+    assert "FS (Squashfs/*System/" in listed and listed.count("JSON") == 2
+    labels = json.loads(real_apptainer("inspect", "--json", "--labels", sif).stdout)
+    assert labels["data"]["attributes"]["labels"]["org.envbuild.recipe"] == "pt_cpu"
+    assert "PYTORCH_VERSION" in real_apptainer("inspect", "--environment", sif).stdout
+    assert "envbuild apptainer pt_cpu" in real_apptainer("inspect", "--deffile", sif).stdout
+    unsigned = real_apptainer("verify", sif, check=False)
+    assert unsigned.returncode != 0 and "signature not found" in unsigned.stderr
+
+
+def test_verifying_the_sif_again_by_apptainer_says_so_in_the_receipt(
+    squash: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.sif"
+    os.link(squash["apptainer"]["path"], copy)
+    command: Command = squash["command"]
+    done = command("verify", copy, "--json", **real_apptainer.environment())
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads((tmp_path / "copy.sif.receipt.json").read_text())
+    assert receipt["passed"] and receipt["runtime"].startswith("apptainer 1.")
+    assert json.loads(done.stdout)["digest"] == squash["apptainer"]["digest"]
+
+
+@pytest.mark.skipif(not shutil.which("ch-run"), reason="charliecloud is not installed")
+def test_charliecloud_trains_in_the_sqsh(squash: dict[str, Any], tmp_path: Path) -> None:
+    mounted = tmp_path / "mnt"
+    mounted.mkdir()
+    env = {**os.environ, "USER": "root", "HOME": "/root"}
+    python = "/opt/env/bin/python"
+    line = ["ch-run", "--unset-env=*", "--set-env=PATH=/opt/env/bin:/usr/bin:/bin", "--no-home"]
+    done = run(*line, "--mount", mounted, squash["enroot"]["path"], "--", python, "-m",
+               "torch.distributed.run", *TRAIN[1:], env=env)  # fmt: skip
+    assert "epoch" in (done.stdout + done.stderr).lower()
+
+
+def test_every_kind_of_artifact_of_a_recipe_has_the_same_packages(
+    squash: dict[str, Any], layout: dict[str, Any], pt_cpu: dict[str, Any]
+) -> None:
+    command: Command = squash["command"]
+    sqsh, sif = squash["enroot"]["path"], squash["apptainer"]["path"]
+    image = f"oci:{layout['path']}"
+    for one, other in ((sqsh, sif), (sif, pt_cpu["path"]), (sqsh, image)):
+        found = command.json("diff", one, other)
+        assert found["python"]["added"] == found["python"]["removed"] == []
+        assert found["python"]["changed"] == [], (one, other)
+    assert command("diff", sqsh, sif).returncode == 0
+
+
+# From images of any make
+
+
+Content = bytes | None
+Layers = Sequence[Sequence[tuple[Entry, Content]]]
+
+
+def layout_of(
+    folder: Path, layers: Layers, arch: str = ARCH, config: dict[str, Any] | None = None
+) -> str:
+    """An OCI layout of `layers`; returns how to spell it."""
+    blobs = Blobs(folder.parent / f"{folder.name}.blobs")
+    made: list[Layer] = [
+        write_layer(((e, None if data is None else io.BytesIO(data)) for e, data in layer), blobs)
+        for layer in layers
+    ]
+    document = canonical(
+        {
+            "architecture": GOARCH[arch], "os": "linux", "config": config or {},
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in made]},
+        }
+    )  # fmt: skip
+    blobs.add(document)
+    described = Descriptor(OCI_CONFIG, digest_of(document), len(document))
+    manifest = canonical(
+        {
+            "schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described.as_json(),
+            "layers": [layer.blob.as_json() for layer in made],
+        }
+    )  # fmt: skip
+    blobs.add(manifest)
+    root = Descriptor(OCI_MANIFEST, digest_of(manifest), len(manifest), GOARCH[arch], "linux")
+    fill_layout(folder, blobs, [(root, "lab:1")])
+    return f"oci:{folder}"
+
+
+def file(path: str, data: bytes, mode: int = 0o644, **more: Any) -> tuple[Entry, bytes]:
+    return Entry(path, FILE, mode, len(data), mtime=1_000_000_000, **more), data
+
+
+def other(path: str, kind: str, mode: int = 0o755, **more: Any) -> tuple[Entry, None]:
+    return Entry(path, kind, mode, mtime=1_000_000_000, **more), None
+
+
+NOISE = os.urandom(300_000)
+ODD: Layers = [
+    [
+        other("etc", DIR), file("etc/fstab", b"old"), other("dev", DIR), other("usr", DIR),
+        other("usr/bin", DIR), other("bin", SYMLINK, 0o777, target="usr/bin"),
+        file("usr/bin/su", b"su", 0o4755), file("usr/bin/wall", b"wall", 0o2755, gid=5),
+        file("shadow", b"secret", 0o000, uid=0, gid=42), other("dev/null", CHAR, 0o666, device=(1, 3)),
+        other("srv", DIR, 0o500, uid=33, gid=33), other("srv/pipe", FIFO, 0o600),
+        other("tmp", DIR, 0o1777), file(".dockerenv", b""), file("hidden", NOISE),
+        file("big", NOISE + bytes(400_000) + NOISE), file("same", NOISE + bytes(400_000) + NOISE),
+        file("caps", b"caps", 0o755, xattrs=(("security.capability", b"\1\0\0\2" + bytes(16)), ("user.note", b"kept"))),
+        file("caf\u00e9", b"unicode"), file(os.fsdecode(b"latin-\xe9"), b"not UTF-8"),
+    ],
+    [
+        other("opt", DIR), other("opt/name", HARDLINK, 0o644, target="big"), file("hidden", b"shown"),
+        file("etc/.wh.nothing", b""), file(".wh.shadow", b""), file("dup", NOISE),
+    ],
+]  # fmt: skip
+
+
+def tree(root: Path) -> dict[bytes, tuple[Any, ...]]:
+    """Every path below `root` with all that an image says of it but times; links by the first of their names."""
+    found: dict[bytes, tuple[Any, ...]] = {}
+    first: dict[int, bytes] = {}
+    top = os.fsencode(root)
+    for here, folders, names in os.walk(top):
+        for name in (*folders, *names):
+            path = os.path.join(here, name)
+            about = os.lstat(path)
+            short = os.path.relpath(path, top)
+            kind = about.st_mode & 0o170000
+            data: bytes | str = b""
+            if kind == 0o120000:
+                data = os.readlink(path)
+            elif kind == 0o100000:
+                data = hashlib.sha256(Path(os.fsdecode(path)).read_bytes()).hexdigest()
+            notes = {n: os.getxattr(path, n, follow_symlinks=False)
+                     for n in os.listxattr(path, follow_symlinks=False)}  # fmt: skip
+            links = about.st_nlink if kind != 0o040000 else 0
+            first.setdefault(about.st_ino, short)
+            found[short] = (
+                kind, about.st_mode & 0o7777, about.st_uid, about.st_gid, data, links, notes,
+                about.st_rdev if kind in (0o020000, 0o060000) else 0,
+            )  # fmt: skip
+    return found
+
+
+def documented(theirs: dict[bytes, tuple[Any, ...]]) -> dict[bytes, tuple[Any, ...]]:
+    """What docs/squashfs.md says becomes of an image's own files."""
+    kept = {}
+    for path, (kind, mode, _, _, data, links, notes, device) in theirs.items():
+        if path.startswith(b"dev/") or path == b".dockerenv" or kind in (0o020000, 0o060000):
+            continue
+        if kind == 0o040000:
+            mode |= 0o700
+        elif kind != 0o120000:
+            mode |= 0o400 | (0o100 if mode & 0o111 else 0)
+        notes = {name: value for name, value in notes.items() if name.startswith("user.")}
+        kept[path] = (kind, mode, 0, 0, data, links, notes, device)
+    return kept
+
+
+def own(found: dict[bytes, tuple[Any, ...]]) -> dict[bytes, tuple[Any, ...]]:
+    """The tree without what envbuild adds to it."""
+    mounts = {b"dev", b"etc", b"home", b"mnt", b"proc", b"root", b"run", b"sys", b"tmp", b"var"}
+    files = {b"etc/group", b"etc/hosts", b"etc/passwd", b"etc/resolv.conf", b"var/tmp"}
+    added = {os.fsencode(name) for name in (*ADDED, "work")}  # the image's WORKDIR
+    return {
+        path: item
+        for path, item in found.items()
+        if path not in added | mounts | files and not path.startswith(b".singularity.d/")
+    }
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> str:
+    config = {
+        "Env": ["PATH=/usr/bin", "A=b c"],
+        "Cmd": ["sh"],
+        "WorkingDir": "/work",
+        "Volumes": {"/data": {}},
+    }
+    return layout_of(tmp_path / "odd", ODD, config=config)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="owners are kept for root only")
+def test_the_trees_of_both_files_are_umocis_but_for_what_is_documented(
+    envbuild: Command, odd: str, tmp_path: Path
+) -> None:
+    for kind in ("enroot", "apptainer"):
+        envbuild.json(kind, "--from", odd, "--out", f"image.{kind}")
+    run(
+        "umoci",
+        "raw",
+        "unpack",
+        "--image",
+        f"{odd.removeprefix('oci:')}:lab:1",
+        tmp_path / "theirs",
+    )
+    from envbuild.image.sif import read_sif
+
+    with (tmp_path / "image.apptainer").open("rb") as stream:
+        offset = read_sif(stream, "sif").partition.offset
+    run("unsquashfs", "-d", tmp_path / "a", tmp_path / "image.enroot")
+    run("unsquashfs", "-o", str(offset), "-d", tmp_path / "b", tmp_path / "image.apptainer")
+    theirs = own(documented(tree(tmp_path / "theirs")))
+    ours = tree(tmp_path / "a")
+    assert own(ours) == theirs
+    assert tree(tmp_path / "b") == ours
+    assert set(map(os.fsencode, ADDED)) <= set(ours)
+    assert ours[b"big"][4] == ours[b"opt/name"][4] and ours[b"big"][5] == 2
+    assert (tmp_path / "a/etc/fstab").read_text().startswith("${ENROOT_ROOTFS}/data /data ")
+    rc = (tmp_path / "a/etc/rc").read_text()
+    assert f"# enroot-provenance: {odd}" in rc and "cd '/work'" in rc.replace(
+        "cd /work", "cd '/work'"
+    )
+
+
+def test_data_that_upper_layers_hide_is_in_no_image(envbuild: Command, tmp_path: Path) -> None:
+    marker = b"a password that was removed " * 20  # stored as it is: blocks of noise do not shrink
+    layers: Layers = [[file("secret", os.urandom(200_000) + marker), file("small", marker)],
+                      [file(".wh.secret", b""), file("small", b"gone")]]  # fmt: skip
+    envbuild.json("enroot", "--from", layout_of(tmp_path / "l", layers), "--out", "o.sqsh",
+                  "--compression", "zstd:1")  # fmt: skip
+    data = (tmp_path / "o.sqsh").read_bytes()
+    assert marker[:28] not in data and len(data) < 60_000
+
+
+@pytest.mark.parametrize("compression", ["zstd:1", "gzip", "lz4", "xz:1"])
+def test_every_compressor_gives_the_same_tree_to_the_squashfs_tools(
+    envbuild: Command, odd: str, tmp_path: Path, compression: str
+) -> None:
+    made = envbuild.json("enroot", "--from", odd, "--out", "o.sqsh", "--compression", compression)
+    assert made["receipt"] is None
+    about = run("unsquashfs", "-s", tmp_path / "o.sqsh").stdout
+    assert f"Compression {compression.partition(':')[0]}" in about
+    run("unsquashfs", "-d", tmp_path / "tree", tmp_path / "o.sqsh")
+    assert (tmp_path / "tree/big").read_bytes() == NOISE + bytes(400_000) + NOISE
+    assert (tmp_path / "tree/hidden").read_bytes() == b"shown"
+
+
+def test_an_image_from_a_recipes_own_layers_is_that_of_the_recipe(
+    squash: dict[str, Any], layout: dict[str, Any], tmp_path: Path
+) -> None:
+    command: Command = squash["command"]
+    source = f"oci:{layout['path']}"
+    made = command.json("enroot", "--from", source, "--out", tmp_path / "f.sqsh", "--no-verify")
+    found = command.json("diff", squash["enroot"]["path"], made["path"])
+    changed = {item["path"] for item in found["files"]["changed"]}
+    assert found["files"]["added"] == found["files"]["removed"] == []
+    assert changed <= {"etc/rc", ".singularity.d/Singularity", ".singularity.d/labels.json"}
+
+
+def test_enroots_spellings_reach_a_registry_and_name_the_file(
+    envbuild: Command, odd: str, tmp_path: Path
+) -> None:
+    from lab.registry import registry
+
+    with registry(tmp_path / "registry") as lab:
+        run("skopeo", "copy", "--dest-tls-verify=false", f"{odd}:lab:1",
+            f"docker://{lab.address}/team/odd:2")  # fmt: skip
+        (tmp_path / "site.toml").write_text(f'[registries."{lab.address}"]\ninsecure = true\n')
+        env = {"ENVBUILD_SITE": str(tmp_path / "site.toml"), "HOME": str(tmp_path)}
+        made = envbuild.json("enroot", "--from", f"docker://{lab.address}#team/odd:2", **env)
+        assert Path(made["path"]).name == "team+odd+2.sqsh"
+        sif = envbuild.json("apptainer", "--from", f"docker://{lab.address}/team/odd:2", **env)
+        assert Path(sif["path"]).name == "odd_2.sif"
+        done = envbuild("enroot", "--from", f"docker://me@{lab.address}#team/odd:2", **env)
+        assert done.returncode == 2 and "no credentials of 'me'" in done.stderr
+
+
+# Bad input and bad luck
+
+
+def test_an_image_for_another_architecture_is_refused_unless_it_is_asked_for(
+    envbuild: Command, tmp_path: Path
+) -> None:
+    source = layout_of(tmp_path / "l", [[file("a", b"a")]], OTHER)
+    done = envbuild("apptainer", "--from", source, "--out", "o.sif")
+    assert done.returncode == 4 and GOARCH[OTHER] in done.stderr
+    made = envbuild.json(
+        "apptainer", "--from", source, "--out", "o.sif", "--target", f"cpu-{OTHER}"
+    )
+    assert f"{GOARCH[OTHER]}" in envbuild("inspect", made["path"]).stdout
+    assert made["receipt"] is None
+
+
+def test_a_damaged_layer_is_named_and_leaves_the_old_file(
+    envbuild: Command, tmp_path: Path
+) -> None:
+    source = layout_of(tmp_path / "l", [[file("a", os.urandom(100_000))]])
+    envbuild.json("enroot", "--from", source, "--out", "o.sqsh")
+    before = (tmp_path / "o.sqsh").read_bytes()
+    bad = layout_of(tmp_path / "m", [[file("b", os.urandom(100_000))]])
+    blob = max((tmp_path / "m/blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
+    for damage in (lambda data: data[:-4000], lambda data: data[:5000] + b"x" + data[5001:]):
+        whole = blob.read_bytes()
+        blob.write_bytes(damage(whole))
+        done = envbuild("enroot", "--from", bad, "--out", "o.sqsh")
+        assert done.returncode == 4 and "error:" in done.stderr
+        blob.write_bytes(whole)
+    assert (tmp_path / "o.sqsh").read_bytes() == before
+    assert not list(tmp_path.glob(".o.sqsh*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--compression", "lzo"], "no compressor is called 'lzo'"),
+        (["--compression", "zstd:40"], "no level 40"),
+        (["--from", "podman://x"], "podman save"),
+        (["--from", "oci:nowhere", "pt_cpu"], "name one of them"),
+        (["--from", "docker-archive:nowhere.tar"], "nowhere.tar"),
+        (["--from", "oci:l", "--out", "notes.txt"], "left as it is"),
+        (["--from", "oci:l", "--out", "l"], "is a folder"),
+        (["--from", "oci:l", "--runtime", "podman"], "podman"),
+        (["nosuch"], "nosuch"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_with_the_way_out(
+    envbuild: Command, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    layout_of(tmp_path / "l", [[file("a", b"a")]])
+    (tmp_path / "notes.txt").write_text("mine")
+    done = envbuild("enroot", *arguments)
+    assert done.returncode in (2, 4) and said in done.stderr and "hint:" in done.stderr
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small disk é"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place]).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    envbuild: Command, tmp_path: Path, small_disk: Path
+) -> None:
+    source = layout_of(tmp_path / "l", [[file("a", os.urandom(3_000_000))]])
+    done = envbuild("enroot", "--from", source, "--out", small_disk / "o.sqsh")
+    assert done.returncode == 4 and "MB" in done.stderr and "--out" in done.stderr
+    assert list(small_disk.iterdir()) == []
+    small = layout_of(tmp_path / "m", [[file("a", b"a")]])
+    made = envbuild.json("enroot", "--from", small, "--out", small_disk / "ünï code.sqsh")
+    assert made["path"] == str(small_disk / "ünï code.sqsh")
+    done = envbuild("enroot", "--from", source, "--out", tmp_path / "o.sqsh",
+                    ENVBUILD_STORE=str(small_disk / "store"))  # fmt: skip
+    assert done.returncode == 4 and "ENVBUILD_STORE" in done.stderr
+
+
+def test_a_read_only_place_is_told(envbuild: Command, tmp_path: Path, small_disk: Path) -> None:
+    source = layout_of(tmp_path / "l", [[file("a", b"a")]])
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = envbuild("apptainer", "--from", source, "--out", small_disk / "o.sif")
+    assert done.returncode == 4 and "--out" in done.stderr
+
+
+def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(
+    envbuild: Command, tmp_path: Path
+) -> None:
+    small = layout_of(tmp_path / "s", [[file("a", b"a")]])
+    envbuild.json("enroot", "--from", small, "--out", "o.sqsh")
+    before = (tmp_path / "o.sqsh").read_bytes()
+    large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
+    killed = 0
+    for delay in (0.6, 1.0, 1.4, 1.8, 2.2):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh",
+                               ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+        time.sleep(delay)
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+            killed += 1
+        child.wait()
+        now = (tmp_path / "o.sqsh").read_bytes()
+        if child.returncode != 0:
+            assert now == before
+    assert killed
+    made = envbuild.json("enroot", "--from", large, "--out", "o.sqsh",
+                         ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+    assert made["digest"] == sha256(tmp_path / "o.sqsh")
+    assert not list(tmp_path.glob(".o.sqsh*"))
+
+
+def test_interrupted_a_run_leaves_nothing_beside_the_file(
+    envbuild: Command, tmp_path: Path
+) -> None:
+    large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
+    child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh",
+                           ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("store/segments/.new-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 130
+    assert not list(tmp_path.glob("*o.sqsh*"))
+    assert not list(tmp_path.glob("store/segments/.new-*"))
+
+
+def test_two_writers_to_one_place_take_turns(envbuild: Command, tmp_path: Path) -> None:
+    source = layout_of(tmp_path / "l", [[file("a", os.urandom(20_000_000))]])
+    line = ("enroot", "--from", source, "--out", "o.sqsh", "--json")
+    both = [envbuild.start(*line) for _ in range(2)]
+    digests = {json.loads(child.communicate()[0])["digest"] for child in both}
+    assert [child.returncode for child in both] == [0, 0]
+    assert digests == {sha256(tmp_path / "o.sqsh")}
+
+
+@pytest.mark.parametrize("cpus", ["0", "0-1"])
+def test_processors_and_the_cache_change_no_byte(
+    envbuild: Command, odd: str, tmp_path: Path, cpus: str
+) -> None:
+    for store in ("one", "two"):
+        line = envbuild.line("enroot", "--from", odd, "--out", f"{store}.sqsh")
+        env = envbuild.variables({"ENVBUILD_STORE": str(tmp_path / store)})
+        prefix = ["taskset", "-c", cpus] if store == "one" else []
+        for _ in range(2):
+            run(*prefix, *line, cwd=tmp_path, env=env)
+            (tmp_path / f"{store}.sqsh").rename(tmp_path / f"{store}.last")
+            assert sha256(tmp_path / f"{store}.last")
+    assert sha256(tmp_path / "one.last") == sha256(tmp_path / "two.last")
+
+
+def test_a_recipe_for_another_architecture_is_built_here_and_not_verified(
+    envbuild: Command,
+) -> None:
+    made = envbuild.json("apptainer", "pt_minimal", "--target", f"cpu-{OTHER}", "--locked")
+    assert made["receipt"] is None and made["target"] == f"cpu-{OTHER}"
+    about = json.loads(envbuild("inspect", made["path"], "--json").stdout)
+    assert about["platform"] == f"linux/{GOARCH[OTHER]}" and about["target"] == f"cpu-{OTHER}"
+
+
+def test_apptainer_as_engine_builds_an_image_that_is_verified(
+    envbuild: Command, real_apptainer: Apptainer, odd: str, tmp_path: Path
+) -> None:
+    env = real_apptainer.environment()
+    made = envbuild.json(
+        "apptainer", "--from", odd, "--out", "o.sif", "--engine", "apptainer", **env
+    )
+    assert made["digest"] == sha256(tmp_path / "o.sif")
+    done = envbuild("apptainer", "--from", odd, "--engine", "apptainer", PATH="/usr/bin:/bin")
+    assert done.returncode == 6 and "install Apptainer" in done.stderr
