@@ -16,10 +16,10 @@ from envbuild.artifacts.squash import Root, composed, write_sif, write_sqsh
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
+from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.source import Source
-from envbuild.layers.base import image_layers
 from envbuild.layers.segments import Segments
 from envbuild.lock.base_oci import fetch_image
 from envbuild.make import Result
@@ -88,14 +88,20 @@ def make_from_image(
         environment.store.clean_stale()
         _check_user(source, environment)
         made = Made(target.arch, time.monotonic())
-        pulled = fetch_image(source.name, target.arch, environment, Path())
         if wish.engine != "native":
+            pulled = fetch_image(source.name, target.arch, environment, Path())
             manifest = pulled.manifest.descriptor
             return _by_engine(pulled.blobs, manifest, wish, made, environment, say)
         maker = _maker(wish, environment, say)
+        image = _image_at(source, target.arch, environment)
+        count = len(image.layers)
+        layers = [
+            maker.tar(layer.diff_id, f"{source.name}, layer {number} of {count}", layer.opens)
+            for number, layer in enumerate(image.layers, 1)
+        ]
         with composed(
-            image_layers(pulled, source.name, maker),
-            pulled.config,
+            layers,
+            image.config,
             provenance=source.url,
             definition=definition(source.url),
             arch=target.arch,
@@ -105,6 +111,18 @@ def make_from_image(
             folder=environment.store.folder("segments"),
         ) as root:
             return _natively(root, wish, made, environment, say)
+
+
+def _image_at(source: Source, arch: str, environment: Environment) -> ImageAt:
+    """The image, read where it lies if that is a file or folder, else from the store."""
+    if source.form == "oci":
+        folder, tag = source.place
+        return layout_at(folder, tag, arch)
+    if source.form == "docker-archive":
+        image = archive_at(Path(source.rest), arch)
+        if image is not None:
+            return image
+    return of_pulled(fetch_image(source.name, arch, environment, Path()))
 
 
 def _check_user(source: Source, environment: Environment) -> None:

@@ -61,35 +61,35 @@ def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store
 
 def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
     """Read a layer's tar from its start to its end. Raises BuildError when its digest is not `diff_id`."""
-    hashed = Hashed(stream)
-    source = Source(cast(BinaryIO, hashed), name)
-    listed: list[Member] = []
-    made = Listing((), {}, frozenset(), {})
-    scripts = set()
-    for number, member in enumerate(members(source)):
-        listed.append(member)
-        if member.kind != FILE:
-            continue
-        reader = interest(member.name.removeprefix("./").lstrip("/"))
-        kept: list[bytes] | None = [] if reader and member.size <= MAX_SIZE else None
-        part = Part(source, member.stored)
-        content = part if member.pieces is None else Unpacked(part, member.size, member.pieces)
-        digest, head = hashlib.sha256(), b""
-        while data := content.read(_CHUNK):
-            digest.update(data)
-            head = head or data[:2]
-            if kept is not None:
-                kept.append(data)
-        made.sha256[number] = digest.hexdigest()
-        if head == b"#!":
-            scripts.add(number)
-        if reader and kept is not None:
-            made.notes[number] = reader(b"".join(kept))
-    source.finish()
-    if hashed.finish() != diff_id:
-        raise BuildError(
-            f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
-        )
+    with contextlib.closing(Hashed(stream)) as hashed:
+        source = Source(cast(BinaryIO, hashed), name)
+        listed: list[Member] = []
+        made = Listing((), {}, frozenset(), {})
+        scripts = set()
+        for number, member in enumerate(members(source)):
+            listed.append(member)
+            if member.kind != FILE:
+                continue
+            reader = interest(member.name.removeprefix("./").lstrip("/"))
+            kept: list[bytes] | None = [] if reader and member.size <= MAX_SIZE else None
+            part = Part(source, member.stored)
+            content = part if member.pieces is None else Unpacked(part, member.size, member.pieces)
+            digest, head = hashlib.sha256(), b""
+            while data := content.read(_CHUNK):
+                digest.update(data)
+                head = head or data[:2]
+                if kept is not None:
+                    kept.append(data)
+            made.sha256[number] = digest.hexdigest()
+            if head == b"#!":
+                scripts.add(number)
+            if reader and kept is not None:
+                made.notes[number] = reader(b"".join(kept))
+        source.finish()
+        if hashed.finish() != diff_id:
+            raise BuildError(
+                f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
+            )
     return Listing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
 
 

@@ -171,7 +171,7 @@ def _unpacked(path: Path, name: str) -> tuple[str, int]:
 
 def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> Pulled:
     where = f"{found.where}: manifest.json"
-    image = _pick(_images(found.small("manifest.json"), where), where, tag)
+    image = pick_image(listed_images(found.small("manifest.json"), where), where, tag)
     raw = found.small(image.config)
     config = parse_config(raw, f"{found.where}: {image.config}")
     named = image.config.rpartition("/")[2].removesuffix(".json")
@@ -196,7 +196,7 @@ def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> P
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
+class Listed:
     """An item of manifest.json."""
 
     config: str
@@ -204,11 +204,12 @@ class _Image:
     layers: tuple[str, ...]
 
 
-def _images(raw: bytes, where: str) -> list[_Image]:
+def listed_images(raw: bytes, where: str) -> list[Listed]:
+    """The items of a manifest.json. Raises BuildError, naming `where`, when it is none."""
     try:
         listed = json.loads(raw)
         return [
-            _Image(
+            Listed(
                 _string(item["Config"]),
                 tuple(map(_string, item.get("RepoTags") or ())),
                 tuple(map(_string, item["Layers"] or ())),
@@ -225,7 +226,8 @@ def _string(value: object) -> str:
     return value
 
 
-def _pick(images: list[_Image], where: str, tag: str | None) -> _Image:
+def pick_image(images: list[Listed], where: str, tag: str | None) -> Listed:
+    """The image that has `tag`, or with None the only one. Raises BuildError, naming what there is."""
     meant = [
         image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)
     ]

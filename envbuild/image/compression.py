@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import zlib
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
+_BEHIND = 8  # chunks
 # zstd yields at most 128 KiB from four bytes. Its decoder cannot be told to stop, so it gets little at a
 # time: no input makes it hold more than 128 MiB, and these steps cost nothing measurable.
 _ZSTD_CHUNK = 4096
@@ -63,11 +66,18 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
 
 
 class Hashed:
-    """A stream that cannot seek, so that each of its bytes is seen once and goes into a digest."""
+    """A stream that cannot seek, so that each of its bytes is seen once and goes into a digest.
+
+    A thread hashes, behind the reader by a few MiB at most; it ends with `close`.
+    """
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._pieces: list[bytes] = []
+        self._held = 0
+        self._pending: deque[Future[None]] = deque()
 
     def seekable(self) -> bool:
         """Whether there is seeking: never."""
@@ -76,14 +86,31 @@ class Hashed:
     def read(self, size: int = -1, /) -> bytes:
         """See `Readable`."""
         data = self._stream.read(size)
-        self._digest.update(data)
+        self._pieces.append(data)
+        self._held += len(data)
+        if self._held >= _CHUNK:
+            self._hand_over()
         return data
 
     def finish(self) -> str:
         """Read on to the end, and return the digest of the whole."""
         while self.read(_CHUNK):
             pass
+        self._hand_over()
+        while self._pending:
+            self._pending.popleft().result()
         return f"sha256:{self._digest.hexdigest()}"
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _hand_over(self) -> None:
+        while len(self._pending) >= _BEHIND:
+            self._pending.popleft().result()
+        data = b"".join(self._pieces)
+        self._pieces, self._held = [], 0
+        self._pending.append(self._thread.submit(self._digest.update, data))
 
 
 class _Decoder(Protocol):
@@ -151,6 +178,8 @@ class _Decompressed(io.RawIOBase):
             if not self._input:
                 self._input = self._stream.read(_CHUNK if self._kind != "zstd" else _ZSTD_CHUNK)
                 if not self._input:
+                    if self._decoder is not None and (output := self._step(b"")):
+                        return output  # held back by the decoder
                     if self._decoder is not None:
                         raise BuildError(f"{self._name}: the {self._kind} data is cut short")
                     return b""
@@ -163,16 +192,21 @@ class _Decompressed(io.RawIOBase):
         return data
 
     def _gunzip(self, data: bytes) -> bytes:
+        from isal import isal_zlib
+
         if self._decoder is None:
             # Writers to tapes and some tools pad the last member with zeros.
             data = data.lstrip(b"\0")
             if not data:
                 return b""
-            self._decoder = zlib.decompressobj(wbits=31)
+            if not data.startswith(_GZIP[: len(data)]):  # isal waits for more
+                raise BuildError(f"{self._name}: the gzip data is corrupt: no gzip header")
+            # isal inflates twice as fast as zlib.
+            self._decoder = isal_zlib.decompressobj(wbits=31)
         decoder = cast("zlib._Decompress", self._decoder)
         try:
             output = decoder.decompress(data, _CHUNK)
-        except zlib.error as error:
+        except (cast(type[Exception], isal_zlib.error), zlib.error) as error:
             raise BuildError(f"{self._name}: the gzip data is corrupt: {error}") from None
         if decoder.eof:
             self._input, self._decoder = decoder.unused_data, None

@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 _LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 # Written by `docker save` for daemons before 1.10; nothing reads them now.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
-_MAX_LINKS = 16
+MAX_LINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Contents:
 
     def take(self, member: Member, source: Source) -> None:
         """Keep what `member` is: a file as a blob, a link as a link."""
-        name = _normal(member.name)
+        name = normal(member.name)
         self.files.pop(name, None)
         self.links.pop(name, None)
         if member.kind == SYMLINK:
-            self.links[name] = _normal(posixpath.join(posixpath.dirname(name), member.link))
+            self.links[name] = normal(posixpath.join(posixpath.dirname(name), member.link))
         elif member.kind == HARDLINK:
-            self.links[name] = _normal(member.link)
+            self.links[name] = normal(member.link)
         elif member.kind == FILE and posixpath.basename(name) not in _USELESS:
             if member.pieces is not None:
                 raise BuildError(f"{self.where}: {name}: a sparse file in an image archive")
@@ -54,8 +54,8 @@ class Contents:
 
     def get(self, name: str) -> Descriptor:
         """The blob that `name`, as manifest.json spells it, leads to."""
-        path = _normal(name)
-        for _ in range(_MAX_LINKS):
+        path = normal(name)
+        for _ in range(MAX_LINKS):
             if path not in self.links:
                 break
             path = self.links[path]
@@ -95,5 +95,6 @@ class Contents:
         return Descriptor(_LAYER_TYPES[kind_of(head)], digest, size)
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
+    """A name in an archive, as a path without leading slash or dots."""
     return posixpath.normpath("/" + name).lstrip("/")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from envbuild.errors import UsageError
 from envbuild.image.reference import parse_reference
@@ -37,13 +38,21 @@ class Source:
         return f"docker://{self.rest}" if self.form == "docker" else self.name
 
     @property
+    def place(self) -> tuple[Path, str | None]:
+        """A layout's folder, which may have colons in its name, and the tag of the image in it."""
+        folder, colon, tag = self.rest.rpartition(":")
+        if not colon or os.path.exists(self.rest):
+            return Path(self.rest), None
+        return Path(folder), tag
+
+    @property
     def words(self) -> tuple[str, ...]:
         """What a file made of it is called: the image's path and tag, or the stem of the archive."""
         if self.form in ("docker", "docker-daemon"):
             reference = parse_reference(self.rest)
             path = reference.repository.removeprefix("library/")
             return (*path.split("/"), reference.tag or "latest")
-        path = self.rest.partition(":")[0] if self.form == "oci" else self.rest
+        path = str(self.place[0]) if self.form == "oci" else self.rest
         stem = re.sub(r"(\.tar)?(\.[a-z0-9]+)?$", "", os.path.basename(path.rstrip("/")))
         return (stem or "image",)
 

@@ -17,6 +17,7 @@ from envbuild.errors import BuildError
 from envbuild.files import write_atomically
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable
+from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
@@ -69,8 +70,15 @@ class Segments:
     def blob(self, layer: Layer, title: str) -> MadeSegment:
         """See `Maker`. Raises BuildError for a layer that is not the one its configuration names."""
         path = self.store.blobs.path(layer.blob.digest)
-        items = partial(_of_blob, path, title, layer.diff_id)
-        return self._made(layer.diff_id.partition(":")[2], title, items, [])
+        return self.tar(layer.diff_id, title, partial(opened, path))
+
+    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> MadeSegment:
+        """The layer whose tar has the digest `diff_id`; `opens` gives it as it is stored, if it must be read.
+
+        Raises BuildError when it is damaged or another one.
+        """
+        items = partial(_of_tar_checked, opens, title, diff_id)
+        return self._made(diff_id.partition(":")[2], title, items, [])
 
     def _made(
         self,
@@ -137,9 +145,8 @@ def _of_tar(path: Path, name: str) -> Items:
         yield from tar_items(stream, name)
 
 
-def _of_blob(path: Path, name: str, diff_id: str) -> Items:
-    with decompressed(path.open("rb"), name) as stream:
-        hashed = Hashed(stream)
+def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str) -> Items:
+    with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name)
         if hashed.finish() != diff_id:
             raise BuildError(

@@ -18,11 +18,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
+
+from isal.igzip_lib import IsalError
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.layers.entry_points import entry_point_scripts
+from envbuild.layers.unzip import open_member
 from envbuild.names import normalise
 
 try:  # as zipfile itself does: a Python may lack it
@@ -38,8 +41,9 @@ _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD for its readers; the others no one can type.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # What zipfile raises for archives that are damaged, encrypted or of unknown methods.
-_DAMAGE = (
-    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
+_DAMAGE: tuple[type[Exception], ...] = (
+    zipfile.BadZipFile, zlib.error, cast(type[Exception], IsalError), LZMAError, EOFError, RuntimeError, ValueError,
+    struct.error, OSError,
 )  # fmt: skip
 
 
@@ -161,7 +165,7 @@ class _Wheel:
         record = self._record()
         members = self._members()
         for path, (info, script) in members.items():
-            with self._archive.open(info) as stream:
+            with open_member(self._archive, info) as stream:
                 yield from self._copied(path, info, stream, script, record.get(info.filename))
         for path, data in self._entry_points():
             if path not in self._rows:

@@ -17,6 +17,7 @@ from lab import apptainer
 from lab.dockerd import Lab, dockerd, missing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
 @dataclass
@@ -107,6 +108,18 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pytest.skip(reason)
     with dockerd(tmp_path_factory.mktemp("dockerd")) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon."""
+    folder = tmp_path_factory.mktemp("layout")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
+    made = command.json(
+        "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
+        "--target", "cpu-x86_64", "--target", "cpu-aarch64",
+    )  # fmt: skip
+    return {**made, "command": command}
 
 
 @pytest.fixture(scope="session")

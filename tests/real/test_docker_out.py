@@ -18,9 +18,8 @@ import pytest
 from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import REPOSITORY, Command
+from .conftest import NO_DAEMON, REPOSITORY, Command
 
-NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 QEMU = "/usr/bin/qemu-aarch64-static"
 NOBODY = 65534
 # Not root, but for this: the interpreter and the checkout may lie where only root looks.
@@ -33,18 +32,6 @@ AS_NOBODY = [
 ]
 AS_NOBODY += ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
 AS_NOBODY += ["--bounding-set=-all,+dac_read_search"]
-
-
-@pytest.fixture(scope="session")
-def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon."""
-    folder = tmp_path_factory.mktemp("layout")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
-    made = command.json(
-        "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
-        "--target", "cpu-x86_64", "--target", "cpu-aarch64",
-    )  # fmt: skip
-    return {**made, "command": command}
 
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
