@@ -50,6 +50,7 @@ class _Inflated(io.RawIOBase):
         self._end = start + info.compress_size
         self._decoder = isal_zlib.decompressobj(-15)
         self._crc32 = isal_zlib.crc32
+        self._error = cast("type[Exception]", isal_zlib.error)
         self._crc = self._size = 0
         self._input = b""
 
@@ -79,7 +80,10 @@ class _Inflated(io.RawIOBase):
                 self._input = self._stream.read(min(_CHUNK, self._end - self._at))
                 self._at += len(self._input)
             ended = not self._input  # but the decoder may hold output back
-            data = self._decoder.decompress(self._input, most)
+            try:
+                data = self._decoder.decompress(self._input, most)
+            except self._error as error:
+                raise zipfile.BadZipFile(f"{self._info.filename}: {error}") from None
             self._input = self._decoder.unconsumed_tail
             if ended and not data and not self._decoder.eof:
                 raise EOFError(f"{self._info.filename} is cut short")

@@ -18,9 +18,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
-
-from isal.igzip_lib import IsalError
+from typing import IO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
@@ -41,8 +39,8 @@ _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD for its readers; the others no one can type.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # What zipfile raises for archives that are damaged, encrypted or of unknown methods.
-_DAMAGE: tuple[type[Exception], ...] = (
-    zipfile.BadZipFile, zlib.error, cast(type[Exception], IsalError), LZMAError, EOFError, RuntimeError, ValueError,
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError,
     struct.error, OSError,
 )  # fmt: skip
 
