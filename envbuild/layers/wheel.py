@@ -40,8 +40,7 @@ _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 # What zipfile raises for archives that are damaged, encrypted or of unknown methods.
 _DAMAGE = (
-    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError,
-    struct.error, OSError,
+    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
 )  # fmt: skip
 
 
