@@ -166,7 +166,8 @@ def _written(root: Root, files: Sequence[File], stack: ExitStack, say: Say) -> l
                     squashfs = path
                 else:
                     write_sif(root, out, moved, squashfs)
-            path.chmod(0o644)
+            # A SIF can be executed, as those of Apptainer.
+            path.chmod(0o644 if file.kind == ENROOT else 0o755)
         say(f"  {file.path.name}: {human_size(path.stat().st_size)}")
         staged.append(path)
     return staged

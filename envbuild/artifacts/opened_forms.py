@@ -23,6 +23,7 @@ from envbuild.image.model import (
     parse_config,
 )
 from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.source import folder_and_tag
 from envbuild.recipe.targets import host_arch
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def open_layout(request: Request) -> OpenedImage:
     """`DIR[:TAG]`: an image of an OCI layout, whose blobs are read where they lie."""
-    folder, tag = _folder_and_tag(request.rest)
+    folder, tag = folder_and_tag(request.rest)
     blobs = Blobs(folder / "blobs")
 
     def bring(blob: Descriptor) -> None:
@@ -50,7 +51,7 @@ def open_archive(request: Request) -> OpenedImage:
     """`FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
     from envbuild.image.archive import read_archive
 
-    file, tag = _folder_and_tag(request.rest)
+    file, tag = folder_and_tag(request.rest)
     if not file.exists():
         raise UsageError(f"{file} does not exist", "give the file of an image archive")
     folder = request.stack.enter_context(request.environment.store.working("opened"))
@@ -145,16 +146,6 @@ def _opened(
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
     return OpenedImage(about, layers, bring or here, request.environment.store)
-
-
-def _folder_and_tag(text: str) -> tuple[Path, str | None]:
-    """The path, which may hold colons, and the tag, which may too: the longest path that exists."""
-    parts = text.split(":")
-    for count in range(len(parts), 0, -1):
-        path = Path(":".join(parts[:count]))
-        if path.exists():
-            return path, ":".join(parts[count:]) or None
-    return Path(text), None
 
 
 def _index(folder: Path) -> bytes:

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, locked_option, offline_option, target_option
-from envbuild.cli.squash import (
-    compression_option,
-    faults_option,
-    from_option,
-    make,
-    no_bytecode_option,
-    no_verify_option,
-    runtime_option,
-    show_results,
-)
+from envbuild.cli.squash import Choices, from_option, make, with_choices
 
 
 @click.command("apptainer")
@@ -26,35 +16,17 @@ from envbuild.cli.squash import (
     "--out", type=click.Path(path_type=Path), metavar="FILE",
     help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sif; with --from as `apptainer pull` names it.",
 )  # fmt: skip
-@target_option
 @click.option(
     "--engine", type=click.Choice(["native", "apptainer"]), default="native", show_default=True,
     help="apptainer: `apptainer build` of the same layers by the installed tool.",
 )  # fmt: skip
-@compression_option
-@no_verify_option
-@faults_option
-@runtime_option
-@no_bytecode_option
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@with_choices
 def apptainer_command(
     recipe: str | None,
     source: str | None,
     out: Path | None,
-    target: str | None,
     engine: str,
-    compression: str,
-    no_verify: bool,
-    faults: bool,
-    runtime: str | None,
-    no_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    choices: Choices,
 ) -> None:
     """Build the SIF of RECIPE (default: pt_cpu) for Apptainer and Singularity, and prove it by training in it.
 
@@ -69,9 +41,4 @@ def apptainer_command(
       envbuild apptainer pt_cpu --engine apptainer
       apptainer exec pt_cpu.sif torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    results, plan = make(
-        ["apptainer"], recipe, source=source, target=target, out=out, compression=compression,
-        verify=not no_verify, faults=faults, runtime=runtime, bytecode=not no_bytecode,
-        dry_run=dry_run, locked=locked, offline=offline, engine=engine,
-    )  # fmt: skip
-    show_results(results, plan, as_json=as_json)
+    make(["apptainer"], recipe, choices, source=source, out=out, engine=engine)

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import click
 
-from envbuild.cli.common import json_option, locked_option, offline_option, target_option
-from envbuild.cli.squash import (
-    compression_option,
-    faults_option,
-    make,
-    no_bytecode_option,
-    no_verify_option,
-    runtime_option,
-    show_results,
-)
+from envbuild.cli.squash import Choices, make, with_choices
 
 _KINDS = ("enroot", "apptainer")
 
@@ -24,29 +15,11 @@ _KINDS = ("enroot", "apptainer")
     "--artifact", "artifacts", required=True, metavar="KIND,…",
     help="enroot, apptainer or both: the squashfs in them is then made once.",
 )  # fmt: skip
-@target_option
-@compression_option
-@no_verify_option
-@faults_option
-@runtime_option
-@no_bytecode_option
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@with_choices
 def build_command(
     recipe: str | None,
     artifacts: str,
-    target: str | None,
-    compression: str,
-    no_verify: bool,
-    faults: bool,
-    runtime: str | None,
-    no_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    choices: Choices,
 ) -> None:
     """Build several artifacts of RECIPE (default: pt_cpu) in one go, each verified, below build/.
 
@@ -66,9 +39,4 @@ def build_command(
             f"--artifact {artifacts!r}: {unknown[0] if unknown else 'nothing'} is not built here",
             f"name {' or '.join(_KINDS)}, or both with a comma; venv and docker have commands of their own",
         )
-    results, plan = make(
-        sorted(wanted, key=_KINDS.index), recipe, target=target, compression=compression,
-        verify=not no_verify, faults=faults, runtime=runtime, bytecode=not no_bytecode,
-        dry_run=dry_run, locked=locked, offline=offline,
-    )  # fmt: skip
-    show_results(results, plan, as_json=as_json)
+    make(sorted(wanted, key=_KINDS.index), recipe, choices)

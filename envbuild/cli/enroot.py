@@ -6,17 +6,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, locked_option, offline_option, target_option
-from envbuild.cli.squash import (
-    compression_option,
-    faults_option,
-    from_option,
-    make,
-    no_bytecode_option,
-    no_verify_option,
-    runtime_option,
-    show_results,
-)
+from envbuild.cli.squash import Choices, from_option, make, with_choices
 
 
 @click.command("enroot")
@@ -26,30 +16,12 @@ from envbuild.cli.squash import (
     "--out", type=click.Path(path_type=Path), metavar="FILE",
     help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sqsh; with --from as `enroot import` names it.",
 )  # fmt: skip
-@target_option
-@compression_option
-@no_verify_option
-@faults_option
-@runtime_option
-@no_bytecode_option
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@with_choices
 def enroot_command(
     recipe: str | None,
     source: str | None,
     out: Path | None,
-    target: str | None,
-    compression: str,
-    no_verify: bool,
-    faults: bool,
-    runtime: str | None,
-    no_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    choices: Choices,
 ) -> None:
     """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
 
@@ -64,9 +36,4 @@ def enroot_command(
       envbuild enroot --from dockerd://pt_cpu:cpu-x86_64 --compression gzip
       srun --container-image=./pytorch.sqsh torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    results, plan = make(
-        ["enroot"], recipe, source=source, target=target, out=out, compression=compression,
-        verify=not no_verify, faults=faults, runtime=runtime, bytecode=not no_bytecode,
-        dry_run=dry_run, locked=locked, offline=offline,
-    )  # fmt: skip
-    show_results(results, plan, as_json=as_json)
+    make(["enroot"], recipe, choices, source=source, out=out)

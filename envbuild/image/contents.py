@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
@@ -23,7 +24,7 @@ _CHUNK = 1 << 20
 _LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 # Written by `docker save` for daemons before 1.10; nothing reads them now.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
-MAX_LINKS = 16
+_MAX_LINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,8 @@ class Contents:
         name = normal(member.name)
         self.files.pop(name, None)
         self.links.pop(name, None)
-        if member.kind == SYMLINK:
-            self.links[name] = normal(posixpath.join(posixpath.dirname(name), member.link))
-        elif member.kind == HARDLINK:
-            self.links[name] = normal(member.link)
+        if member.kind in (SYMLINK, HARDLINK):
+            self.links[name] = link_target(member)
         elif member.kind == FILE and posixpath.basename(name) not in _USELESS:
             if member.pieces is not None:
                 raise BuildError(f"{self.where}: {name}: a sparse file in an image archive")
@@ -54,11 +53,7 @@ class Contents:
 
     def get(self, name: str) -> Descriptor:
         """The blob that `name`, as manifest.json spells it, leads to."""
-        path = normal(name)
-        for _ in range(MAX_LINKS):
-            if path not in self.links:
-                break
-            path = self.links[path]
+        path = followed(name, self.links)
         if path not in self.files:
             raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
         return self.files[path]
@@ -98,3 +93,20 @@ class Contents:
 def normal(name: str) -> str:
     """A name in an archive, as a path without leading slash or dots."""
     return posixpath.normpath("/" + name).lstrip("/")
+
+
+def link_target(member: Member) -> str:
+    """The name in the archive that a link leads to."""
+    if member.kind == HARDLINK:
+        return normal(member.link)
+    return normal(posixpath.join(posixpath.dirname(normal(member.name)), member.link))
+
+
+def followed(name: str, links: Mapping[str, str]) -> str:
+    """Where `name`, as manifest.json spells it, leads by way of `links`."""
+    path = normal(name)
+    for _ in range(_MAX_LINKS):
+        if path not in links:
+            break
+        path = links[path]
+    return path

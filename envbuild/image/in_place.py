@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import posixpath
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from envbuild.errors import BuildError
 from envbuild.image.archive import listed_images, pick_image
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
-from envbuild.image.contents import MAX_LINKS, normal
+from envbuild.image.contents import followed, link_target, normal
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import from_index
 from envbuild.image.model import MAX_MANIFEST, Descriptor, digest_of, is_digest, parse_config
@@ -117,11 +116,7 @@ class _Index:
     links: dict[str, str]
 
     def get(self, name: str) -> tuple[int, int]:
-        path = normal(name)
-        for _ in range(MAX_LINKS):
-            if path not in self.links:
-                break
-            path = self.links[path]
+        path = followed(name, self.links)
         if path not in self.ranges:
             raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
         return self.ranges[path]
@@ -142,10 +137,8 @@ def _index(stream: BinaryIO, where: str) -> _Index:
         name = normal(member.name)
         ranges.pop(name, None)
         links.pop(name, None)
-        if member.kind == SYMLINK:
-            links[name] = normal(posixpath.join(posixpath.dirname(name), member.link))
-        elif member.kind == HARDLINK:
-            links[name] = normal(member.link)
+        if member.kind in (SYMLINK, HARDLINK):
+            links[name] = link_target(member)
         elif member.kind == FILE:
             if member.pieces is not None:
                 raise BuildError(f"{where}: {name}: a sparse file in an image archive")

@@ -39,11 +39,8 @@ class Source:
 
     @property
     def place(self) -> tuple[Path, str | None]:
-        """A layout's folder, which may have colons in its name, and the tag of the image in it."""
-        folder, colon, tag = self.rest.rpartition(":")
-        if not colon or os.path.exists(self.rest):
-            return Path(self.rest), None
-        return Path(folder), tag
+        """A layout's folder and the tag of the image in it, which both may have colons."""
+        return folder_and_tag(self.rest)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -88,14 +85,19 @@ def _of_form(form: str, rest: str, text: str) -> Source:
         raise UsageError(f"--from {text!r}: nothing follows {form}:", f"write {_HINT}")
     if form == "docker-daemon":
         parse_reference(rest)
-    elif not any(os.path.exists(path) for path in _paths(form, rest)):
+    elif not (folder_and_tag(rest)[0] if form == "oci" else Path(rest)).exists():
         raise UsageError(f"--from {text!r}: {rest} does not exist", f"write {_HINT}")
     return Source(form, rest)
 
 
-def _paths(form: str, rest: str) -> tuple[str, ...]:
-    """What of `rest` may be the path: a layout's folder may be followed by a tag."""
-    return (rest, rest.rpartition(":")[0]) if form == "oci" else (rest,)
+def folder_and_tag(text: str) -> tuple[Path, str | None]:
+    """The path, which may hold colons, and the tag, which may too: the longest path that exists."""
+    parts = text.split(":")
+    for count in range(len(parts), 0, -1):
+        path = Path(":".join(parts[:count]))
+        if path.exists():
+            return path, ":".join(parts[count:]) or None
+    return Path(text), None
 
 
 def _of_registry(rest: str, text: str) -> Source:

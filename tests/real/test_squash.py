@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from lab.apptainer import FLAGS, Apptainer
+from lab.dockerd import Lab
 
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
@@ -389,6 +390,38 @@ def test_enroots_spellings_reach_a_registry_and_name_the_file(
         assert Path(sif["path"]).name == "odd_2.sif"
         done = envbuild("enroot", "--from", f"docker://me@{lab.address}#team/odd:2", **env)
         assert done.returncode == 2 and "no credentials of 'me'" in done.stderr
+
+
+def test_an_image_is_the_same_from_wherever_it_is_read(
+    envbuild: Command, tmp_path: Path, docker_daemon: Lab
+) -> None:
+    # A daemon refuses links to files of other layers.
+    layers = [[item for item in layer if item[0].kind != HARDLINK] for layer in ODD]
+    odd = layout_of(tmp_path / "odd", layers, config={"Cmd": ["sh"]})
+    archive = tmp_path / "image.tar"
+    run("skopeo", "copy", f"{odd}:lab:1", f"docker-archive:{archive}:lab/odd:1")
+    run("gzip", "--keep", archive)
+    env = docker_daemon.environment()
+    run("docker", "load", "-i", archive, env={**os.environ, **env})
+    sources = [odd, f"{odd}:lab:1", str(archive), f"docker-archive:{archive}.gz"]
+    sources += ["dockerd://lab/odd:1", "docker-daemon:lab/odd:1"]
+    trees = []
+    for number, source in enumerate(sources):
+        # Segments made of one source must not hide what another does.
+        store = str(tmp_path / f"store{number}")
+        envbuild.json("enroot", "--from", source, "--out", "o.sqsh", ENVBUILD_STORE=store, **env)
+        run("unsquashfs", "-f", "-d", tmp_path / "tree", tmp_path / "o.sqsh")
+        trees.append(own(tree(tmp_path / "tree")))
+        shutil.rmtree(tmp_path / "tree")
+    assert all(found == trees[0] for found in trees)
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(envbuild: Command, odd: str) -> None:
+    said = envbuild.json("enroot", "--from", odd, "--dry-run")
+    assert said["from"] == odd and said["path"].endswith("/odd.sqsh")
+    planned = envbuild.json("apptainer", "--dry-run", "--locked")
+    assert planned["recipe"] == "pt_cpu" and planned["artifact"] == "image"
+    assert not list(envbuild.folder.glob("**/*.s*"))
 
 
 # Bad input and bad luck

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from envbuild.errors import UsageError
 from envbuild.image.squashfs.model import BLOCK_SIZE
@@ -127,26 +128,30 @@ def _zstd(level: int) -> tuple[str, bytes, Compress]:
     return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
 
 
+class _Decoder(Protocol):
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: bytes, most: int, /) -> bytes: ...
+
+
 def _gunzip(data: bytes, most: int) -> bytes:
     import zlib
 
-    try:
-        decoder = zlib.decompressobj()
-        found = decoder.decompress(data, most)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not decoder.eof:
-        raise ValueError("longer than it may be, or cut short")
-    return found
+    return _whole(zlib.decompressobj(), data, most, zlib.error)
 
 
 def _unxz(data: bytes, most: int) -> bytes:
     import lzma
 
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27)
+    return _whole(decoder, data, most, lzma.LZMAError)
+
+
+def _whole(decoder: _Decoder, data: bytes, most: int, failure: type[Exception]) -> bytes:
     try:
-        decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27)
         found = decoder.decompress(data, most)
-    except lzma.LZMAError as error:
+    except failure as error:
         raise ValueError(str(error)) from None
     if not decoder.eof:
         raise ValueError("longer than it may be, or cut short")
