@@ -26,6 +26,7 @@ from envbuild.verify.image_file import (
     is_image_file,
     open_image_file,
 )
+from envbuild.verify.receipt import passing_receipt, receipt_path
 
 Say = Callable[[str], None]
 SUFFIXES = {ENROOT: ".sqsh", APPTAINER: ".sif"}
@@ -103,15 +104,25 @@ def accept(
     for file, path in zip(wish.files, staged, strict=True):
         digest = file_digest(path)
         state = made.state or _state_inside(path)
-        receipt = _verified(file, path, digest, state, wish, made, environment, say)
+        known = wish.verify and _has_receipt(file, digest, wish, made)
+        verified = False
+        if wish.verify and not known:
+            verified = _verified(file, path, digest, state, wish, made, environment, say)
         with place.writing(file.path.parent):
             os.replace(path, file.path)
+            if not known and not verified:
+                receipt_path(file.path).unlink(missing_ok=True)
         seconds = time.monotonic() - made.started
         target = state.target if state else made.arch
-        results.append(
-            Result(file.path, digest, target, receipt, seconds, True, receipt is not None)
-        )
+        receipt = receipt_path(file.path) if known or verified else None
+        results.append(Result(file.path, digest, target, receipt, seconds, True, verified))
     return results
+
+
+def _has_receipt(file: File, digest: str, wish: Wish, made: Made) -> bool:
+    if made.plan is None:
+        return passing_receipt(file.path, digest) is not None
+    return has_receipt(file.path, digest, made.plan, wish.faults)
 
 
 def _state_inside(path: Path) -> State | None:
@@ -130,31 +141,20 @@ def _verified(
     made: Made,
     environment: Environment,
     say: Say,
-) -> Path | None:
-    """The receipt of the file at `path`, None where it cannot be verified; then why is said."""
-    from envbuild.verify.receipt import passing_receipt, receipt_path
-
-    receipt = receipt_path(file.path)
-    if wish.verify and state is not None and made.arch == host_arch():
-        known = (
-            has_receipt(file.path, digest, made.plan, wish.faults)
-            if made.plan
-            else passing_receipt(file.path, digest) is not None
-        )
-        if known:
-            return receipt
+) -> bool:
+    """Verify the file at `path`; False where that cannot be done here, then why is said."""
+    if state is None:
+        why = "the image holds no environment of envbuild's"
+    elif made.arch != host_arch():
+        why = f"this {host_arch()} host cannot run {made.arch}"
+    else:
         try:
             _verify(file, path, digest, state, wish, environment, say)
-            return receipt
+            return True
         except HostError as error:
-            say(f"{file.path}: not verified: {error.message}")
-    elif wish.verify and state is None:
-        say(f"{file.path}: not verified: the image holds no environment of envbuild's")
-    elif wish.verify:
-        say(f"{file.path}: not verified: this {host_arch()} host cannot run {made.arch}")
-    with place.writing(file.path.parent):
-        receipt.unlink(missing_ok=True)
-    return None
+            why = error.message
+    say(f"{file.path}: not verified: {why}")
+    return False
 
 
 def _verify(
@@ -169,7 +169,7 @@ def _verify(
     """Train in the image, and write its receipt. Raises VerificationError after keeping what failed."""
     from envbuild.verify.explain import failures
     from envbuild.verify.file_subject import file_subject
-    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
+    from envbuild.verify.receipt import make_receipt, write_receipt
     from envbuild.verify.run import verify
 
     settings: Any = settings_of(state.verify, {"faults": wish.faults})
