@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import click
 
 from envbuild.cli.common import offline_option, open_recipe, say
+from envbuild.cli.lock_conda import (
+    EXPORTS,
+    SOLVERS,
+    CondaWork,
+    check_conda,
+    conda_faults,
+    has_wheels,
+    lock_conda,
+    upgrades_of_wheels,
+    write_exports,
+)
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError, UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -31,12 +43,25 @@ _ALL = "*"
     help="Lock the base of container images too, where that was never done.",
 )
 @click.option(
+    "--conda",
+    "with_conda",
+    is_flag=True,
+    help="Lock the recipe's conda packages too, where that was never done.",
+)
+@click.option(
+    "--solver", type=click.Choice(SOLVERS), default=SOLVERS[0], show_default=True,
+    help="What solves conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
+    "(or in ENVBUILD_CONDA).",
+)  # fmt: skip
+@click.option(
     "--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale."
 )
 @click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
 @click.option(
-    "--export", type=click.Choice(["pylock"]), help="Also write the lock as PEP 751 pylock files."
-)
+    "--export", type=click.Choice(["pylock", *EXPORTS]),
+    help="Also write the lock for other tools: PEP 751 pylock files; or the conda lock, with what pip adds, as "
+    "conda-lock.yml, as environment.yml with exact pins, or as @EXPLICIT list.",
+)  # fmt: skip
 @click.option(
     "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
     help="Folder for exported files. Default: here.",
@@ -47,6 +72,8 @@ def lock_command(
     targets: tuple[str, ...],
     upgrades: tuple[str, ...],
     with_image: bool,
+    with_conda: bool,
+    solver: str,
     check: bool,
     dry_run: bool,
     export: str | None,
@@ -62,6 +89,10 @@ def lock_command(
     packages or an image's digest. From then on it is renewed when the recipe's [image] changes or by --upgrade
     of everything.
 
+    The conda packages of a recipe with [conda] have locks of their own, made by --conda or by the first conda build:
+    conda-lock.yml, one file for the targets of an accelerator, and a file for what pip adds. From then on they are
+    renewed when the recipe's [conda] changes, or by --upgrade of everything or of a package in them.
+
     \b
     Examples:
       envbuild lock pt_cpu
@@ -69,8 +100,11 @@ def lock_command(
       envbuild lock pt_cpu pt_minimal --check
       envbuild lock pt_cpu --export pylock
       envbuild lock pt_cpu --image
+      envbuild lock pt_cpu --conda
+      envbuild lock pt_cpu --upgrade=pytorch
+      envbuild lock pt_cpu --export conda-lock --export-dir exported
     """
-    from envbuild.lock.manage import update_lock
+    from envbuild.lock.manage import inspect_lock, update_lock
 
     if not recipes:
         taken = (
@@ -85,28 +119,44 @@ def lock_command(
         for loaded in (open_recipe(name, environment) for name in recipes)
         for target in _targets(loaded, targets)
     ]
+    if with_conda or export in EXPORTS:
+        check_conda(loaded for loaded, _ in work)
     if check:
         _check(work)
         return
     upgrade = None if _ALL in upgrades else upgrades
     for loaded, target in work:
+        if not has_wheels(loaded, target):
+            continue
+        moving: Collection[str] | None = upgrade
+        if upgrade:
+            moving = upgrades_of_wheels(
+                loaded, target, inspect_lock(loaded, target).lock, list(upgrade)
+            )
         say(f"{loaded.recipe.name} {target.name}: resolving …")
         resolution = update_lock(
             loaded,
             target,
             environment,
-            upgrade=upgrade,
+            upgrade=moving,
             offline=offline,
             say=say,
             write=not dry_run,
         )
-        if export and not dry_run:
+        if export == "pylock" and not dry_run:
             click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
     for loaded, target in work:  # after all wheels: a registry out of reach costs nothing of theirs
         _lock_image(
             loaded, target, environment,
             wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
         )  # fmt: skip
+    conda = CondaWork(
+        with_conda, upgrade, offline, not dry_run, solver,
+        export if export in EXPORTS and not dry_run else None, export_dir,
+    )  # fmt: skip
+    for loaded, target in work:  # last, for the same reason
+        lock_conda(loaded, target, environment, conda)
+    write_exports(conda)
 
 
 def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:
@@ -122,6 +172,9 @@ def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
     faults = []
     for loaded, target in work:
         faults += _image_faults(loaded, target)
+        faults += conda_faults(loaded, target)
+        if not has_wheels(loaded, target):
+            continue
         state = inspect_lock(loaded, target)
         if state.fault is not None or state.lock is None:
             faults.append(f"{state.path}: {state.fault}")

@@ -6,7 +6,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,21 @@ class Resolution:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What uv is to resolve: requirements and constraints, and `digest`, the new lock's recipe_digest.
+
+    `provided` are distributions that something else installs, by version; `stubs` is the folder with wheels that
+    stand for them. They take part in the resolution and are no part of the lock.
+    """
+
+    requirements: tuple[str, ...]
+    constraints: tuple[str, ...]
+    digest: str
+    provided: Mapping[str, str] = field(default_factory=dict)
+    stubs: Path | None = None
+
+
 def resolve(
     recipe: LoadedRecipe,
     target: Target,
@@ -43,12 +58,30 @@ def resolve(
     has no sha256, or when the result is for another accelerator than the target's.
     """
     table = recipe.recipe.targets[target.name]
+    wanted = Wanted(
+        (*recipe.recipe.requirements, *table.requirements),
+        recipe.recipe.constraints,
+        recipe.resolution_digest(target),
+    )
+    return resolve_wanted(wanted, recipe, target, environment, keep=keep, offline=offline)
+
+
+def resolve_wanted(
+    wanted: Wanted,
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    keep: Lock | None = None,
+    offline: bool = False,
+) -> Resolution:
+    """Resolve `wanted` for `target` as `resolve` does, through the target's indexes."""
+    table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, notes = _reachable(table.indexes, environment, offline)
     with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
         work = Path(folder)
-        wanted = [*recipe.recipe.requirements, *table.requirements]
-        (work / "requirements.in").write_text("\n".join(wanted) + "\n")
+        (work / "requirements.in").write_text("\n".join(wanted.requirements) + "\n")
         environment.write_uv_settings(work / "uv.toml", indexes)
         pylock = work / "pylock.toml"
         command: list[str | Path] = [
@@ -58,8 +91,11 @@ def resolve(
             "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", pylock,
             "--no-header", "--no-annotate", "--quiet",
         ]  # fmt: skip
+        if wanted.stubs is not None:
+            command += ["--find-links", wanted.stubs]
+        fixed = [f"{name}=={version}" for name, version in wanted.provided.items()]
         for pins, preferred in _ways_to_keep(keep):
-            lines = [*recipe.recipe.constraints, *pins]
+            lines = [*wanted.constraints, *fixed, *pins]
             (work / "constraints.txt").write_text("\n".join(lines) + "\n")
             pylock.write_text(_preferences(preferred))
             done = process.run(
@@ -77,13 +113,18 @@ def resolve(
                 _hint(done.stderr, notes, offline),
             )
         text = pylock.read_text(encoding="utf-8")
-    files = list(_fitting_files(tomllib.loads(text), python, platform, str(recipe.path)))
+    resolved = tomllib.loads(text)
+    resolved["packages"] = [
+        package for package in resolved.get("packages", [])
+        if normalise(package["name"]) not in wanted.provided
+    ]  # fmt: skip
+    files = list(_fitting_files(resolved, python, platform, str(recipe.path)))
     lock = Lock(
         recipe=recipe.recipe.name,
         target=target.name,
         python=python,
         platform=platform,
-        recipe_digest=recipe.resolution_digest(target),
+        recipe_digest=wanted.digest,
         packages=tuple(files),
     )
     check_accelerator(target, lock.packages, str(recipe.path))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.recipe.conda import conda_mistakes
 from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements, image_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
@@ -63,13 +64,30 @@ class LoadedRecipe:
     def image_digest(self, target: Target) -> str:
         """`sha256:...` over what decides the image lock of `target`, and nothing else."""
         recipe, image = self.recipe, self.recipe.image
+        what: dict[str, Any] = {
+            "target": target.name,
+            "base": image.base,
+            "python": recipe.python,
+            "suite": image.suite,
+            "packages": image.packages,
+        }
+        if recipe.environment == "conda":  # its base has no Python of its own
+            what |= {"environment": "conda"}
+        return _digest(what)
+
+    def conda_digest(self, target: Target) -> str:
+        """`sha256:...` over what decides the conda lock of `target`, and nothing else."""
+        recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
             {
                 "target": target.name,
-                "base": image.base,
                 "python": recipe.python,
-                "suite": image.suite,
-                "packages": image.packages,
+                "channels": recipe.conda.channels,
+                "dependencies": recipe.conda.dependencies + table.conda,
+                "requirements": recipe.conda.requirements,
+                "constraints": recipe.constraints,
+                "indexes": table.indexes,
+                "glibc": table.glibc,
             }
         )
 
@@ -98,6 +116,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
     def check(document: Document) -> Iterator[Problem]:
         yield from duplicate_requirements(document)
         yield from image_mistakes(document)
+        yield from conda_mistakes(document)
         yield from _wrong_folder(document)
 
     return LoadedRecipe(decode(document, Recipe, check=check), path, document)

@@ -13,6 +13,7 @@ from envbuild.recipe.checks import (
     requirement_problem,
     variable_problem,
 )
+from envbuild.recipe.conda import CondaTable, spec_problem
 from envbuild.recipe.targets import target_problem
 from envbuild.toml import Document, Keys, Problem
 
@@ -50,6 +51,14 @@ class TargetTable:
             "doc": "The newest glibc that a wheel may need: the oldest that hosts may have.",
             "choices": GLIBCS,
             "example": "2.28",
+        },
+    )
+    conda: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "conda packages of this target, added to [conda]'s dependencies.",
+            "check": spec_problem,
+            "example": ["pytorch 2.7.* cuda126*"],
         },
     )
 
@@ -188,6 +197,17 @@ class Recipe:
             "example": ["setuptools<81"],
         },
     )
+    environment: Literal["venv", "conda"] = field(
+        default="venv",
+        metadata={
+            "doc": "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
+            "example": "conda",
+        },
+    )
+    conda: CondaTable = field(
+        default_factory=CondaTable,
+        metadata={"doc": "What conda environments are made of."},
+    )
     image: ImageTable = field(
         default_factory=ImageTable,
         metadata={"doc": "What container images are built on."},
@@ -236,7 +256,7 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
     for key in ("suite", "packages"):
         if key in image:
             yield ("image", key), f'{key!r} in [image]: only with base = "debian"'
-    if not image.get("python"):
+    if not image.get("python") and document.data.get("environment") != "conda":
         yield (
             ("image",),
             "'python' in [image] is missing: where is the interpreter in the base image?",

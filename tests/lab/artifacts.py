@@ -29,6 +29,8 @@ from envbuild.image.model import (
 )
 
 SITE = "lib/python3.11/site-packages"
+# What stands for the place of a conda environment in files of a conda package.
+PLACEHOLDER = "/opt/placehold_placehold_placehold_placehold_placehold_placehold_placehold_placehold"
 # path → content; str ending in "/" is a folder, a value "-> target" a symbolic link
 Files = Mapping[str, bytes | str]
 
@@ -66,6 +68,48 @@ def frame(**more: Any) -> dict[str, bytes | str]:
     """What a venv has besides packages."""
     config = "home = /usr/bin\nversion_info = 3.11.7\ninclude-system-site-packages = false\n"
     return {"pyvenv.cfg": config, "bin/python": "-> /usr/bin/python3.11", "envbuild.json": state(**more)}  # fmt: skip
+
+
+def conda_package(
+    name: str,
+    version: str,
+    files: Files,
+    place: str,
+    *,
+    build: str = "h0_0",
+    entry_point: bool = False,
+    **more: Any,
+) -> dict[str, bytes | str]:
+    """A conda package installed in an environment at `place`, with its record; `more` are fields of that.
+
+    In `files`, which may hold PLACEHOLDER, bytes are binary. An `entry_point` has the package's name.
+    """
+    own: dict[str, bytes | str] = {}
+    rows: list[dict[str, Any]] = []
+    for path, content in files.items():
+        own[path] = installed = _replaced(content, place)
+        row: dict[str, Any] = {"_path": path, "path_type": "hardlink", "sha256": _hex(content)}
+        if isinstance(content, str) and content.startswith("-> "):
+            row |= {"path_type": "softlink", "sha256_in_prefix": _hex("the path of the link")}
+        elif installed != content:
+            mode = "text" if isinstance(content, str) else "binary"
+            row |= {"file_mode": mode, "prefix_placeholder": PLACEHOLDER}
+            row |= {"sha256_in_prefix": _hex(installed)}
+        rows.append(row)
+    if entry_point:
+        own[f"bin/{name}"] = script = f"#!{place}/bin/python3.11\nimport {name}\n"
+        kind = "unix_python_entry_point"
+        rows.append({"_path": f"bin/{name}", "path_type": kind, "sha256": _hex(script)})
+    stem = f"{name}-{version}-{build}"
+    channel = "https://conda.anaconda.org/conda-forge"
+    record = {
+        "name": name, "version": version, "build": build, "subdir": "linux-64", "channel": f"{channel}/",
+        "fn": f"{stem}.conda", "url": f"{channel}/linux-64/{stem}.conda", "sha256": _hex(stem),
+        "license": "BSD-3-Clause", "files": [row["_path"] for row in rows],
+        "paths_data": {"paths_version": 1, "paths": rows}, "link": {"source": f"{place}/../{stem}"},
+    }  # fmt: skip
+    own[f"conda-meta/{stem}.json"] = json.dumps({**record, **more}, indent=1)
+    return own
 
 
 def make_venv(folder: Path, files: Files) -> Path:
@@ -155,6 +199,17 @@ def _entry(path: str, content: bytes | str, more: Mapping[str, Any]) -> tuple[En
 
 def _bytes(content: bytes | str) -> bytes:
     return content.encode() if isinstance(content, str) else content
+
+
+def _replaced(content: bytes | str, place: str) -> bytes | str:
+    if isinstance(content, str):
+        return content.replace(PLACEHOLDER, place)
+    old, new = PLACEHOLDER.encode(), place.encode()
+    return content.replace(old, new + bytes(len(old) - len(new)))
+
+
+def _hex(content: bytes | str) -> str:
+    return hashlib.sha256(_bytes(content)).hexdigest()
 
 
 def _hash(content: bytes | str) -> str:

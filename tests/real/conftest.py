@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 from lab import apptainer
+from lab import conda_channel as lab_conda
+from lab.conda_channel import Channel
+from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
+
+from envbuild.environment import load_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -129,6 +134,23 @@ def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptai
     if reason is not None:
         pytest.skip(reason)
     return apptainer.apptainer(tmp_path_factory.mktemp("apptainer"))
+
+
+@pytest.fixture(scope="session")
+def conda_channel(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> Channel:
+    """A conda channel for linux-64 and linux-aarch64 with conda-forge's names, made once."""
+    reason = lab_conda.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
+    return lab_conda.build_channel(tmp_path_factory.mktemp("conda") / "channel", environment)
+
+
+@pytest.fixture
+def conda_server(conda_channel: Channel) -> Iterator[Server]:
+    """The channel over HTTP, without faults, no request made yet."""
+    with serve(conda_channel.folder) as running:
+        yield running
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

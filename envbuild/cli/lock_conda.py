@@ -1,0 +1,191 @@
+"""The conda part of `envbuild lock`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from envbuild.cli.common import say
+from envbuild.environment import Environment
+from envbuild.errors import LockError
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.lock.conda import CondaLock
+    from envbuild.lock.conda_export import PipFile
+    from envbuild.lock.conda_manage import Solver
+    from envbuild.lock.format import Lock
+
+EXPORTS = ("conda-lock", "environment", "explicit")
+SOLVERS = ("rattler", "conda-lock")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One target's share of an exported file."""
+
+    lock: CondaLock
+    channels: tuple[str, ...]
+    pip: tuple[PipFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CondaWork:
+    """What `envbuild lock` was asked to do with conda locks. `upgrade` is None for every package."""
+
+    wanted: bool
+    upgrade: Collection[str] | None
+    offline: bool
+    write: bool
+    solver: str
+    export: str | None
+    folder: Path
+    exports: dict[Path, list[Exported]] = field(default_factory=dict)
+
+
+def has_conda(loaded: LoadedRecipe) -> bool:
+    """Whether the recipe has conda packages."""
+    return bool(loaded.recipe.conda.dependencies)
+
+
+def check_conda(recipes: Iterable[LoadedRecipe]) -> None:
+    """Raise UsageError for the first of `recipes` without conda packages."""
+    from envbuild.lock.conda_manage import check_has_conda
+
+    for loaded in recipes:
+        check_has_conda(loaded)
+
+
+def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
+    """Whether a wheel lock makes sense: an image recipe of conda packages alone has none."""
+    recipe = loaded.recipe
+    asked = recipe.requirements or recipe.targets[target.name].requirements
+    return recipe.environment != "conda" or bool(asked)
+
+
+def conda_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
+    """Why the conda lock of `target` is not current; nothing where none was ever made or wanted."""
+    if not has_conda(loaded):
+        return []
+    from envbuild.lock.conda_accelerator import check_conda_accelerator
+    from envbuild.lock.conda_manage import inspect_conda_lock
+
+    state = inspect_conda_lock(loaded, target)
+    if state.lock is None and loaded.recipe.environment != "conda":
+        return []
+    if state.fault is not None or state.lock is None:
+        return [f"{state.path}: {state.fault}"]
+    check_conda_accelerator(target, state.lock.packages, str(state.path))
+    say(f"{state.path}: current for {target.name}")
+    return []
+
+
+def upgrades_of_wheels(
+    loaded: LoadedRecipe, target: Target, old: Lock | None, names: Sequence[str]
+) -> list[str]:
+    """Those of `names` that concern the wheel lock: all but those that only the conda lock knows."""
+    if not has_conda(loaded) or not names:
+        return list(names)
+    from envbuild.lock.conda_manage import inspect_conda_lock, knows
+    from envbuild.names import normalise
+
+    conda = inspect_conda_lock(loaded, target).lock
+    wheels = {package.name for package in old.packages} if old else set()
+    return [
+        name for name in names
+        if normalise(name) in wheels or conda is None or not knows(conda, name)
+    ]  # fmt: skip
+
+
+def lock_conda(
+    loaded: LoadedRecipe, target: Target, environment: Environment, work: CondaWork
+) -> None:
+    """Make or renew the conda lock of `target` where that is wanted or due; export it.
+
+    Raises LockError when it cannot be made; the wheel locks are in place by then.
+    """
+    from envbuild.lock.conda_manage import (
+        inspect_conda_lock,
+        knows,
+        update_conda_lock,
+    )
+
+    if not has_conda(loaded):
+        return
+    state = inspect_conda_lock(loaded, target)
+    if state.lock is None and not (
+        work.wanted or work.export or loaded.recipe.environment == "conda"
+    ):
+        return
+    upgrade = work.upgrade
+    if upgrade and state.lock is not None and has_wheels(loaded, target):
+        # The names that were meant for wheels went there.
+        upgrade = [name for name in upgrade if knows(state.lock, name)]
+    lock = state.lock if state.fault is None else None
+    due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
+    if due:
+        say(f"{loaded.recipe.name} {target.name}: solving conda packages …")
+        lock = update_conda_lock(
+            loaded, target, environment, upgrade=upgrade, offline=work.offline, say=say,
+            write=work.write, solver=_solver(work.solver),
+        ).lock  # fmt: skip
+    if work.export and lock is not None:
+        _export(loaded, target, environment, lock, work)
+
+
+def _solver(name: str) -> Solver | None:
+    if name == SOLVERS[0]:
+        return None
+    from envbuild.lock.conda_lock_tool import solve_by_conda_lock
+
+    return solve_by_conda_lock
+
+
+def _export(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    lock: CondaLock,
+    work: CondaWork,
+) -> None:
+    """Keep what `write_exports` has to write."""
+    from envbuild.lock import conda_export
+    from envbuild.lock.conda_pip import resolve_pip
+
+    pip: tuple[PipFile, ...] = ()
+    if lock.pip.packages and work.export == "conda-lock":
+        # The lock names no URLs: uv is asked again, for what is locked.
+        again = resolve_pip(
+            loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline
+        )
+        pip = conda_export.pip_files(lock, again.pylock)
+    path = work.folder / conda_export.file_name(work.export or "", lock.recipe, target)
+    work.exports.setdefault(path, []).append(Exported(lock, loaded.recipe.conda.channels, pip))
+
+
+def write_exports(work: CondaWork) -> None:
+    """Write the exported files and print their paths."""
+    from envbuild.artifacts.place import writing
+    from envbuild.files import write_atomically
+    from envbuild.lock import conda_export
+    from envbuild.lock.conda_format import part_of
+
+    for path, shares in work.exports.items():
+        first = shares[0]
+        if work.export == "environment":
+            text = conda_export.environment_text(first.lock, first.channels)
+        elif work.export == "explicit":
+            text = conda_export.explicit_text(first.lock)
+        else:
+            text = conda_export.conda_lock_text(
+                [part_of(share.lock, share.channels) for share in shares],
+                {share.lock.target: share.pip for share in shares},
+            )
+        with writing(work.folder, LockError):
+            write_atomically(path, text)
+        click.echo(path)

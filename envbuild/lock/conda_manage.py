@@ -1,0 +1,262 @@
+"""Conda locks: whether they are current, and how they are renewed.
+
+A target's lock lies in two files: its conda packages in `<accelerator>.conda-lock.yml`, with those of the
+accelerator's other targets, and what pip adds in `<target>.conda.requirements.txt`. The first holds the digest of
+the second, so that a run that was killed between the two is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from envbuild.environment import Environment
+from envbuild.errors import LockError, UsageError
+from envbuild.lock import format as pip_format
+from envbuild.lock.conda import (
+    CondaLock,
+    CondaPackage,
+    conda_lock_name,
+    no_pip,
+    pip_lock_name,
+)
+from envbuild.lock.conda_accelerator import check_conda_accelerator
+from envbuild.lock.conda_format import CondaPart, part_of, read, render
+from envbuild.lock.format import Lock, changes
+from envbuild.lock.resolve import Resolution
+from envbuild.lock.state import LockState, inspect_lock_file, lock_folders, write_lock_file
+from envbuild.names import normalise
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+Say = Callable[[str], None]
+Solver = Callable[..., tuple[CondaPackage, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class CondaResolution:
+    """A fresh lock, and the resolution of what pip adds (None where the recipe asks for nothing)."""
+
+    lock: CondaLock
+    pip: Resolution | None
+
+
+def inspect_conda_lock(recipe: LoadedRecipe, target: Target) -> LockState[CondaLock]:
+    """Read the target's conda lock without changing anything. Raises LockError when it is not readable."""
+
+    def read_target(path: Path) -> CondaLock | None:
+        part = (read(path) or {}).get(target.name)
+        if part is None:
+            return None
+        pip = pip_format.read(path.with_name(pip_lock_name(target)))
+        return CondaLock(
+            part.recipe,
+            part.target,
+            # A pip part of other conda packages makes the whole stale.
+            part.recipe_digest if _goes_with(part, pip, recipe) else "",
+            part.packages,
+            pip or _without_pip(recipe, target),
+        )
+
+    return inspect_lock_file(
+        recipe, target, conda_lock_name(target), read_target, recipe.conda_digest(target),
+        what="conda lock", subject="the recipe or what pip adds",
+    )  # fmt: skip
+
+
+def _goes_with(part: CondaPart, pip: Lock | None, recipe: LoadedRecipe) -> bool:
+    if not recipe.recipe.conda.requirements:
+        return pip is None and not part.pip_digest
+    return pip is not None and pip.digest == part.pip_digest
+
+
+def _without_pip(recipe: LoadedRecipe, target: Target) -> Lock:
+    table = recipe.recipe.targets[target.name]
+    return no_pip(
+        recipe.recipe.name,
+        target.name,
+        recipe.recipe.python,
+        target.platform(table.glibc),
+        recipe.conda_digest(target),
+    )
+
+
+def check_has_conda(recipe: LoadedRecipe) -> None:
+    """Raise UsageError for a recipe without conda packages."""
+    if not recipe.recipe.conda.dependencies:
+        raise UsageError(
+            f"recipe {recipe.recipe.name} has no [conda] packages",
+            'add a table to it: [conda] with dependencies = ["numpy 2.2.*"]',
+        )
+
+
+def ensure_conda_lock(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    locked: bool,
+    offline: bool,
+    say: Say,
+) -> CondaLock:
+    """The current conda lock of `target`; a missing or stale one is made, and said, unless `locked`.
+
+    Raises UsageError for a recipe without conda packages, LockError when `locked` and there is none, or when it
+    cannot be made.
+    """
+    check_has_conda(recipe)
+    state = inspect_conda_lock(recipe, target)
+    if state.fault is None and state.lock is not None:
+        check_conda_accelerator(target, state.lock.packages, str(state.path))
+        return state.lock
+    if locked:
+        name = recipe.recipe.name
+        raise LockError(
+            f"{state.path}: {state.fault}",
+            f"make it with `envbuild lock {name} --conda --target {target.name}` and commit it",
+        )
+    say(f"{state.path}: {state.fault}; solving {target.name} …")
+    return update_conda_lock(recipe, target, environment, upgrade=(), offline=offline, say=say).lock
+
+
+def update_conda_lock(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    upgrade: Collection[str] | None,
+    offline: bool,
+    say: Say,
+    write: bool = True,
+    solver: Solver | None = None,
+) -> CondaResolution:
+    """Solve anew and write the lock. `upgrade`: None moves every package, names move only those.
+
+    Files are replaced by renames, other targets' packages in them stay; what changed is said line by line.
+    `solver` is `conda_solve.solve`, or another with its signature.
+    """
+    from envbuild.lock import conda_pip, conda_solve
+
+    check_has_conda(recipe)
+    old = inspect_conda_lock(recipe, target).lock
+    kept = None if upgrade is None or old is None else without_conda(old, upgrade)
+    packages = (solver or conda_solve.solve)(
+        recipe, target, environment, keep=kept.packages if kept else (), offline=offline
+    )
+    check_conda_accelerator(target, packages, str(recipe.path))
+    pip = None
+    if recipe.recipe.conda.requirements:
+        pip = conda_pip.resolve_pip(
+            recipe, target, environment, packages, keep=kept.pip if kept else None, offline=offline
+        )
+        for note in pip.notes:
+            say(f"note: {note}")
+    lock = CondaLock(
+        recipe.recipe.name,
+        target.name,
+        recipe.conda_digest(target),
+        packages,
+        pip.lock if pip else _without_pip(recipe, target),
+    )
+    path = lock_folders(recipe, target)[-1] / conda_lock_name(target)
+    differences = conda_changes(old, lock)
+    for line in differences:
+        say(f"  {line}")
+    if not write:
+        say(f"{path}: not written (dry run), {len(differences)} packages would change")
+        return CondaResolution(lock, pip)
+    _write(path, recipe, target, lock, pip is not None)
+    count = len(lock.packages) + len(lock.pip.packages)
+    say(f"{path}: {count} packages for {target.name}, {len(differences)} changed")
+    return CondaResolution(lock, pip)
+
+
+def _write(
+    path: Path, recipe: LoadedRecipe, target: Target, lock: CondaLock, with_pip: bool
+) -> None:
+    part = part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
+    beside = path.with_name(pip_lock_name(target))
+    with _alone(path.parent):  # another target's run may be writing the same file
+        others = read(path) or {}
+        parts = {
+            name: other
+            for name, other in others.items()
+            if other.recipe == lock.recipe and name in recipe.recipe.targets
+        }
+        if with_pip:
+            write_lock_file(beside, pip_format.render(lock.pip))
+        write_lock_file(path, render(list({**parts, target.name: part}.values())))
+        if not with_pip:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold `folder` (flock) where it exists and its file system has locks."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
+    """`lock` less `names`, of conda packages or of what pip adds: what is left is preferred, the rest may move.
+
+    Raises LockError when a name is not in the lock.
+    """
+    known = lock_names(lock)
+    unknown = sorted(name for name in names if not _is_known(name, known))
+    if unknown:
+        raise LockError(
+            f"--upgrade: {', '.join(unknown)} is not in the conda lock of {lock.recipe} ({lock.target})",
+            f"locked are: {', '.join(sorted(known))}",
+        )
+    conda = {name.lower() for name in names}
+    pip = {normalise(name) for name in names}
+    packages = tuple(p for p in lock.packages if p.name not in conda)
+    added = replace(lock.pip, packages=tuple(p for p in lock.pip.packages if p.name not in pip))
+    return replace(lock, packages=packages, pip=added)
+
+
+def lock_names(lock: CondaLock) -> set[str]:
+    """The names of all packages of `lock`, conda's and pip's."""
+    return {p.name for p in lock.packages} | {p.name for p in lock.pip.packages}
+
+
+def _is_known(name: str, known: set[str]) -> bool:
+    return name.lower() in known or normalise(name) in known
+
+
+def knows(lock: CondaLock, name: str) -> bool:
+    """Whether `name` is a package of `lock`, conda's or pip's."""
+    return _is_known(name, lock_names(lock))
+
+
+def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
+    """What an update changed, one line a package: conda packages in the order of names, then pip's."""
+    before = {p.name: p for p in old.packages} if old else {}
+    after = {p.name: p for p in new.packages}
+    lines: list[str] = []
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name), after.get(name)
+        if was is None and now is not None:
+            lines.append(f"+ {name} {now.version} {now.build}")
+        elif now is None and was is not None:
+            lines.append(f"- {name} {was.version} {was.build}")
+        elif was and now and (was.version, was.build) != (now.version, now.build):
+            lines.append(f"~ {name} {was.version} {was.build} -> {now.version} {now.build}")
+        elif was and now and was.sha256 != now.sha256:
+            lines.append(f"~ {name} {now.version} {now.build} (another file)")
+    return lines + [f"{line} (pip)" for line in changes(old.pip if old else None, new.pip)]

@@ -1,0 +1,289 @@
+"""Solve a recipe's conda packages for one target with rattler, from any host."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from envbuild import process
+from envbuild.environment import Environment
+from envbuild.errors import HostError, LockError, RecipeError
+from envbuild.lock.conda import CondaPackage, conda_platform
+from envbuild.lock.conda_format import canonical_depends, file_parts
+from envbuild.recipe.conda import channel_url
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+from envbuild.site.pip_config import ca_bundle, redact
+from envbuild.store.client import split_credentials
+
+_TOKEN = re.compile(r"/t/[^/\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A match spec, and where the recipe asks for it (FILE:LINE:COL)."""
+
+    text: str
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The package's name."""
+        return re.split(r"[^A-Za-z0-9_.-]", self.text, maxsplit=1)[0].lower()
+
+
+def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
+    """What the recipe asks for: its Python, [conda]'s dependencies, the target's."""
+    table = recipe.recipe.targets[target.name]
+    specs = [Spec(f"python {recipe.recipe.python}.*", recipe.where("python"))]
+    for index, text in enumerate(recipe.recipe.conda.dependencies):
+        specs.append(Spec(text, recipe.where("conda", "dependencies", index)))
+    for index, text in enumerate(table.conda):
+        specs.append(Spec(text, recipe.where("targets", target.name, "conda", index)))
+    return specs
+
+
+def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, str, str]]:
+    """(name, version, build) of what the target's hosts provide: never what this host does.
+
+    conda's documentation, "Managing virtual packages", defines them.
+    """
+    rows = [
+        ("__unix", "0", "0"),
+        ("__linux", "0", "0"),
+        ("__glibc", recipe.recipe.targets[target.name].glibc, "0"),
+        ("__archspec", "1", target.arch),
+    ]
+    return [*rows, ("__cuda", target.cuda_version, "0")] if target.cuda_version else rows
+
+
+def solve(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    keep: Collection[CondaPackage] = (),
+    offline: bool = False,
+) -> tuple[CondaPackage, ...]:
+    """The conda packages of `target`, in the order of names; those in `keep` stay where they still fit.
+
+    Channels are asked through the site's mirrors; `offline` uses what earlier runs kept in the store. Raises
+    RecipeError for a match spec that is none, and LockError when a channel cannot be read or nothing satisfies the
+    specs: with the solver's explanation and the lines of the recipe that it concerns.
+    """
+    specs = recipe_specs(recipe, target)
+    channels = [channel_url(name) for name in recipe.recipe.conda.channels]
+    request = {
+        "specs": [spec.text for spec in specs],
+        "channels": [
+            {
+                "url": channel,
+                "addresses": [
+                    _address(url, environment) for url in environment.site.mirrored(channel)
+                ],
+            }
+            for channel in channels
+        ],
+        "platform": conda_platform(target),
+        "virtual": virtual_packages(recipe, target),
+        "keep": [{"name": package.name, "sha256": package.sha256} for package in keep],
+        "cache": str(environment.store.folder("conda", "repodata", _key(channels))),
+        "offline": offline,
+    }
+    answer = _run(request, environment)
+    if "fault" in answer:
+        raise _error(answer, recipe, target, specs, offline)
+    serving = dict(zip(answer["used"], channels, strict=True))
+    packages = [_package(row, serving) for row in answer["records"]]
+    return tuple(sorted(packages, key=lambda package: package.name))
+
+
+def _key(channels: Sequence[str]) -> str:
+    import hashlib
+
+    return hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
+
+
+def _address(url: str, environment: Environment) -> dict[str, str]:
+    """`url` without its user part, and the Authorization header (RFC 7617) that this or netrc gives."""
+    plain, credentials = split_credentials(url.rstrip("/"))
+    if credentials is None:
+        credentials = _netrc(plain, environment.variables)
+    header = ""
+    if credentials is not None:
+        header = "Basic " + base64.b64encode(":".join(credentials).encode()).decode()
+    return {"url": plain, "authorization": header}
+
+
+def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
+    """User and password for the host of `url` in $NETRC or ~/.netrc; rattler does not read them here."""
+    import netrc
+
+    path = (
+        Path(env["NETRC"]) if env.get("NETRC") else Path(env.get("HOME") or Path.home(), ".netrc")
+    )
+    try:
+        found = netrc.netrc(path).authenticators(urlsplit(url).hostname or "")
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return None
+    return (found[0], found[2]) if found else None
+
+
+def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
+    from envbuild.lock import conda_solver
+
+    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # mode 0700: credentials
+        path = Path(folder, "request.json")
+        path.write_text(json.dumps(request), encoding="utf-8")
+        done = process.run(
+            [sys.executable, "-P", conda_solver.__file__, path],
+            env=network_variables(environment),
+            check=False,
+        )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise HostError(
+            f"the conda solver ended without an answer (exit {done.returncode}):\n"
+            f"{hide(process.tail(done))}",
+            "is py-rattler whole? reinstall envbuild: pip install --force-reinstall envbuild",
+        ) from None
+    if not isinstance(answer, dict):
+        raise HostError("the conda solver's answer is not understood")
+    return answer
+
+
+def network_variables(environment: Environment) -> dict[str, str]:
+    """The process environment with pip's certificates and proxy, in the names that rattler and conda read."""
+    env = dict(environment.variables)
+    if bundle := ca_bundle(environment.pip, env):
+        env["SSL_CERT_FILE"] = bundle
+    if environment.pip.proxy:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            env[name] = environment.pip.proxy
+    return env
+
+
+def hide(text: str) -> str:
+    """`text` without the passwords and tokens of its URLs."""
+    return _TOKEN.sub("/t/****", redact(text))
+
+
+def canonical_url(url: str, serving: Mapping[str, str]) -> str:
+    """A package file's URL below its channel, whichever address served it. Raises LockError for credentials."""
+    plain = split_credentials(url)[0]
+    for address, channel in serving.items():
+        if plain.startswith(address + "/"):
+            plain = channel + plain[len(address) :]
+            break
+    if _TOKEN.search(plain):
+        raise LockError(
+            f"{hide(plain)}: a channel serves this package under a URL that holds a token",
+            "name the channel without it in the recipe, and the URL with it in site.toml: [mirrors]",
+        )
+    return plain
+
+
+def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage:
+    url = canonical_url(row["url"], serving)
+    name, version, build = row["name"], row["version"], row["build"]
+    for kind in ("md5", "sha256"):
+        if not row[kind]:
+            raise LockError(
+                f"{url}: its channel publishes no {kind}; conda-lock's format needs both md5 and sha256",
+                "index the channel with a current conda-index or rattler-index",
+            )
+    try:
+        subdir, known = file_parts(url, name, version)
+    except ValueError as problem:
+        raise LockError(
+            f"{url}: {problem}", "rename the file and index its channel again"
+        ) from None
+    if (subdir, known) != (row["subdir"], build):
+        raise LockError(f"{url}: its channel lists it as build {build} of {row['subdir']}")
+    depends = canonical_depends(row["depends"])
+    return CondaPackage(name, version, build, subdir, url, row["md5"], row["sha256"], depends)
+
+
+def _error(
+    answer: Mapping[str, Any],
+    recipe: LoadedRecipe,
+    target: Target,
+    specs: Sequence[Spec],
+    offline: bool,
+) -> LockError | RecipeError:
+    text = hide(str(answer.get("text", ""))).strip()
+    match answer["fault"]:
+        case "spec":
+            return bad_spec(specs[answer["index"]], text)
+        case "unsatisfiable":
+            return unsatisfiable(recipe, target, text, specs)
+        case "unreachable":
+            return _unreachable(answer, recipe, offline)
+    return LockError(
+        f"{recipe.path}: target {target.name}: the channels cannot be read:\n{_indented(text)}",
+        "try again; if it stays so, the channel's index is damaged: index it again",
+    )
+
+
+def bad_spec(spec: Spec, why: str) -> RecipeError:
+    """The error for a match spec that is none."""
+    return RecipeError(
+        f"{spec.where}: {spec.text!r} is not a match spec: {why}",
+        "a match spec is NAME, NAME VERSION or NAME VERSION BUILD, such as 'pytorch >=2.7,<3 cpu*'",
+    )
+
+
+def unsatisfiable(
+    recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]
+) -> LockError:
+    """The error for specs that nothing satisfies: the solver's tree, and which lines asked for what it names."""
+    named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
+    lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
+    return LockError(
+        f"{recipe.path}: target {target.name} cannot be solved:\n"
+        + "\n".join([_indented(explanation), *lines]),
+        "loosen one of these, or add a channel that has what is missing",
+    )
+
+
+def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool) -> LockError:
+    channel = str(answer["channel"])
+    refusals = [
+        f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"]
+    ]
+    position = next(
+        index for index, name in enumerate(recipe.recipe.conda.channels)
+        if channel_url(name) == channel
+    )  # fmt: skip
+    text = "\n".join(refusals)
+    if offline:
+        hint = "its index is not in the store: run it once without --offline"
+    elif re.search(r"\b40[137]\b", text):
+        hint = (
+            "credentials? they are read from netrc, and from user:password@ or /t/TOKEN/ in a mirror's URL"
+            " in site.toml: [mirrors]"
+        )
+    elif re.search(r"\b404\b|could not find subdir|No such file", text):
+        hint = (
+            "is the channel's name right? a channel has noarch/repodata.json, even if it is empty"
+        )
+    else:
+        hint = (
+            "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"
+            f' [mirrors] "{channel}" = ["https://…"]'
+        )
+    where = recipe.where("conda", "channels", position)
+    return LockError(f"{where}: channel {channel} cannot be read:\n{text}", hint)
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())

@@ -1,0 +1,237 @@
+"""A process of its own that solves one conda environment: `python -P conda_solver.py REQUEST`.
+
+rattler runs here and not in envbuild itself: its network threads outlive a failed request and can crash the
+interpreter when it ends, and here it sees the site's certificates and proxies in its variables. REQUEST is a
+private file of JSON (`conda_solve.Request`); the answer is one line of JSON on standard output: {"records": …} or
+{"fault": KIND, "text": …}. It imports nothing of envbuild.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_CONNECT_S = 15.0
+_RETRIES = 2
+_INDEX = ".shards-cache-v1"
+
+
+class Fault(Exception):
+    """What is wrong: `kind` and the rest of the answer."""
+
+    def __init__(self, kind: str, **more: Any) -> None:
+        super().__init__(kind)
+        self.answer = {"fault": kind, **more}
+
+
+async def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The records that solve `request`. Raises Fault."""
+    from rattler import MatchSpec, solve
+    from rattler.channel import ChannelPriority
+    from rattler.exceptions import InvalidMatchSpecError, SolverError
+
+    specs = []
+    for index, text in enumerate(request["specs"]):
+        try:
+            specs.append(MatchSpec(text, strict=True))
+        except InvalidMatchSpecError as error:
+            raise Fault("spec", index=index, text=str(error)) from None
+    gateway, channels, used = await _open(request)
+    platforms = [request["platform"], "noarch"]
+    kept = await _kept(gateway, channels, platforms, request["keep"])
+    try:
+        records = await solve(
+            channels,
+            specs,
+            gateway,
+            platforms=platforms,
+            locked_packages=kept,
+            virtual_packages=[_virtual(*row) for row in request["virtual"]],
+            channel_priority=ChannelPriority.Strict,
+            channel_relations="disabled",
+        )
+    except SolverError as error:
+        raise Fault("unsatisfiable", text=str(error)) from None
+    except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
+        raise Fault("channel", text=str(error)) from None
+    return {"records": [_row(record) for record in records], "used": used}
+
+
+async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
+    """(gateway, channels, the URLs that serve them): each channel by the first of its addresses that answers."""
+    from rattler import Channel
+
+    serving: dict[str, dict[str, Any]] = {}
+    for channel in request["channels"]:
+        refusals = []
+        for address in channel["addresses"]:
+            try:
+                _reach(address["url"], request["offline"])
+                trial = {**serving, channel["url"]: address}
+                gateway = _gateway(request, trial)
+                place = Channel(_place(channel["url"], address["url"]))
+                await gateway.names([place], [request["platform"], "noarch"])
+            except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
+                refusals.append({"url": address["url"], "text": str(error)})
+                continue
+            serving = trial
+            break
+        else:
+            raise Fault("unreachable", channel=channel["url"], refusals=refusals)
+    used = [serving[channel["url"]]["url"] for channel in request["channels"]]
+    places = [
+        _place(channel["url"], serving[channel["url"]]["url"]) for channel in request["channels"]
+    ]
+    return _gateway(request, serving), [Channel(place) for place in places], used
+
+
+def _place(channel: str, address: str) -> str:
+    """What rattler is told to ask: the channel itself, whose requests go to its mirror, or a local folder."""
+    return address if address.startswith("file:") else channel
+
+
+def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any:
+    """A gateway whose requests for each channel go to the address that serves it, with its credentials.
+
+    A channel's own URL names its cache, and no credentials ever get into that.
+    """
+    from rattler import Gateway, SourceConfig
+    from rattler.networking import (
+        AddHeadersMiddleware,
+        AuthenticationMiddleware,
+        Client,
+        MirrorMiddleware,
+        RetryMiddleware,
+    )
+
+    mirrors = {
+        f"{channel}/": [address["url"] + "/"]
+        for channel, address in serving.items()
+        if address["url"] != channel and not address["url"].startswith("file:")
+    }
+    servers = [
+        (urlsplit(address["url"]), address["authorization"])
+        for address in serving.values()
+        if address["authorization"]
+    ]
+
+    def headers(host: str, path: str) -> dict[str, str] | None:
+        for parts, value in servers:
+            if parts.hostname == host and path.startswith(parts.path.rstrip("/") + "/"):
+                return {"Authorization": value}
+        return None
+
+    # What rattler itself knows of (RATTLER_AUTH_FILE, keyrings) serves where we know nothing.
+    known = AddHeadersMiddleware(headers) if servers else AuthenticationMiddleware()
+    chain = [RetryMiddleware(_RETRIES), *([MirrorMiddleware(mirrors)] if mirrors else []), known]
+    action = "force-cache-only" if request["offline"] else "cache-or-fetch"
+    return Gateway(
+        cache_dir=request["cache"],
+        default_config=SourceConfig(cache_action=action),  # type: ignore[arg-type]
+        client=Client(chain),  # type: ignore[arg-type]
+    )
+
+
+def _reach(url: str, offline: bool) -> None:
+    """Raise OSError soon where nobody answers: rattler itself waits for minutes."""
+    parts = urlsplit(url)
+    if offline or parts.scheme not in ("http", "https") or parts.hostname is None:
+        return
+    proxies = urllib.request.getproxies()
+    proxied = parts.scheme in proxies or "all" in proxies
+    if proxied and not urllib.request.proxy_bypass(parts.hostname):
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
+
+
+async def _kept(
+    gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]
+) -> list[Any]:
+    """The channels' own records of the packages to keep: what a channel no longer has may move."""
+    if not keep:
+        return []
+    from rattler import MatchSpec
+
+    wanted = {(row["name"], row["sha256"]) for row in keep}
+    specs = [MatchSpec(row["name"]) for row in keep]
+    found = await gateway.query(
+        channels, platforms, specs, recursive=False, channel_relations="disabled"
+    )
+    records: dict[str, Any] = {}
+    for record in (record for rows in found for record in rows):
+        name = record.name.normalized
+        if record.sha256 is not None and (name, record.sha256.hex()) in wanted:
+            records.setdefault(name, record)
+    return list(records.values())
+
+
+def _virtual(name: str, version: str, build: str) -> Any:
+    from rattler import GenericVirtualPackage, PackageName, Version
+    from rattler.package import BuildString
+
+    return GenericVirtualPackage(PackageName(name), Version(version), BuildString(build))
+
+
+def _row(record: Any) -> dict[str, Any]:
+    return {
+        "name": record.name.normalized,
+        "version": str(record.version),
+        "build": str(record.build),
+        "subdir": str(record.subdir),
+        "file": record.file_name,
+        "url": record.url,
+        "md5": record.md5.hex() if record.md5 else "",
+        "sha256": record.sha256.hex() if record.sha256 else "",
+        "depends": list(record.depends),
+    }
+
+
+def _set_aside(cache: Path, offline: bool) -> list[tuple[Path, Path]]:
+    """Channels' indexes of an earlier run, moved so that they are asked for again.
+
+    Their servers often say nothing of how long an index is good, and rattler then takes a tenth of its age:
+    after ten quiet days a new package would not be seen for one.
+    """
+    for left in cache.glob("*.old-*"):  # of a run that was killed
+        with contextlib.suppress(OSError):
+            place = left.with_suffix(_INDEX)
+            left.unlink() if place.exists() else left.replace(place)
+    moved = []
+    for path in [] if offline else sorted(cache.glob(f"*{_INDEX}")):
+        aside = path.with_suffix(f".old-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            path.replace(aside)
+            moved.append((aside, path))
+    return moved
+
+
+def main(path: str) -> None:
+    """Read the request, write the answer, and leave without waiting for rattler's threads."""
+    request = json.loads(Path(path).read_text(encoding="utf-8"))
+    moved = _set_aside(Path(request["cache"]), request["offline"])
+    try:
+        result = asyncio.run(answer(request))
+    except Fault as fault:
+        result = fault.answer
+        for aside, place in moved:  # what --offline needs
+            with contextlib.suppress(OSError):
+                aside.replace(place)
+    for aside, _ in moved:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
