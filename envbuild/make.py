@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from envbuild.artifacts import place, venv
-from envbuild.artifacts.state import State
+from envbuild.artifacts import place
+from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import VerificationError
 from envbuild.layers.trainer import Trainer, load_trainer
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
 from envbuild.lock.manage import ensure_lock
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
@@ -58,9 +60,21 @@ def prepare(
     say: Say,
     compile_bytecode: bool = False,
     image: ImageInputs | None = None,
+    conda: bool = False,
 ) -> tuple[Plan, Trainer]:
-    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer."""
-    lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
+    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
+
+    `conda` tells that it is made of the recipe's conda packages.
+    """
+    lock: Lock | CondaLock
+    if conda:
+        from envbuild.lock.conda_manage import ensure_conda_lock
+
+        lock = ensure_conda_lock(
+            loaded, target, environment, locked=locked, offline=offline, say=say
+        )
+    else:
+        lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
     trainer = load_trainer()
     plan = make_plan(
         loaded.recipe,
@@ -77,19 +91,29 @@ def prepare(
     return plan, trainer
 
 
-def make_venv(
+class Kind(Protocol):
+    """An environment in a folder, as `make_environment` handles it: one that is there, and a new one."""
+
+    def is_current(self, path: Path, state: State) -> bool:
+        """Whether what stands at `path` is what the plan asks for, judged quickly."""
+        ...
+
+    def build(self, staged: Path, final: Path) -> State:
+        """Make the environment in the empty folder `staged`, for `final` as its place, and return its state."""
+        ...
+
+
+def make_environment(
+    kind: Kind,
     plan: Plan,
-    trainer: Trainer,
     environment: Environment,
     path: Path,
     say: Say,
     *,
-    python: str | None = None,
-    offline: bool = False,
     verify: bool = True,
     faults: bool = False,
 ) -> Result:
-    """Build and verify the venv of `plan` at `path`; what is current already is left alone.
+    """Build and verify the environment of `plan` at `path`; what is current already is left alone.
 
     The new environment takes its place only after it passed. When it fails, the old one stays, the
     failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
@@ -97,11 +121,10 @@ def make_venv(
     started = time.monotonic()
     if path.is_symlink():  # the folder that it names is replaced, not the link
         path = path.resolve()
-    venv.check_place(path)
+    check_place(path)
     with place.exclusive(path, say):
-        state = venv.check_place(path)
-        current = state is not None and venv.is_current(path, state, plan, python)
-        if state is not None and current:
+        state = check_place(path)
+        if state is not None and state.plan_digest == plan.digest and kind.is_current(path, state):
             verified = False
             if verify and not has_receipt(path, state.digest, plan, faults):
                 _keep_receipt(_verify(path, path, state, plan, environment, say, faults), path)
@@ -110,7 +133,7 @@ def make_venv(
         _say_why(path, state, plan, say)
         staged = place.staging(path)
         try:
-            state = venv.build(plan, trainer, environment, staged, python=python, offline=offline)
+            state = kind.build(staged, path.absolute())
             receipt = None
             if verify:
                 receipt = _verify(staged, path, state, plan, environment, say, faults)
@@ -165,9 +188,9 @@ def _verify(
     from envbuild.verify.explain import failures
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
     from envbuild.verify.run import verify
-    from envbuild.verify.subject import venv_subject
+    from envbuild.verify.subject import folder_subject
 
-    subject = venv_subject(where, state)
+    subject = folder_subject(where, state)
     settings = settings_of(plan.verify_settings(), {"faults": faults})
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(final))
     if verdict.passed:
@@ -214,7 +237,8 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
 
 def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
     if state is None:
-        say(f"{path}: building {plan.recipe} for {plan.target}, {len(plan.packages)} packages")
+        count = len(plan.packages) + len(plan.conda)
+        say(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
     elif state.plan_digest != plan.digest:
         say(f"{path}: the plan changed since it was built; building again")
     else:

@@ -10,9 +10,10 @@ import base64
 import csv
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from envbuild.names import normalise
 from envbuild.record import record_digest
@@ -27,8 +28,10 @@ class Distribution:
     record: str
 
 
-def distributions(site_packages: Path) -> dict[str, Distribution]:
-    """Every distribution in `site_packages` by normalised name, from its .dist-info folder.
+def distributions(
+    site_packages: Path, without: Collection[str] = frozenset()
+) -> dict[str, Distribution]:
+    """Every distribution in `site_packages` by normalised name, from its .dist-info folder if not in `without`.
 
     Of a name that is there twice, the one whose RECORD is not the expected one would hide; it is kept
     under "name (second)" so that any comparison sees it.
@@ -36,7 +39,9 @@ def distributions(site_packages: Path) -> dict[str, Distribution]:
     found: dict[str, Distribution] = {}
     with os.scandir(site_packages) as entries:
         names = sorted(
-            entry.name for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))
+            entry.name
+            for entry in entries
+            if entry.name.endswith((".dist-info", ".egg-info")) and entry.name not in without
         )
     for folder in names:
         stem = folder.rsplit(".", 1)[0]
@@ -76,14 +81,21 @@ class FileReport:
     unowned: list[str] = field(default_factory=list)
 
 
-def check_files(site_packages: Path) -> FileReport:
+def check_files(
+    site_packages: Path,
+    without: Collection[str] = frozenset(),
+    others: Collection[str] = frozenset(),
+) -> FileReport:
     """Read every file that a RECORD names and compare size and sha256; list files that none names.
 
-    __pycache__ is left out: Python writes and renews it by itself.
+    Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`,
+    and of the files that no RECORD names those at the absolute paths `others`.
     """
     report = FileReport()
-    owned: set[str] = set()
+    owned: set[str] = set(others)
     for folder in sorted(site_packages.glob("*.dist-info")):
+        if folder.name in without:
+            continue
         for relative, expected, size in _record_entries(folder / "RECORD"):
             path = os.path.normpath(os.path.join(site_packages, relative))
             owned.add(path)
@@ -120,13 +132,24 @@ def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
         return
 
 
+def digest_of(stream: IO[bytes], algorithm: str) -> bytes:
+    """The digest of all that follows in `stream`, as hashlib.file_digest has it from Python 3.11 on.
+
+    Raises ValueError for an unknown algorithm.
+    """
+    digest = hashlib.new(algorithm)
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.digest()
+
+
 def _compare(path: str, expected: str, size: int | None) -> str | None:
     algorithm, _, wanted = expected.partition("=")
     try:
         with open(path, "rb") as stream:
             if size is not None and os.fstat(stream.fileno()).st_size != size:
                 return "altered"
-            digest = hashlib.file_digest(stream, algorithm).digest()
+            digest = digest_of(stream, algorithm)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError):

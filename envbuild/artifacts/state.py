@@ -11,7 +11,7 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.artifacts.installed import Distribution
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
@@ -22,8 +22,9 @@ FORMAT = 1
 class State:
     """A built environment. `digest` covers what is installed; `plan_digest` what was asked for.
 
-    `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution, `verify` the
-    recipe's [verify] table as it was when the environment was built.
+    `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment`
+    conda packages stand among them, with the sha256 of their files' list. `verify` is the recipe's [verify]
+    table as it was when the environment was built.
     """
 
     artifact: str
@@ -38,6 +39,7 @@ class State:
     packages: tuple[tuple[str, str, str], ...]
     verify: dict[str, Any] = field(default_factory=dict)
     envbuild: str = ""
+    environment: str = "venv"
 
     @property
     def digest(self) -> str:
@@ -76,6 +78,7 @@ def state_of(
         packages=packages,
         verify=plan.verify_settings(),
         envbuild=__version__,
+        environment="conda" if plan.conda else "venv",
     )
 
 
@@ -111,3 +114,17 @@ def parse_state(text: bytes, where: str) -> State:
         raise BuildError(
             f"{where}: cannot be understood: {error}", "build the environment again"
         ) from error
+
+
+def check_place(path: Path) -> State | None:
+    """The environment already at `path`, None when the place is free.
+
+    Raises UsageError when something stands there that envbuild did not make.
+    """
+    state = read_state(path)
+    if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(
+            f"{path} exists and was not made by envbuild; it is left as it is",
+            "remove it, or choose another place with --out",
+        )
+    return state

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.elf import ElfReport, scan_elf
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions
 
@@ -22,6 +23,7 @@ MODULES = (
     "names.py",
     "record.py",
     "artifacts/__init__.py",
+    "artifacts/conda_survey.py",
     "artifacts/elf.py",
     "artifacts/installed.py",
     "artifacts/survey.py",
@@ -38,9 +40,14 @@ class Survey:
 
 
 def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
-    """Survey the environment at `root`; `elf_machine` is the e_machine its libraries should have."""
+    """Survey the environment at `root`; `elf_machine` is the e_machine its libraries should have.
+
+    Of a conda environment the packages are conda's and what pip added, and paths of files begin at `root`.
+    """
     elf = scan_elf(root, elf_machine)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
+    if is_conda(root):
+        return Survey(*survey_conda(root, site_packages), elf)
     return Survey(distributions(site_packages), check_files(site_packages), elf)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 from collections.abc import Mapping
@@ -15,13 +14,12 @@ from envbuild.artifacts.interpreter import (
     known_interpreter,
     remember_interpreter,
 )
-from envbuild.artifacts.links import link_mode
-from envbuild.artifacts.state import FILE, State, packages_of, read_state, state_of
+from envbuild.artifacts.state import FILE, State, packages_of, state_of
+from envbuild.artifacts.uv_install import install_wheels, tool_hint
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, HostError, UsageError
+from envbuild.errors import BuildError, HostError
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheels import locate
-from envbuild.lock.format import requirements
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
 
@@ -43,23 +41,9 @@ def probe(target: Target) -> None:
         )
 
 
-def check_place(path: Path) -> State | None:
-    """The environment already at `path`, None when the place is free.
-
-    Raises UsageError when something stands there that envbuild did not make.
-    """
-    state = read_state(path)
-    if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UsageError(
-            f"{path} exists and was not made by envbuild; it is left as it is",
-            "remove it, or choose another place with --out",
-        )
-    return state
-
-
-def is_current(path: Path, state: State, plan: Plan, python: str | None) -> bool:
-    """Whether the environment at `path` is what `plan` asks for, judged quickly (names and versions)."""
-    if state.plan_digest != plan.digest or not interpreter(path).exists():
+def is_current(path: Path, state: State, python: str | None) -> bool:
+    """Whether the environment at `path` is what its `state` says, judged quickly (names and versions)."""
+    if not interpreter(path).exists():
         return False
     if python is not None and _home(python) not in (None, _home(state.interpreter)):
         return False
@@ -102,7 +86,10 @@ def build(
     if python is None:
         remember_interpreter(plan.python, interpreter(staged), environment)
     wheels = [wheel.path for wheel in [*located, own]]
-    _install(plan, trainer, wheels, environment, env, staged)
+    install_wheels(
+        plan, trainer, wheels, environment, staged, interpreter(staged),
+        "--compile-bytecode" if plan.compile_bytecode else None,
+    )  # fmt: skip
     found = installed.distributions(site_packages(staged, plan.python))
     _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
     state = state_of(
@@ -159,7 +146,7 @@ def _finish_venv(
     text = stderr.decode(errors="replace").strip()
     if "interpreter" in text.lower():
         raise explain_missing(python or plan.python, environment, text)
-    raise BuildError(f"uv venv failed (exit {creating.returncode}):\n  {text}", _tool_hint(text))
+    raise BuildError(f"uv venv failed (exit {creating.returncode}):\n  {text}", tool_hint(text))
 
 
 def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
@@ -169,48 +156,6 @@ def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
             f"--python {python} is Python {version}; recipe {plan.recipe} wants Python {plan.python}",
             f"give a Python {plan.python}, or change `python` in the recipe and lock it again",
         )
-
-
-def _install(
-    plan: Plan,
-    trainer: Trainer,
-    wheels: list[Path],
-    environment: Environment,
-    env: Mapping[str, str],
-    staged: Path,
-) -> None:
-    wanted = staged / ".requirements.txt"
-    own = f"ddp-train=={trainer.version} --hash=sha256:{_sha256(trainer)}\n"
-    with place.writing(staged):
-        wanted.write_text(requirements(plan.packages) + own)
-    command: list[str | Path] = [
-        environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
-        "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", wanted,
-        "--link-mode", link_mode(environment.store.uv_cache, staged),
-    ]  # fmt: skip
-    for folder in dict.fromkeys(wheel.parent for wheel in wheels):
-        command += ["--find-links", folder]
-    if plan.compile_bytecode:
-        command.append("--compile-bytecode")
-    done = process.run(command, env=env, check=False)
-    if done.returncode != 0:
-        raise BuildError(
-            f"uv could not install the locked wheels:\n{process.tail(done)}",
-            _tool_hint(done.stderr),
-        )
-    wanted.unlink()
-
-
-def _tool_hint(said: str) -> str:
-    """What to change, judged by what uv said."""
-    text = said.lower()
-    if "no space left" in text or "quota" in text:
-        return place.write_hint(errno.ENOSPC)
-    if "read-only file system" in text or "permission denied" in text:
-        return place.write_hint(errno.EROFS)
-    if "hash mismatch" in text:
-        return "a wheel changed since it was locked; remove it from its source, or lock again"
-    return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
 
 
 def _check_installed(plan: Plan, trainer: Trainer, found: Mapping[str, str]) -> None:
@@ -238,9 +183,3 @@ def _config(path: Path) -> dict[str, str]:
 def _home(python: str) -> str | None:
     """The real path of an interpreter given by path, None when given by version."""
     return os.path.realpath(python) if os.sep in python else None
-
-
-def _sha256(trainer: Trainer) -> str:
-    import hashlib
-
-    return hashlib.sha256(trainer.wheel()).hexdigest()

@@ -23,6 +23,7 @@ COMMANDS = {
     "lock": ("lock", "Resolve recipes and write or check their locks."),
     "plan": ("plan", "Show what a build would do, in order, with digests."),
     "venv": ("venv", "Build a verified virtual environment."),
+    "conda": ("conda", "Build a verified conda environment, without conda."),
     "docker": ("docker", "Build a verified container image, without a daemon or root."),
     "enroot": ("enroot", "Build a verified squashfs image for enroot and pyxis, without root."),
     "apptainer": ("apptainer", "Build a verified SIF image for Apptainer, without it or root."),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,10 @@ from envbuild.environment import Environment
 from envbuild.progress import say
 from envbuild.recipe.find import find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+
+if TYPE_CHECKING:
+    from envbuild.make import Result
+    from envbuild.plan.plan import Plan
 
 target_option = click.option(
     "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."
@@ -35,12 +40,41 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, indent=1))
 
 
+def show_dry_run(plan: Plan, path: Path, as_json: bool) -> None:
+    """Print what would be built, and where."""
+    if as_json:
+        print_json({**plan.as_json(), "path": str(path.absolute())})
+        return
+    print_plan(plan)
+    click.echo(path)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan for people."""
+    click.echo(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}")
+    for number, layer in enumerate(plan.layers, start=1):
+        click.echo(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…")
+
+
+def finish(result: Result, path: Path, as_json: bool) -> None:
+    """Print what was built in a folder, or that nothing had to be."""
+    if not result.built and not result.verified:
+        say(f"{path}: nothing changed ({result.seconds:.2f} s)")
+    if as_json:
+        print_json(result.as_json())
+    else:
+        click.echo(path)
+
+
 __all__ = [
+    "finish",
     "json_option",
     "locked_option",
     "offline_option",
     "open_recipe",
     "print_json",
+    "print_plan",
     "say",
+    "show_dry_run",
     "target_option",
 ]

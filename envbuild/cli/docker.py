@@ -12,6 +12,7 @@ from envbuild.cli.common import (
     offline_option,
     open_recipe,
     print_json,
+    print_plan,
     say,
 )
 from envbuild.environment import load_environment
@@ -104,13 +105,11 @@ def docker_command(
     ]  # fmt: skip
     name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
     if dry_run:
-        from envbuild.cli.plan import show
-
         for one in prepared:
             if as_json:
                 print_json({**one.plan.as_json(), "path": name})
             else:
-                show(one.plan)
+                print_plan(one.plan)
         if not as_json:
             click.echo(name)
         return

@@ -10,12 +10,14 @@ from envbuild.cli.common import (
     offline_option,
     open_recipe,
     print_json,
+    print_plan,
     say,
     target_option,
 )
 from envbuild.environment import load_environment
 from envbuild.make import prepare
-from envbuild.plan.plan import Plan
+
+IMAGES = ("docker", "enroot", "apptainer")
 
 
 @click.command("plan")
@@ -23,7 +25,7 @@ from envbuild.plan.plan import Plan
 @target_option
 @click.option(
     "--artifact",
-    type=click.Choice(["venv", "docker", "enroot", "apptainer"]),
+    type=click.Choice(["conda", "venv", *IMAGES]),
     default="venv",
     show_default=True,
 )
@@ -43,7 +45,7 @@ def plan_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted, _ = loaded.target(target)
-    if artifact != "venv":
+    if artifact in IMAGES:
         from envbuild.make_image import prepare_image
 
         plan = prepare_image(
@@ -51,16 +53,10 @@ def plan_command(
         ).plan
     else:
         plan, _ = prepare(
-            loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say
-        )
+            loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say,
+            conda=artifact == "conda",
+        )  # fmt: skip
     if as_json:
         print_json(plan.as_json())
         return
-    show(plan)
-
-
-def show(plan: Plan) -> None:
-    """Print a plan for people."""
-    click.echo(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}")
-    for number, layer in enumerate(plan.layers, start=1):
-        click.echo(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…")
+    print_plan(plan)

@@ -16,6 +16,7 @@ from envbuild.cli.common import (
     offline_option,
     open_recipe,
     print_json,
+    print_plan,
     say,
     target_option,
 )
@@ -165,9 +166,7 @@ def show(results: Sequence[Result], choices: Choices) -> None:
 
 def show_plan(plan: Plan, choices: Choices) -> None:
     """Print what would be made."""
-    from envbuild.cli.plan import show as show_for_people
-
     if choices.as_json:
         print_json(plan.as_json())
     else:
-        show_for_people(plan)
+        print_plan(plan)

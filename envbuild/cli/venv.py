@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import (
+    finish,
     json_option,
     locked_option,
     offline_option,
     open_recipe,
-    print_json,
     say,
+    show_dry_run,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -66,7 +67,8 @@ def venv_command(
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """
     from envbuild.artifacts import venv
-    from envbuild.make import make_venv, prepare
+    from envbuild.make import make_environment, prepare
+    from envbuild.make_kinds import Venv
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
@@ -87,21 +89,10 @@ def venv_command(
         )
     path = out or venv.default_path(loaded.recipe.name, wanted.name)
     if dry_run:
-        if as_json:
-            print_json({**plan.as_json(), "path": str(path.absolute())})
-            return
-        from envbuild.cli.plan import show
-
-        show(plan)
-        click.echo(path)
+        show_dry_run(plan, path, as_json)
         return
-    result = make_venv(
-        plan, trainer, environment, path, say,
-        python=python, offline=offline, verify=not no_verify, faults=faults,
-    )  # fmt: skip
-    if not result.built and not result.verified:
-        say(f"{path}: nothing changed ({result.seconds:.2f} s)")
-    if as_json:
-        print_json(result.as_json())
-    else:
-        click.echo(path)
+    kind = Venv(plan, trainer, environment, python, offline)
+    result = make_environment(
+        kind, plan, environment, path, say, verify=not no_verify, faults=faults
+    )
+    finish(result, path, as_json)

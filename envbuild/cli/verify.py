@@ -43,7 +43,7 @@ def verify_command(
 
     Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept.
 
-    PATH is a venv's folder, a .sqsh or a .sif.
+    PATH is the folder of a venv or conda environment, a .sqsh or a .sif.
 
     \b
     Examples:

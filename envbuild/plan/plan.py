@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
@@ -21,8 +22,8 @@ class Layer:
     """One ordered part of an artifact. `digest` covers all that determines its bytes.
 
     `kind` is "python" (an interpreter of version `version`), "base" (what an image is built on),
-    "bytecode" (the interpreter that compiles modules for an image), "wheel" (a locked distribution),
-    "trainer" (the bundled ddp_train) or "config" (an image's settings).
+    "bytecode" (the interpreter that compiles modules for an image), "conda" (a locked conda package),
+    "wheel" (a locked distribution), "trainer" (the bundled ddp_train) or "config" (an image's settings).
     """
 
     kind: str
@@ -35,8 +36,8 @@ class Layer:
 class Plan:
     """Everything a builder needs. Equal plans give equal artifacts.
 
-    `mtime` is the time of an image's files (seconds since 1970), `folder` the recipe's: paths of local
-    base images begin there.
+    `packages` are wheels; where there are `conda` packages they are what pip adds to those. `mtime` is the
+    time of an image's files (seconds since 1970), `folder` the recipe's: paths of local base images begin there.
     """
 
     recipe: str
@@ -55,6 +56,7 @@ class Plan:
     image: ImageTable | None = None
     mtime: int = 0
     folder: Path = Path()
+    conda: tuple[CondaPackage, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -104,7 +106,7 @@ class ImageInputs:
 def make_plan(
     recipe: Recipe,
     recipe_digest: str,
-    lock: Lock,
+    lock: Lock | CondaLock,
     target: Target,
     *,
     artifact: str,
@@ -114,15 +116,22 @@ def make_plan(
     image: ImageInputs | None = None,
     folder: Path = Path(),
 ) -> Plan:
-    """The plan of one artifact: interpreter or base, every locked wheel by name, then the trainer."""
-    if image is None:
-        python = _digest(["python", lock.python, lock.platform])
-        layers = [Layer("python", "python", lock.python, python)]
-    else:
-        layers = _base_layers(image)
+    """The plan of one artifact: interpreter or base, every locked package by name, then the trainer."""
+    wheels = lock.pip if isinstance(lock, CondaLock) else lock
+    conda = lock.packages if isinstance(lock, CondaLock) else ()
+    layers = _base_layers(image) if image else []
+    if not conda and image is None:
+        python = _digest(["python", wheels.python, wheels.platform])
+        layers = [Layer("python", "python", wheels.python, python)]
+    layers += [
+        Layer(
+            "conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}"
+        )
+        for package in conda
+    ]
     layers += [
         Layer("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
-        for package in lock.packages
+        for package in wheels.packages
     ]
     layers.append(Layer("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
@@ -135,10 +144,10 @@ def make_plan(
         lock_digest=lock.digest,
         artifact=artifact,
         target=target.name,
-        python=lock.python,
-        platform=lock.platform,
+        python=wheels.python,
+        platform=wheels.platform,
         indexes=table.indexes,
-        packages=lock.packages,
+        packages=wheels.packages,
         layers=tuple(layers),
         verify=recipe.verify,
         compile_bytecode=compile_bytecode,
@@ -146,6 +155,7 @@ def make_plan(
         image=recipe.image if image else None,
         mtime=image.mtime if image else 0,
         folder=folder,
+        conda=conda,
     )
 
 

@@ -21,16 +21,18 @@ _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 _USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
+# How conda's channels have tokens: https://host/t/TOKEN/channel.
+_TOKEN = re.compile(r"(://[^/\s]*(?:/[^/\s]+)*?/t/)[^/\s]+")
 
 
 def redact(text: str) -> str:
-    """`text` with the password, or a lone token, of every URL in it replaced by `****`."""
+    """`text` with `****` for the password, or a lone token, of every URL in it, and for a conda channel's token."""
 
     def hide(match: re.Match[str]) -> str:
         user, colon, _secret = match.group()[:-1].partition(":")
         return f"{user}:****@" if colon else "****@"
 
-    return _USERINFO.sub(hide, text)
+    return _TOKEN.sub(r"\1****", _USERINFO.sub(hide, text))
 
 
 @dataclass(frozen=True, repr=False)

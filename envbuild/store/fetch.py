@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from envbuild.errors import BuildError
@@ -21,6 +22,7 @@ from envbuild.store.store import Store, alone
 _PARALLEL = 8
 _GRACE_S = 0.5
 Advance = Callable[[int], None]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,36 +124,51 @@ def _fetch_all(
     store: Store,
     answers: Mapping[Wanted, list[str]],
 ) -> dict[Wanted, Path]:
-    """Fetch in parallel; an error other than a source's refusal, or Ctrl-C, stops all at the next chunk."""
     if not sources:
         return {}
+    store.folder("partial")
+    store.clean_stale()
+
+    def fetch(wheel: Wanted, moved: Advance) -> Path | None:
+        return _fetch_one(wheel, sources, client, store, answers[wheel], moved)
+
+    return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
+
+
+def fetch_each(
+    missing: Sequence[Item],
+    fetch: Callable[[Item, Advance], Path | None],
+    client: Client,
+    title: str,
+    total: int | None = None,
+) -> dict[Item, Path]:
+    """The file that `fetch` has for each of `missing`, several at a time; `total` bytes are shown where known.
+
+    An error that it raises, or Ctrl-C, stops all at the next chunk.
+    """
     import threading
     from queue import Empty, SimpleQueue
 
-    store.folder("partial")
-    store.clean_stale()
-    found: dict[Wanted, Path] = {}
-    waiting: SimpleQueue[Wanted] = SimpleQueue()
-    outcomes: SimpleQueue[tuple[Wanted, Path | BaseException | None]] = SimpleQueue()
-    for wheel in missing:
-        waiting.put(wheel)
+    found: dict[Item, Path] = {}
+    waiting: SimpleQueue[Item] = SimpleQueue()
+    outcomes: SimpleQueue[tuple[Item, Path | BaseException | None]] = SimpleQueue()
+    for item in missing:
+        waiting.put(item)
 
     def work(moved: Advance) -> None:
         while not client.stop.is_set():
             try:
-                wheel = waiting.get_nowait()
+                item = waiting.get_nowait()
             except Empty:
                 return
             try:
-                outcomes.put(
-                    (wheel, _fetch_one(wheel, sources, client, store, answers[wheel], moved))
-                )
+                outcomes.put((item, fetch(item, moved)))
             except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                outcomes.put((wheel, error))
+                outcomes.put((item, error))
 
     # Daemons, not an executor: Python waits for an executor's threads at its end, and one may hang
     # in a silent server's answer for minutes after Ctrl-C.
-    with transfer(f"looking for {len(missing)} wheels", None) as moved:
+    with transfer(title, total) as moved:
         threads = [
             threading.Thread(target=work, args=(moved,), daemon=True, name=f"fetch-{number}")
             for number in range(min(_PARALLEL, len(missing)))
@@ -160,11 +177,11 @@ def _fetch_all(
             for thread in threads:
                 thread.start()
             for _ in missing:
-                wheel, outcome = outcomes.get()
+                item, outcome = outcomes.get()
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if outcome is not None:
-                    found[wheel] = outcome
+                    found[item] = outcome
         finally:
             client.stop.set()
             deadline = time.monotonic() + _GRACE_S
@@ -213,11 +230,33 @@ def _download(link: Link, wheel: Wanted, client: Client, store: Store, moved: Ad
         link.sha256
         or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
     )
+
+    def known() -> Path | None:
+        return _in_store(wheel, store)
+
+    return download(link.url, link.filename, wheel.hashes, key, known, client, store, moved)
+
+
+def download(
+    url: str,
+    name: str,
+    hashes: frozenset[str],
+    key: str,
+    known: Callable[[], Path | None],
+    client: Client,
+    store: Store,
+    moved: Advance,
+    kind: str = "wheels",
+) -> Path:
+    """Bring `url` into the store as `kind`/<sha256>/`name`, alone among all processes that want `key`.
+
+    `known` tells whether another was quicker. Raises what `Client.download` raises.
+    """
     with alone(store.folder("partial") / key, client.stop) as partial:
-        if known := _in_store(wheel, store):  # another process was quicker
-            return known
-        digest = client.download(link.url, partial, wheel.hashes, moved)
-        path = store.adopt(partial, digest, link.filename)
+        if there := known():
+            return there
+        digest = client.download(url, partial, hashes, moved)
+        path = store.adopt(partial, digest, name, kind)
     with contextlib.suppress(OSError):
         partial.with_suffix(".lock").unlink()
     return path

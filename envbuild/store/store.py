@@ -2,6 +2,8 @@
 
 wheels/<sha256>/<file name>    wheels, as they were published
 trainer/<sha256>/<file name>   the bundled trainer as a wheel
+conda/archives/<sha256>/<file name>   conda packages, as they were published
+conda/pkgs/ conda/stamps/      conda packages unpacked, from which environments are linked, and how they were then
 partial/                       downloads under way; a later call goes on where one was cut
 blobs/                         images' layers, Debian packages, manifests (image/blobs.py)
 layers/ bases/ listings/       what is known of blobs: which inputs made them, what they hold
@@ -73,9 +75,14 @@ class Store:
                     return path
         return None
 
-    def adopt(self, temporary: Path, sha256: str, name: str) -> Path:
-        """Move a finished download, whose content has this digest, into its place."""
-        place = self.folder("wheels", sha256) / name
+    def find_archive(self, sha256: str, name: str) -> Path | None:
+        """The conda package with this content, None when the store has none."""
+        path = self.root / "conda" / "archives" / sha256 / name
+        return path if path.is_file() else None
+
+    def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
+        """Move a finished download, whose content has this digest, into its place below the folder `kind`."""
+        place = self.folder(kind, sha256) / name
         try:
             os.replace(temporary, place)
         except OSError as error:

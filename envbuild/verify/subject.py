@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from envbuild.artifacts import venv
+from envbuild.artifacts import conda, venv
 from envbuild.artifacts.state import State, read_state
 from envbuild.artifacts.survey import Survey, survey
+from envbuild.artifacts.venv import site_packages
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.recipe.targets import Target
@@ -59,8 +61,8 @@ class Subject:
 def open_subject(
     path: Path, environment: Environment | None = None, runtime: str | None = None
 ) -> Subject:
-    """The artifact at `path`: a venv, or a .sqsh or .sif file, which is started by `runtime` (one of
-    runtimes.NAMES; None: the best there is).
+    """The artifact at `path`: the folder of a venv or conda environment, or a .sqsh or .sif file, which is
+    started by `runtime` (one of runtimes.NAMES; None: the best there is).
 
     Raises UsageError when there is none, HostError when it cannot run here.
     """
@@ -79,13 +81,17 @@ def open_subject(
             f"{path} {what}",
             "give the folder or file that envbuild printed as its last line",
         )
-    return venv_subject(path, state)
+    return folder_subject(path, state)
 
 
-def venv_subject(path: Path, state: State) -> Subject:
-    """The venv at `path` as a subject."""
+def folder_subject(path: Path, state: State) -> Subject:
+    """The environment in the folder `path` as a subject: a venv or a conda environment.
+
+    Raises HostError when it cannot run here.
+    """
     target = Target.parse(state.target)
-    venv.probe(target)
+    kind: _Kind = conda if state.artifact == conda.KIND else venv
+    kind.probe(target)
     return Subject(
         path=path,
         root=path,
@@ -93,10 +99,18 @@ def venv_subject(path: Path, state: State) -> Subject:
         target=target,
         digest=state.digest,
         runtime="host",
-        survey=lambda _: survey(path, venv.site_packages(path, state.python), target.elf_machine),
+        survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
         nodes=lambda work, _, env: host_nodes(
             work,
-            lambda program, arguments: venv.command(path, program, *arguments),
-            venv.launch_environment(path, env),
+            lambda program, arguments: kind.command(path, program, *arguments),
+            kind.launch_environment(path, env),
         ),
     )
+
+
+class _Kind(Protocol):
+    """What the modules of environments in folders have in common."""
+
+    def probe(self, target: Target) -> None: ...
+    def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
+    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...

@@ -1,0 +1,186 @@
+"""A conda environment from a plan: packages from the store, rattler and uv underneath, in place in one step.
+
+Unlike a venv its files hold its path: it is made in a folder beside its place with the place's path in them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from envbuild import limits, process
+from envbuild.artifacts import installed, place
+from envbuild.artifacts.conda_activate import activated
+from envbuild.artifacts.conda_cache import Located
+from envbuild.artifacts.conda_survey import (
+    conda_packages,
+    owned_dist_infos,
+    quick_names,
+    read_records,
+)
+from envbuild.artifacts.state import FILE, State, packages_of, state_of
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, HostError
+from envbuild.layers.conda_files import locate_conda
+from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.wheels import locate
+from envbuild.lock.conda import CondaPackage
+from envbuild.plan.plan import Plan
+from envbuild.recipe.targets import Target, host_arch
+
+KIND = "conda"
+
+
+def default_path(recipe: str, target: str) -> Path:
+    """Where a conda environment is built when --out does not say."""
+    return Path("build") / recipe / target / "conda"
+
+
+def probe(target: Target) -> None:
+    """Raise HostError when this host cannot hold a conda environment for `target`."""
+    if target.arch != host_arch():
+        raise HostError(
+            f"a conda environment for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
+            f"run envbuild on an {target.arch} node (a job on the cluster), or choose a target for "
+            f"{host_arch()} with --target",
+        )
+
+
+def is_current(path: Path, state: State) -> bool:
+    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place)."""
+    if not interpreter(path).exists() or state.interpreter != os.fspath(interpreter(_place(path))):
+        return False
+    try:
+        found = quick_names(path, _site_packages(path, state.python))
+    except OSError:
+        return False
+    return found == {(name, version) for name, version, _ in state.packages}
+
+
+def build(
+    plan: Plan,
+    trainer: Trainer,
+    environment: Environment,
+    staged: Path,
+    final: Path,
+    *,
+    offline: bool,
+) -> State:
+    """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
+
+    Raises BuildError: a package or wheel that no source has or that is damaged, a path too long for one, a disk
+    that is full or may not be written.
+    """
+    from envbuild.artifacts.conda_install import install_packages
+    from envbuild.artifacts.conda_pip import add_wheels
+
+    final = _place(final)
+
+    def find(packages: Sequence[CondaPackage]) -> Located:
+        return locate_conda(replace(plan, conda=tuple(packages)), environment, offline=offline)
+
+    def add() -> None:
+        _check_python(plan, staged)
+        add_wheels(plan, trainer, [*wheels, own], environment, staged)
+
+    with place.writing(environment.store.root):
+        wheels, own = locate(plan, trainer, environment, offline)
+        command = f"envbuild conda {plan.recipe} --target {plan.target}"
+        install_packages(plan.conda, environment.store, staged, final, command, find, add)
+    if plan.compile_bytecode:
+        _compile(staged, final, environment)
+    with place.writing(staged):
+        records = read_records(staged)
+        inside = os.fspath(_site_packages(Path(), plan.python))
+        added = installed.distributions(staged / inside, owned_dist_infos(records, inside)).values()
+        _check_added(plan, trainer, {d.name: d.version for d in added})
+        state = state_of(
+            plan,
+            python_version=_python_version(plan),
+            interpreter=os.fspath(interpreter(final)),
+            packages=packages_of([*conda_packages(records), *added]),
+        )
+        (staged / FILE).write_text(state.render(), encoding="utf-8")
+    return state
+
+
+def interpreter(path: Path) -> Path:
+    """The environment's python."""
+    return path / "bin" / "python"
+
+
+def command(path: Path, program: str, *arguments: str) -> list[str]:
+    """The command line that runs `program` (torchrun, python) inside the environment at `path`.
+
+    While that is not in its place its scripts name an interpreter that is not there yet: they are given to its own.
+    """
+    file = path.absolute() / "bin" / program
+    line = [os.fspath(file), *arguments]
+    return (
+        line if _runs(file, path.absolute()) else [os.fspath(interpreter(path.absolute())), *line]
+    )
+
+
+def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables for running inside the environment: as after `conda activate`, without a caller's Python
+    settings. Raises HostError when its activation scripts cannot be run."""
+    return activated(path, env)
+
+
+def _place(path: Path) -> Path:
+    return Path(os.path.abspath(path))
+
+
+def _site_packages(path: Path, python: str) -> Path:
+    return path / "lib" / f"python{python}" / "site-packages"
+
+
+def _runs(file: Path, root: Path) -> bool:
+    """Whether `file` can be started: a program, or a script that names no interpreter of another place."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(1024)
+    except OSError:
+        return True  # then starting it says why
+    if not head.startswith(b"#!"):
+        return True
+    lines = b"\n".join(head.split(b"\n", 2)[:2])
+    return b"/bin/python" not in lines or os.fsencode(interpreter(root)) in lines
+
+
+def _python_version(plan: Plan) -> str:
+    return next((p.version for p in plan.conda if p.name == "python"), plan.python)
+
+
+def _check_python(plan: Plan, staged: Path) -> None:
+    version = _python_version(plan)
+    if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
+        raise BuildError(
+            f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
+            "lock again",
+        )
+
+
+def _check_added(plan: Plan, trainer: Trainer, found: Mapping[str, str]) -> None:
+    wanted = {package.name: package.version for package in plan.packages}
+    wanted[NAME] = trainer.version
+    wrong = sorted(
+        f"{name}: locked {wanted.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
+        for name in wanted.keys() | found.keys()
+        if wanted.get(name) != found.get(name)
+    )
+    if wrong:
+        raise BuildError("what uv installed is not what is locked:\n  " + "\n  ".join(wrong))
+
+
+def _compile(staged: Path, final: Path, environment: Environment) -> None:
+    """Compile what has no bytecode yet; what does not compile is left, as installers leave it."""
+    jobs = limits.workers(environment.variables)
+    process.run(
+        [interpreter(staged), "-m", "compileall", "-qq", "-j", str(jobs), "-s", staged, "-p", final,
+         staged / "lib"],
+        env={**environment.variables, "PYTHONDONTWRITEBYTECODE": ""},
+        check=False,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""rattler's installer in a process of its own, which ends without Python's clean-up.
+
+In one run of twenty-five, Python's end crashes while threads of rattler's runtime still finish (py-rattler 0.28:
+segmentation fault, or abort, after all was done). A child that leaves by os._exit has no such end; it can be
+stopped at once, too, while threads of our own process would go on writing.
+
+Run as a module it takes the path of a job: JSON with `records` (index, size, sha256, md5, subdir, depends, fn, url,
+channel of each package), `staged`, `prefix`, `pkgs` and `copying`. It prints `unpacked NAME` for each package that
+is in the cache, then `done`, or `failed` and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import envbuild
+from envbuild import process
+
+
+def run_job(job: Path) -> Generator[str, None, None]:
+    """Run the job in the file `job` in a child and yield the lines that it prints."""
+    home = os.fspath(Path(envbuild.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    child = process.start(
+        [sys.executable, "-P", "-m", __name__, job],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"},
+        stderr=subprocess.STDOUT,
+    )
+    assert child.stdout is not None
+    try:
+        for line in child.stdout:
+            yield line.decode(errors="replace").rstrip("\n")
+        child.wait()
+    finally:
+        process.stop([child])
+        child.stdout.close()
+
+
+def main(job: str) -> None:
+    """Do the job and leave the process."""
+    data = json.loads(Path(job).read_bytes())
+    from rattler.exceptions import InstallerError
+
+    try:
+        asyncio.run(_install(data))
+        print("done", flush=True)
+    except (InstallerError, OSError, ValueError) as error:
+        print("failed", " ".join(str(error).split()), flush=True)
+    os._exit(0)
+
+
+async def _install(data: dict[str, Any]) -> None:
+    from rattler import Config, InstallerReporter, install
+
+    names: list[str] = []
+
+    class Reporter(InstallerReporter):  # its methods do nothing, but for these
+        def on_populate_cache_start(self, operation: int, package_name: str) -> int:
+            names.append(package_name)
+            return len(names) - 1
+
+        def on_populate_cache_complete(self, cache_entry: int) -> None:
+            print("unpacked", names[cache_entry], flush=True)
+
+    copying = "allow-hard-links = false\nallow-ref-links = false\n"
+    await install(
+        [_record(row) for row in data["records"]],
+        target_prefix=data["staged"],
+        cache_dir=Path(data["pkgs"]),
+        installed_packages=[],
+        execute_link_scripts=False,
+        show_progress=False,
+        reporter=Reporter(),  # type: ignore[abstract]
+        alternative_target_prefix=data["prefix"],
+        config=Config.from_toml(copying if data["copying"] else ""),
+    )
+
+
+def _record(row: dict[str, Any]) -> Any:
+    from rattler import PackageRecord, RepoDataRecord
+
+    record = PackageRecord.from_index_json(row["index"], row["size"], row["sha256"], row["md5"])
+    record.subdir = row["subdir"]
+    if row["depends"]:
+        record.depends = row["depends"]
+    return RepoDataRecord(record, row["fn"], row["url"], row["channel"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,137 @@
+"""What pip adds to a conda environment: wheels by uv, beside conda's packages and never over them.
+
+Sources: PyPA "Recording installed projects" (RECORD) and "Entry points specification".
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from envbuild.artifacts import place
+from envbuild.artifacts.conda_survey import META, read_records
+from envbuild.artifacts.installed import names_and_versions
+from envbuild.artifacts.uv_install import install_wheels
+from envbuild.environment import Environment
+from envbuild.errors import BuildError
+from envbuild.layers.compose import WheelFile
+from envbuild.layers.trainer import Trainer
+from envbuild.layers.wheel import Scheme, wheel_paths
+from envbuild.plan.plan import Plan
+
+# As uv writes them for environments that may be moved: the interpreter is found from the script's own path.
+_RELOCATABLE = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
+"""
+
+
+def add_wheels(
+    plan: Plan,
+    trainer: Trainer,
+    wheels: Sequence[WheelFile],
+    environment: Environment,
+    staged: Path,
+) -> None:
+    """Install `wheels`, the plan's and the trainer's, into the conda environment in `staged`.
+
+    Raises BuildError for a wheel that would replace something of a conda package, or when uv fails.
+    """
+    site_packages = staged / "lib" / f"python{plan.python}" / "site-packages"
+    with place.writing(staged):
+        site_packages.mkdir(parents=True, exist_ok=True)
+    before = names_and_versions(site_packages)
+    for wheel in wheels:
+        _refuse_over(wheel, plan.python, before, staged)
+    install_wheels(
+        plan, trainer, [wheel.path for wheel in wheels], environment, staged,
+        staged / "bin" / "python", "--break-system-packages",
+    )  # fmt: skip
+    added = [w for w in os.listdir(site_packages) if w.endswith(".dist-info")]
+    with place.writing(staged):
+        for name in added:
+            record = site_packages / name / "RECORD"
+            if record.is_file() and _installer(site_packages / name) == "uv":
+                _release_scripts(record, staged)
+
+
+def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: Path) -> None:
+    if wheel.name in before:
+        raise BuildError(
+            f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
+            "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
+        )
+    start = "prefix/"
+    for path in wheel_paths(wheel.path, Scheme(start[:-1], python)):
+        relative = path[len(start) :]
+        if os.path.lexists(staged / relative):
+            owner = _owner(staged, relative)
+            raise BuildError(
+                f"{wheel.path.name} would replace {relative} of {owner}",
+                "remove one of the two from [conda] in the recipe, and lock again",
+            )
+
+
+def _owner(staged: Path, relative: str) -> str:
+    for record in read_records(staged):
+        if relative in record["files"]:
+            return f"conda package {record['name']}-{record['version']}-{record['build']}"
+    return f"what is in {META}" if relative.startswith(META) else "the environment"
+
+
+def _installer(dist_info: Path) -> str:
+    try:
+        return (dist_info / "INSTALLER").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _release_scripts(record: Path, staged: Path) -> None:
+    """Make the scripts of a distribution find their interpreter wherever they lie, and correct its RECORD.
+
+    uv wrote the path of the folder in which the environment is made. The file is written anew: it may be a
+    link into uv's cache.
+    """
+    text = record.read_text(encoding="utf-8")
+    rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    changed = False
+    for row in rows:
+        path = Path(os.path.normpath(record.parents[1] / row[0]))
+        if path.parent != staged / "bin" or path.is_symlink():
+            continue
+        data = path.read_bytes()
+        body = _without_interpreter(data, os.fsencode(staged / "bin" / "python"))
+        if body is None:
+            continue
+        data = _RELOCATABLE + body
+        _rewrite(path, data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        row[1:] = [f"sha256={digest}", str(len(data))]
+        changed = True
+    if changed:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(rows)
+        _rewrite(record, out.getvalue().encode())
+
+
+def _without_interpreter(data: bytes, python: bytes) -> bytes | None:
+    """A script less the lines that start `python`, None when it does not start that."""
+    lines = data.split(b"\n", 3)
+    if lines[0].startswith(b"#!" + python):
+        return data[len(lines[0]) + 1 :]
+    # The form for paths that the kernel would not take.
+    if lines[0] == b"#!/bin/sh" and len(lines) == 4 and lines[1].startswith(b"'''exec' "):
+        return lines[3] if python in lines[1] else None
+    return None
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    mode = path.stat().st_mode & 0o7777
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(mode)

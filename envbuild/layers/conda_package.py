@@ -1,0 +1,273 @@
+"""A conda package as a stream: what it says of itself, and its files in the order of its archive.
+
+Sources: conda's "Package specification" (info/index.json, paths.json, link.json, and files, has_prefix and no_link of
+packages that have no paths.json); conda-package-handling, "The .conda format": a zip whose members metadata.json,
+pkg-NAME.tar.zst and info-NAME.tar.zst are stored; the older .tar.bz2 is one tar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import zipfile
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from envbuild.errors import BuildError
+from envbuild.image.compression import decompressed
+from envbuild.image.entry import DIR, FILE, Readable
+from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.untar import Member
+
+# They are read whole; torch's paths.json has 4 MiB.
+_MAX_INFO = 64 << 20
+_METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix", "no_link")
+# What conda-build wrote before a package could name its placeholder.
+_OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+Files = Generator[tuple[Member, Readable | None], None, None]
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A path that a package installs, as its paths.json lists it.
+
+    `kind` is "hardlink", "softlink", "directory", or "" where the package is too old to say. `sha256` is
+    hexadecimal, "" if not said; of a softlink it is that of the file behind it. `placeholder` is what the
+    final prefix replaces in the file, as `mode` ("text" or "binary") says; "" where nothing is replaced.
+    """
+
+    path: str
+    kind: str = ""
+    sha256: str = ""
+    size: int | None = None
+    placeholder: str = ""
+    mode: str = ""
+    no_link: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a package says of itself: index.json as it is, the paths that it installs by their name in the
+    archive, and the entry points ("NAME = MODULE:FUNCTION") of a noarch Python package."""
+
+    index: dict[str, Any]
+    paths: dict[str, Listed]
+    entry_points: tuple[str, ...] = field(default=())
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is `noarch: python`, so that its files go where the environment's Python has them."""
+        return self.index.get("noarch") == "python"
+
+
+def read_info(package: Path) -> Info:
+    """What `package`, a .conda or .tar.bz2 file, says of itself; its files are not read.
+
+    Raises BuildError, naming the package, when it is no conda package, or is damaged.
+    """
+    found: dict[str, bytes] = {}
+    with contextlib.closing(_members(package, "info")) as items:
+        for member, content in items:
+            name = clean(member.name, package.name)
+            folder, _, rest = name.partition("/")
+            if folder != "info":
+                # In a .tar.bz2 info/ comes first, or (from old builders) last.
+                if "index.json" in found and ("paths.json" in found or "files" in found):
+                    break
+            elif rest in _METADATA and content is not None:
+                if member.size > _MAX_INFO:
+                    raise BuildError(f"{package.name}: {name} has {member.size} bytes")
+                found[rest] = content.read(member.size)
+    return _info(found, package.name)
+
+
+def package_files(package: Path) -> Files:
+    """The files and links of `package`, named as in its paths.json, without those in info/.
+
+    A file's content is to be read before the next is asked for. Raises BuildError as `read_info` does, also
+    for a name outside of the package and for what is neither file nor link.
+    """
+    with contextlib.closing(_members(package, "pkg")) as items:
+        for member, content in items:
+            member.name = clean(member.name, package.name)
+            if member.name == "info" or member.name.startswith("info/"):
+                continue
+            yield member, content
+
+
+def clean(name: str, package: str) -> str:
+    """A path in an archive without "./" before and "/" behind. Raises BuildError for one that leads outside."""
+    path = name.removeprefix("./").rstrip("/")
+    if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(path.split("/")):
+        if name.rstrip("/") in (".", ""):
+            return ""
+        raise BuildError(f"{package}: {name!r} is not a path inside of a package")
+    return path
+
+
+def damaged(package: str, error: Exception) -> BuildError:
+    """The error for an archive that cannot be read as one."""
+    if isinstance(error, OSError) and error.strerror:
+        return BuildError(f"{package}: cannot be read: {error.strerror}")
+    return BuildError(
+        f"{package}: not a conda package, or damaged: {error or type(error).__name__}"
+    )
+
+
+def _members(package: Path, part: str) -> Files:
+    """The members of the part `info` or `pkg`; of a .tar.bz2, which is not divided, all."""
+    name = package.name
+    try:
+        with contextlib.ExitStack() as stack:
+            if name.endswith(".tar.bz2"):
+                raw = stack.enter_context(_open_bz2(package))
+                stream = cast(BinaryIO, _Forward(raw, name))
+            else:
+                archive = stack.enter_context(zipfile.ZipFile(package))
+                inner = stack.enter_context(archive.open(_part(archive, part, name)))
+                guarded = cast(BinaryIO, _Forward(inner, name))
+                stream = decompressed(guarded, f"{name}: {part}")
+            for member, content in tar_items(stream, name):
+                if clean(member.name, name):
+                    yield member, content
+    except _DAMAGE as error:
+        raise damaged(name, error) from error
+
+
+def _open_bz2(package: Path) -> IO[bytes]:
+    import bz2
+
+    return bz2.open(package, "rb")
+
+
+def _part(archive: zipfile.ZipFile, part: str, name: str) -> zipfile.ZipInfo:
+    version = json.loads(archive.read("metadata.json")) if _has(archive, "metadata.json") else {}
+    number = version.get("conda_pkg_format_version") if isinstance(version, dict) else None
+    if number != 2:
+        raise BuildError(f"{name}: a conda package of format {number!r}, only 2 is known")
+    pattern = re.compile(rf"{part}-[^/]+\.tar\.zst")
+    found = [info for info in archive.infolist() if pattern.fullmatch(info.filename)]
+    if len(found) != 1:
+        raise BuildError(f"{name}: a conda package has one {part}-*.tar.zst, this has {len(found)}")
+    return found[0]
+
+
+def _has(archive: zipfile.ZipFile, name: str) -> bool:
+    if name not in archive.namelist():
+        return False
+    if archive.getinfo(name).file_size > _MAX_INFO:
+        raise ValueError(f"{name} is too large")
+    return True
+
+
+class _Forward(io.RawIOBase):
+    """A stream that is read from its start to its end; what it raises when it is damaged becomes a BuildError."""
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            return self._stream.read(size)
+        except _DAMAGE as error:
+            raise damaged(self._name, error) from error
+
+
+def _info(found: dict[str, bytes], package: str) -> Info:
+    index = _json(found, "index.json", package)
+    if "paths.json" in found:
+        rows = _json(found, "paths.json", package).get("paths")
+        if not isinstance(rows, list):
+            raise BuildError(f"{package}: info/paths.json has no list of paths")
+        listed = [_listed(row, package) for row in rows]
+    else:
+        listed = _old_paths(found, package)
+    link = _json(found, "link.json", package) if "link.json" in found else {}
+    noarch = link.get("noarch")
+    points = noarch.get("entry_points") if isinstance(noarch, dict) else None
+    if points is not None and not (
+        isinstance(points, list) and all(isinstance(point, str) for point in points)
+    ):
+        raise BuildError(f"{package}: info/link.json: entry_points is not a list of texts")
+    return Info(index, {one.path: one for one in listed}, tuple(points or ()))
+
+
+def _json(found: dict[str, bytes], name: str, package: str) -> dict[str, Any]:
+    if name not in found:
+        raise BuildError(f"{package}: not a conda package: it has no info/{name}")
+    try:
+        data = json.loads(found[name])
+    except (ValueError, RecursionError) as error:
+        raise BuildError(f"{package}: info/{name}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BuildError(f"{package}: info/{name}: not a JSON object")
+    return data
+
+
+def _listed(row: Any, package: str) -> Listed:
+    path = row.get("_path") if isinstance(row, dict) else None
+    if not isinstance(path, str) or not path or clean(path, package) != path:
+        raise BuildError(f"{package}: info/paths.json: {path!r} is not a path inside of a package")
+    kind, digest, size = row.get("path_type"), row.get("sha256") or "", row.get("size_in_bytes")
+    placeholder, mode = row.get("prefix_placeholder") or "", row.get("file_mode") or "text"
+    if kind not in ("hardlink", "softlink", "directory"):
+        raise BuildError(f"{package}: info/paths.json: {path}: unknown path_type {kind!r}")
+    if digest and not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+        raise BuildError(f"{package}: info/paths.json: {path}: {digest!r} is not a sha256")
+    if size is not None and type(size) is not int:
+        raise BuildError(f"{package}: info/paths.json: {path}: a size of {size!r}")
+    if not isinstance(placeholder, str) or mode not in ("text", "binary"):
+        raise BuildError(f"{package}: info/paths.json: {path}: unknown file_mode {mode!r}")
+    mode = mode if placeholder else ""
+    return Listed(path, kind, digest, size, placeholder, mode, row.get("no_link") is True)
+
+
+def _old_paths(found: dict[str, bytes], package: str) -> list[Listed]:
+    """The paths of a package from before paths.json; shlex reads has_prefix as conda does."""
+    if "files" not in found:
+        raise BuildError(f"{package}: not a conda package: it has no info/paths.json")
+    try:
+        texts = {name: found.get(name, b"").decode() for name in ("files", "has_prefix", "no_link")}
+        replaced: dict[str, tuple[str, str]] = {}
+        for line in texts["has_prefix"].splitlines():
+            words = [word.strip("'\"") for word in shlex.split(line, posix=False)]
+            if len(words) == 1:
+                words = [_OLD_PLACEHOLDER, "text", *words]
+            if words:
+                placeholder, mode, path = words
+                replaced[path] = placeholder, mode
+    except ValueError as error:
+        raise BuildError(f"{package}: info/files and has_prefix: {error}") from None
+    unlinked = set(texts["no_link"].splitlines())
+    listed = []
+    for path in filter(None, texts["files"].splitlines()):
+        placeholder, mode = replaced.get(path, ("", ""))
+        if clean(path, package) != path or mode not in ("", "text", "binary"):
+            raise BuildError(f"{package}: info/files: {path!r}: a path or a mode that cannot be")
+        listed.append(
+            Listed(path, "", placeholder=placeholder, mode=mode, no_link=path in unlinked)
+        )
+    return listed
+
+
+def agrees(listed: Listed, member: Member) -> bool:
+    """Whether what stands in the archive is of the kind that the package lists, and of its size."""
+    if listed.kind == "directory":
+        return member.kind == DIR
+    if listed.kind == "softlink":
+        return member.kind == "symlink"
+    if listed.kind == "hardlink":
+        sized = member.kind != FILE or listed.size is None or listed.size == member.size
+        return member.kind in (FILE, "hardlink") and sized
+    return member.kind in (FILE, "hardlink", "symlink")

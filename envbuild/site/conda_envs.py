@@ -1,0 +1,38 @@
+"""Where conda, mamba and micromamba look for environments by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from envbuild.errors import UsageError
+
+
+def named_prefix(name: str, env: Mapping[str, str]) -> Path:
+    """The folder of the environment called `name`: in the first of conda's envs_dirs that the variables tell.
+
+    That is CONDA_ENVS_DIRS or CONDA_ENVS_PATH, the envs folder of the installation that CONDA_EXE or
+    MAMBA_ROOT_PREFIX names, or ~/.conda/envs. Raises UsageError for what is no name.
+    """
+    if not re.fullmatch(r"[^\s/#:.][^\s/#:]*", name) or name in ("base", "root"):
+        raise UsageError(
+            f"--name {name!r} is not the name of a conda environment",
+            "no blanks, '/', ':' or '#', and not conda's own base; or give a folder with --prefix",
+        )
+    return _folder(env) / name
+
+
+def _folder(env: Mapping[str, str]) -> Path:
+    for variable in ("CONDA_ENVS_DIRS", "CONDA_ENVS_PATH"):
+        first = env.get(variable, "").split(os.pathsep)[0]
+        if first:
+            return Path(first)
+    if program := env.get("CONDA_EXE"):  # ROOT/bin/conda
+        envs = Path(program).parent.parent / "envs"
+        if os.access(envs, os.W_OK):  # a site's conda is often for reading only
+            return envs
+    if root := env.get("MAMBA_ROOT_PREFIX"):
+        return Path(root) / "envs"
+    return Path(env.get("HOME") or Path.home()) / ".conda" / "envs"

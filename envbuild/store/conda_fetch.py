@@ -1,0 +1,177 @@
+"""Conda packages by their sha256: from the store, the site's mirrors, or their channel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from envbuild.errors import BuildError
+from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.settings import Site
+from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
+from envbuild.store.fetch import Advance, download, fetch_each
+from envbuild.store.store import Store
+
+KIND = "conda/archives"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A locked conda package: its canonical URL, the sha256 (hex) that it must have, its size in bytes if known."""
+
+    url: str
+    sha256: str
+    size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its file name."""
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(slots=True)
+class _Refusals:
+    """Channels that refused every request, so that sixty packages do not wait sixty times for a dead one."""
+
+    by_channel: dict[str, str] = field(default_factory=dict)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, url: str) -> str | None:
+        with self.guard:
+            return self.by_channel.get(_channel(url))
+
+    def note(self, url: str, reason: str) -> None:
+        with self.guard:
+            self.by_channel.setdefault(_channel(url), reason)
+
+
+def fetch_archives(
+    wanted: Sequence[Archive],
+    store: Store,
+    pip: PipConfig,
+    site: Site,
+    *,
+    offline: bool,
+    env: Mapping[str, str],
+) -> dict[Archive, Path]:
+    """A file with the right content for each of `wanted`: store, then its mirrors, then its channel.
+
+    What a file: URL names is used where it lies. Offline, only what is on this machine's disks. pip's proxy,
+    certificates, timeout and retries hold here too. Raises BuildError naming each package that no source has,
+    with what every source answered.
+    """
+    found: dict[Archive, Path] = {}
+    answers: dict[Archive, list[str]] = {archive: [] for archive in wanted}
+    for archive in wanted:
+        path = store.find_archive(archive.sha256, archive.name) or _on_disk(
+            archive, store, site, answers[archive]
+        )
+        if path is not None:
+            found[archive] = path
+    missing = [archive for archive in answers if archive not in found]
+    if missing and not offline:
+        found |= _fetch_all(missing, store, Client(pip, env), site, answers)
+        missing = [archive for archive in missing if archive not in found]
+    if missing:
+        raise _not_found(missing, answers, offline)
+    return {archive: found[archive] for archive in wanted}
+
+
+def _on_disk(archive: Archive, store: Store, site: Site, answers: list[str]) -> Path | None:
+    for url in site.mirrored(archive.url):
+        if not url.startswith("file:"):
+            continue
+        path = Path(unquote(urlsplit(url).path))
+        try:
+            digest = store.file_digest(path)
+        except OSError as error:
+            answers.append(f"{path}: {error.strerror}")
+            continue
+        if digest == archive.sha256:
+            return path
+        answers.append(f"{path}: hash mismatch: it has sha256:{digest}")
+    return None
+
+
+def _fetch_all(
+    missing: Sequence[Archive],
+    store: Store,
+    client: Client,
+    site: Site,
+    answers: Mapping[Archive, list[str]],
+) -> dict[Archive, Path]:
+    store.folder("partial")
+    store.clean_stale()
+    refusals = _Refusals()
+
+    def fetch(archive: Archive, moved: Advance) -> Path | None:
+        return _fetch_one(archive, store, client, site, refusals, answers[archive], moved)
+
+    sizes = [archive.size for archive in missing]
+    known = [size for size in sizes if size is not None]
+    total = sum(known) if len(known) == len(sizes) else None
+    return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages", total)
+
+
+def _fetch_one(
+    archive: Archive,
+    store: Store,
+    client: Client,
+    site: Site,
+    refusals: _Refusals,
+    answers: list[str],
+    moved: Advance,
+) -> Path | None:
+    def known() -> Path | None:
+        return store.find_archive(archive.sha256, archive.name)
+
+    for url in site.mirrored(archive.url):
+        if url.startswith("file:"):
+            continue
+        shown = redact(url)
+        if (refusal := refusals.of(url)) is not None:
+            answers.append(f"{shown}: {refusal}")
+            continue
+        hashes = frozenset({archive.sha256})
+        try:
+            return download(
+                url, archive.name, hashes, archive.sha256, known, client, store, moved, KIND
+            )
+        except Down as error:
+            refusals.note(url, str(error))
+            answers.append(f"{shown}: {error}")
+        except Mismatch as error:
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error}")
+        except (NotFound, Unreachable) as error:
+            answers.append(f"{shown}: {str(error).removeprefix(f'{shown}: ')}")
+        except OSError as error:
+            raise store.unwritable(error) from error
+    return None
+
+
+def _channel(url: str) -> str:
+    """The URL of the channel, or of its mirror, that a package's URL names."""
+    return url.rsplit("/", 2)[0]
+
+
+def _not_found(
+    missing: Sequence[Archive], answers: Mapping[Archive, list[str]], offline: bool
+) -> BuildError:
+    lines = []
+    for archive in missing:
+        lines.append(f"{archive.name}: no source has it with the locked hash")
+        lines.append(f"    wanted sha256:{archive.sha256}")
+        lines += [f"    {answer}" for answer in answers[archive]]
+        if not answers[archive]:
+            lines.append(f"    {redact(archive.url)}: not asked, --offline")
+    hint = (
+        "run it once without --offline, or give the channel a mirror in a folder (file:///...) under [mirrors] "
+        "in site.toml"
+        if offline
+        else "check the channel's mirrors in site.toml, their credentials (netrc, or user:password@ in the mirror's "
+        "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced"
+    )
+    return BuildError("\n".join(lines), hint)

@@ -1,0 +1,208 @@
+"""What conda environments are judged by: digests, records, variables, and archives found on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envbuild.artifacts import conda_cache
+from envbuild.artifacts.conda_activate import activated
+from envbuild.artifacts.conda_survey import (
+    conda_packages,
+    owned_dist_infos,
+    quick_names,
+    survey_conda,
+)
+from envbuild.artifacts.survey import MODULES
+from envbuild.errors import BuildError, HostError
+from envbuild.record import conda_digest
+from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.settings import Site
+from envbuild.store.conda_fetch import Archive, fetch_archives
+from envbuild.store.store import Store
+
+SITE = "lib/python3.11/site-packages"
+word = st.text('abc/._-\\"ä', min_size=1, max_size=8)
+
+
+def put(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def record(root: Path, name: str, version: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    data = {"name": name, "version": version, "build": "0", "paths_data": {"paths": rows}}
+    put(root / "conda-meta" / f"{name}-{version}-0.json", json.dumps(data).encode())
+    return data
+
+
+# ---- digests and records
+
+
+@given(st.lists(st.tuples(word, word), unique=True, max_size=5), st.randoms())
+def test_a_packages_digest_depends_on_its_rows_and_not_on_their_order(
+    rows: list[tuple[str, str]], random: Any
+) -> None:
+    shuffled = random.sample(rows, len(rows))
+    assert conda_digest(rows) == conda_digest(iter(shuffled))
+    assert conda_digest([*rows, ("more", "")]) != conda_digest(rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"sha256_in_prefix": "f" * 64}, True),
+        ({"size_in_bytes": 99}, True),
+        ({"sha256": "e" * 64}, False),
+        ({"_path": "other"}, False),
+        ({"_path": "__clobbers__/x", "original_path": "bin/x"}, True),
+    ],
+)
+def test_what_a_prefix_changes_in_a_record_is_not_in_its_digest(
+    change: dict[str, Any], same: bool
+) -> None:
+    row = {"_path": "bin/x", "path_type": "hardlink", "sha256": "a" * 64}
+    script = {"_path": "bin/s", "path_type": "unix_python_entry_point", "sha256": "b" * 64}
+    one = {"name": "x", "version": "1", "paths_data": {"paths": [row, script]}}
+    other_script = {**script, "sha256": "c" * 64}  # it holds the prefix
+    two = {**one, "paths_data": {"paths": [other_script, {**row, **change}]}}
+    assert (conda_packages([one]) == conda_packages([two])) == same
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"name": "x", "version": "1", "paths_data": 3}']
+)
+def test_a_record_that_makes_no_sense_is_an_altered_file(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path / "conda-meta" / "x-1-0.json", content)
+    (tmp_path / SITE).mkdir(parents=True)
+    found, files = survey_conda(tmp_path, tmp_path / SITE)
+    assert not found and files.altered == ["conda-meta"]
+
+
+def test_packages_of_conda_and_of_pip_are_told_apart(tmp_path: Path) -> None:
+    brought = {"one.py": b"1", "one-1.dist-info/METADATA": b"m", "big/in-2.dist-info/METADATA": b""}
+    rows: list[dict[str, Any]] = [
+        {"_path": f"{SITE}/{name}", "sha256": put(tmp_path / SITE / name, data)}
+        for name, data in brought.items()
+    ]
+    rows.append({"_path": f"{SITE}/__pycache__/one.pyc", "sha256": "0" * 64})
+    data = record(tmp_path, "one", "1", rows)
+    put(tmp_path / SITE / "two.py", b"2")
+    put(tmp_path / SITE / "Two_x-2.dist-info" / "RECORD", b"two.py,,\nTwo_x-2.dist-info/RECORD,,\n")
+    put(tmp_path / SITE / "nobody.py", b"")
+    assert "one-1.dist-info" in owned_dist_infos([data], SITE)
+    found, files = survey_conda(tmp_path, tmp_path / SITE)
+    assert {(d.name, d.version) for d in found.values()} == {("one", "1"), ("two-x", "2")}
+    assert files.unowned == [f"{SITE}/nobody.py"] and not files.missing and not files.altered
+    assert quick_names(tmp_path, tmp_path / SITE) == {("one", "1"), ("two-x", "2")}
+
+
+def test_a_survey_elsewhere_has_all_modules_that_it_imports(tmp_path: Path) -> None:
+    import shutil
+    import subprocess
+    import sys
+
+    home = Path(__file__).resolve().parents[2] / "envbuild"
+    for name in MODULES:
+        (tmp_path / "envbuild" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(home / name, tmp_path / "envbuild" / name)
+    record(tmp_path / "env", "one", "1", [])
+    (tmp_path / "env" / SITE).mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c",
+         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+         "from envbuild.artifacts.survey import main; main(*sys.argv[1:])",
+         tmp_path / "env", tmp_path / "env" / SITE, "62"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout)["distributions"]) == ["one"]
+
+
+# ---- variables
+
+
+def test_variables_that_packages_and_users_set_are_set(tmp_path: Path) -> None:
+    root = tmp_path / "envs" / "mine"
+    put(root / "etc/conda/env_vars.d/pkg.json", b'{"A": "1", "B": "pkg"}')
+    put(root / "etc/conda/env_vars.d/odd.json", b"[")
+    put(root / "conda-meta/state", b'{"env_vars": {"B": "user"}}')
+    env = activated(root, {"PYTHONPATH": "/x", "HOME": "/h"})
+    assert env["A"] == "1" and env["B"] == "user" and env["HOME"] == "/h"
+    assert "PYTHONPATH" not in env and env["CONDA_DEFAULT_ENV"] == "mine"
+    assert env["PATH"] == f"{root}/bin:{os.defpath}"
+
+
+def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
+    put(tmp_path / "etc/conda/activate.d/a.sh", b"exit 3\n")
+    with pytest.raises(HostError, match=r"activate\.d.*exit 3"):
+        activated(tmp_path, {"PATH": os.environ["PATH"]})
+
+
+# ---- archives and what is unpacked
+
+
+def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
+    channel, mirror = "https://conda.example.org/c", tmp_path / "mirror"
+    archive = Archive(f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x"))
+    site = Site(tmp_path / "store", (), ((channel, ((tmp_path / "no").as_uri(), mirror.as_uri())),))
+    store = Store(tmp_path / "store")
+
+    def fetch() -> dict[Archive, Path]:
+        return fetch_archives([archive], store, PipConfig(), site, offline=True, env={})
+
+    assert fetch() == {archive: mirror / "noarch/x-1-0.conda"}
+    put(mirror / "noarch/x-1-0.conda", b"another")
+    with pytest.raises(BuildError) as caught:
+        fetch()
+    assert "hash mismatch" in caught.value.message and "No such file" in caught.value.message
+    put(tmp_path / "store/conda/archives" / archive.sha256 / archive.name, b"x")
+    assert fetch()[archive].is_relative_to(store.root)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://h/t/tok-1/c/noarch/x.conda: 401", "https://h/t/****/c/noarch/x.conda: 401"),
+        (
+            "https://u:p@h/a/t/tok/c and https://h/t/x/d",
+            "https://u:****@h/a/t/****/c and https://h/t/****/d",
+        ),
+        ("https://h/a/b/t", "https://h/a/b/t"),
+        ("/t/x/y", "/t/x/y"),
+    ],
+)
+def test_tokens_of_channels_are_hidden(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+@pytest.mark.parametrize("change", ["content", "mode", "time", "new", "gone", "link", "none"])
+def test_every_change_of_an_unpacked_tree_changes_its_digest(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "a" / "f"
+    put(file, b"1")
+    (tmp_path / "l").symlink_to("a/f")
+    before = conda_cache.tree_digest(tmp_path)
+    if change == "content":
+        file.write_bytes(b"12")
+    elif change == "mode":
+        file.chmod(0o600)
+    elif change == "time":
+        os.utime(file, ns=(0, 1))
+    elif change == "new":
+        put(tmp_path / "b" / "g", b"")
+    elif change == "gone":
+        file.unlink()
+    elif change == "link":
+        (tmp_path / "l").unlink()
+        (tmp_path / "l").symlink_to("a/ff")
+    else:
+        os.link(file, tmp_path.parent / f"{tmp_path.name}-linked")  # as installing does
+    assert (conda_cache.tree_digest(tmp_path) == before) == (change == "none")
