@@ -53,7 +53,12 @@ def prepare_dockerfile(
     base: str | None = None,
 ) -> Prepared:
     """The plan of an image by `docker build` on `base`, else on the recipe's existing image, else on the
-    Dockerfile's own. Raises UsageError where that is none that docker can build on."""
+    Dockerfile's own. Raises UsageError where that is none that docker can build on, and for conda recipes."""
+    if loaded.recipe.environment == "conda":
+        raise UsageError(
+            f"--builder dockerfile installs wheels, and {loaded.recipe.name} is made of conda packages",
+            "leave --builder dockerfile out: the native builder makes their layers",
+        )
     if loaded.recipe.python == "3.9":
         raise UsageError(
             "--builder dockerfile needs Python 3.10 or later in the recipe",

@@ -65,13 +65,16 @@ def prepare_image(
     bytecode: bool,
     say: Say,
 ) -> Prepared:
-    """The plan of an image, from locks that are made when they are missing or stale."""
+    """The plan of an image, from locks that are made when they are missing or stale.
+
+    The recipe says whether its environment is made of wheels or of conda packages.
+    """
     base = ensure_image_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
         loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
-        image=inputs,
+        image=inputs, conda=loaded.recipe.environment == "conda",
     )  # fmt: skip
     return Prepared(plan, trainer, compiler, target)
 
@@ -102,7 +105,8 @@ def make_images(
     _check(wish, len(prepared), environment)
     images = []
     for one in prepared:
-        say(f"{one.plan.recipe} for {one.target.name}: {len(one.plan.packages)} packages")
+        count = len(one.plan.conda) + len(one.plan.packages)
+        say(f"{one.plan.recipe} for {one.target.name}: {count} packages")
         images.append(
             assemble(one.plan, one.trainer, one.compiler, environment, say, offline=offline)
         )

@@ -52,7 +52,7 @@ def make_from_recipe(
     """Build and verify the files of a recipe. A file takes its place after it passed; the old one stays
     until then. Raises BuildError, LockError, and VerificationError after keeping what failed."""
     plan, arch = one.plan, one.target.arch
-    say(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
+    say(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with places(wish, say):
         started = time.monotonic()
         if wish.engine != "native":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
 from envbuild.artifacts.state import State, state_of
@@ -28,7 +28,7 @@ from envbuild.image.model import (
 )
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import PREFIX, Part, WheelFile, environment_part, wheel_parts
+from envbuild.layers.compose import PREFIX, Part, WheelFile, alone, environment_part, wheel_parts
 from envbuild.layers.made import M, Made, Maker, Tars
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
@@ -36,6 +36,10 @@ from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.record import record_digest
+
+if TYPE_CHECKING:
+    from envbuild.layers.conda_paths import CondaFile
+    from envbuild.layers.conda_shared import Shared
 
 Say = Callable[[str], None]
 # One plan serves every kind of image: docker, enroot and Apptainer artifacts hold the same environment.
@@ -119,12 +123,43 @@ def fill(
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)
     wheels, own = locate(plan, trainer, environment, offline)
-    made = list(base.layers)
-    for part in wheel_parts(wheels, scheme, compiler, plan.mtime):
-        made.append(maker.part(part))
+    files = _conda_files(plan, environment, offline=offline)
+    conda_layers, wheel_layers = alone(files, wheels)
+    parts = wheel_parts(wheels, scheme, compiler, plan.mtime, wheel_layers)
+    if files:
+        from envbuild.layers.conda_parts import conda_parts
+        from envbuild.layers.conda_shared import shared_paths
+
+        shared = shared_paths(files, wheels, scheme, environment.store)
+        _say_scripts(shared, maker.say)
+        own_parts = conda_parts(files, shared, scheme, compiler, plan.mtime, conda_layers)
+        parts = own_parts + parts
+    made = [*base.layers, *(maker.part(part) for part in parts)]
     last, state = _environment_layer(plan, base, own, compiler, made)
     made.append(maker.part(last))
     return Filled(tuple(made), state, base)
+
+
+def _conda_files(plan: Plan, environment: Environment, *, offline: bool) -> list[CondaFile]:
+    """The conda packages of `plan`, where it has any. Raises BuildError for one that no source has."""
+    if not plan.conda:
+        return []
+    from envbuild.layers.conda_files import locate_conda
+    from envbuild.layers.conda_paths import CondaFile
+
+    found = locate_conda(plan, environment, offline=offline)
+    return [CondaFile(package, path, path.stat().st_size) for package, path in found]
+
+
+def _say_scripts(shared: Shared, say: Say) -> None:
+    """Name the packages with scripts of conda's that nothing runs in an image."""
+    if shared.activated:
+        names = ", ".join(shared.activated)
+        say(
+            f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env"
+        )
+    if shared.linked:
+        say(f"  link scripts are not run: {', '.join(shared.linked)}")
 
 
 def _environment_layer(
@@ -132,10 +167,11 @@ def _environment_layer(
 ) -> tuple[Part, State]:
     """The last layer, and the record of the whole that it holds."""
     found = [distribution for layer in made for distribution in layer.distributions]
-    wanted = {(package.name, package.version) for package in plan.packages}
+    wanted = {(conda.name, conda.version) for conda in plan.conda}
+    wanted |= {(package.name, package.version) for package in plan.packages}
     if {(name, version) for name, version, _ in found} != wanted:
         names = sorted({f"{n} {v}" for n, v, _ in found} ^ {f"{n} {v}" for n, v in wanted})
-        raise BuildError(f"the wheels do not hold what is locked: {', '.join(names)}")
+        raise BuildError(f"the packages do not hold what is locked: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python)
     trainer = (own.name, own.version, record_digest(wheel_record(own.path, scheme)))
     state = state_of(
@@ -147,7 +183,8 @@ def _environment_layer(
     assert plan.image is not None
     part = environment_part(
         own, scheme, base.interpreter, base.python_version, state.render(),
-        compiler, plan.mtime, system_packages=base.system_packages, folders=[plan.image.workdir],
+        compiler, plan.mtime, system_packages=base.system_packages, conda=bool(plan.conda),
+        folders=[plan.image.workdir],
     )  # fmt: skip
     return part, state
 
@@ -169,6 +206,8 @@ def run_config(plan: Plan, base: BaseImage[M]) -> dict[str, Any]:
         "org.envbuild.target": plan.target,
         "org.envbuild.version": __version__,
     }
+    if plan.conda:
+        labels["org.envbuild.environment"] = "conda"
     if base.digest:
         labels["org.opencontainers.image.base.digest"] = base.digest
     run |= {
@@ -206,9 +245,14 @@ def _variables(plan: Plan, base: BaseImage[M]) -> Mapping[str, str]:
     variables = dict(pair.partition("=")[::2] for pair in base.config.get("Env") or [])
     path = variables.get("PATH") or _PATH
     variables["PATH"] = f"/{PREFIX}/bin:{path}"
-    variables["VIRTUAL_ENV"] = f"/{PREFIX}"
+    if plan.conda:
+        variables.pop("VIRTUAL_ENV", None)
+        variables |= {"CONDA_PREFIX": f"/{PREFIX}", "CONDA_DEFAULT_ENV": f"/{PREFIX}"}
+    else:
+        variables["VIRTUAL_ENV"] = f"/{PREFIX}"
     variables.setdefault("LANG", "C.UTF-8")
     torch = next((p.version for p in plan.packages if p.name == "torch"), None)
+    torch = next((p.version for p in plan.conda if p.name == "pytorch"), torch)
     if torch:
         variables["PYTORCH_VERSION"] = torch
     if Target.parse(plan.target).is_cuda:

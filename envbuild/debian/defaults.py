@@ -30,15 +30,19 @@ class Rules:
     alternatives: Mapping[str, tuple[str, ...]]
 
 
-def default_packages(suite: str) -> tuple[str, ...]:
-    """The packages of a base of `suite`, by name. Raises RecipeError for a suite without data."""
+def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
+    """The packages of a base of `suite`, by name, with or without Python and what it alone needs.
+
+    Raises RecipeError for a suite without data.
+    """
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))
         raise RecipeError(
             f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}"
         )
-    return tuple(sorted(data["base"]["packages"] + data["suites"][suite]["python"]))
+    own = data["suites"][suite]["python"] if python else []
+    return tuple(sorted(data["base"]["packages"] + own))
 
 
 def default_without() -> tuple[str, ...]:
@@ -77,6 +81,12 @@ def _any_of(globs: list[str]) -> re.Pattern[str]:
         text = re.escape(glob.removesuffix("*")).replace(r"\*", "[^/]+")
         texts.append(text + (".+" if glob.endswith("*") else ""))
     return re.compile("|".join(texts))
+
+
+def newest_suite() -> str:
+    """The suite for what does not need Debian's Python: its glibc is the newest."""
+    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return str(data["base"]["newest"])
 
 
 def suites_by_python() -> dict[str, str]:

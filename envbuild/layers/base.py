@@ -18,7 +18,7 @@ from envbuild.image.layer import Layer
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import Part, key_of
+from envbuild.layers.compose import PREFIX, Part, key_of
 from envbuild.layers.made import M, Maker
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
@@ -35,9 +35,9 @@ _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 class BaseImage(Generic[M]):
     """The lowest layers of an image and what they come with.
 
-    `interpreter` is an absolute path inside, `python_version` as exact as is known without running it,
-    `config` the `config` object of an existing image's configuration. `system_packages` tells whether the
-    environment sees what the base has installed for its interpreter.
+    `interpreter` is an absolute path inside, `python_version` as exact as is known without running it; where
+    conda brings Python they are that one's. `config` is the `config` object of an existing image's configuration.
+    `system_packages` tells whether the environment sees what the base has installed for its interpreter.
     """
 
     name: str
@@ -75,10 +75,17 @@ def _debian(
     from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"
-    versions = {deb.name: deb.version for deb in lock.packages}
-    version = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
-    if version is None:
-        raise BuildError(f"the image lock has no {interpreter}-minimal", "lock the recipe again")
+    if plan.conda:
+        compiler = None  # whatever makes the environment's bytecode, the base is the same
+        path, version = _conda_python(plan)
+    else:
+        versions = {deb.name: deb.version for deb in lock.packages}
+        found = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
+        if found is None:
+            raise BuildError(
+                f"the image lock has no {interpreter}-minimal", "lock the recipe again"
+            )
+        path, version = f"/usr/bin/{interpreter}", found[0]
     key: list[object] = [plan.mtime, compiler and compiler.identity, rules_digest()]
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
 
@@ -88,7 +95,15 @@ def _debian(
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
     made = maker.part(Part(title, key_of("debian", key), tree))
-    return BaseImage(f"debian:{lock.suite}", "", (made,), f"/usr/bin/{interpreter}", version[0])
+    return BaseImage(f"debian:{lock.suite}", "", (made,), path, version)
+
+
+def _conda_python(plan: Plan) -> tuple[str, str]:
+    """(path in the image, version) of the Python among the conda packages of `plan`."""
+    version = next((package.version for package in plan.conda if package.name == "python"), None)
+    if version is None:
+        raise BuildError("the conda lock has no python", "lock the recipe again")
+    return f"/{PREFIX}/bin/python", version
 
 
 def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
@@ -113,11 +128,15 @@ def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[
     assert plan.image is not None
     arch = Target.parse(plan.target).arch
     pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
-    _check_interpreter(plan.image.python, pulled, lock, environment.store)
+    interpreter, version = plan.image.python, plan.python
+    if plan.conda:
+        interpreter, version = _conda_python(plan)
+    else:
+        _check_interpreter(interpreter, pulled, lock, environment.store)
     layers = image_layers(pulled, lock.reference, maker)
     return BaseImage(
-        lock.reference, lock.digest, layers, plan.image.python, plan.python,
-        dict(pulled.config.get("config") or {}), system_packages=True,
+        lock.reference, lock.digest, layers, interpreter, version,
+        dict(pulled.config.get("config") or {}), system_packages=not plan.conda,
     )  # fmt: skip
 
 

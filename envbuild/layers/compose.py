@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
@@ -25,10 +26,13 @@ PREFIX = "opt/env"
 FIXED_TIME = 1577836800
 # A folder in a layer replaces the base's mode of it: these keep what every distribution gives them.
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
-# A wheel of this size (bytes, as published) or more has a layer of its own, but no more than so many wheels:
-# overlayfs takes 127 layers with those of the base.
+# A wheel or conda package of this size (bytes, as published) or more has a layer of its own, but no more than so
+# many of them: overlayfs takes 127 layers with those of the base.
 LARGE = 100_000
 MOST_LARGE = 60
+
+
+Frame = list[tuple[Entry, BytesIO | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,61 @@ class Part:
     tree: Callable[[], Tree]
 
 
+class Sized(Protocol):
+    """A located package of any kind; `size` is that of its file, in bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def alone(*kinds: Sequence[Sized]) -> list[int]:
+    """How many packages of each kind have a layer of their own: the largest of all kinds together."""
+    large = [
+        (-package.size, package.name, number)
+        for number, packages in enumerate(kinds)
+        for package in packages
+        if package.size >= LARGE
+    ]
+    kept = [number for _, _, number in sorted(large)[:MOST_LARGE]]
+    return [kept.count(number) for number in range(len(kinds))]
+
+
+def groups(packages: Sequence[S], alone: int) -> list[list[S]]:
+    """The packages of each layer: each of the `alone` largest, largest first, then the others by name."""
+    by_size = sorted(packages, key=lambda package: (-package.size, package.name))
+    small = sorted(by_size[alone:], key=lambda package: package.name)
+    return [[package] for package in by_size[:alone]] + ([small] if small else [])
+
+
+def title_of(packages: Sequence[tuple[str, str]]) -> str:
+    """What the layer of these packages (name, version) is called."""
+    names = [f"{name} {version}" for name, version in packages]
+    return names[0] if len(names) == 1 else f"{len(names)} packages: {', '.join(names)}"
+
+
 def wheel_parts(
-    wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int
+    wheels: Sequence[WheelFile],
+    scheme: Scheme,
+    compiler: Compiler | None,
+    mtime: int,
+    most: int = MOST_LARGE,
 ) -> list[Part]:
-    """The layers of `wheels`: each large one, largest first, then the small ones together."""
-    by_size = sorted(wheels, key=lambda w: (-w.size, w.name))
-    large = [wheel for wheel in by_size[:MOST_LARGE] if wheel.size >= LARGE]
-    small = sorted(by_size[len(large) :], key=lambda w: w.name)
-    groups = [[wheel] for wheel in large] + ([small] if small else [])
-    return [_wheel_part(group, scheme, compiler, mtime) for group in groups]
+    """The layers of `wheels`: each large one but no more than `most`, largest first, then the others together."""
+    large = sum(wheel.size >= LARGE for wheel in wheels)
+    return [
+        _wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, min(large, most))
+    ]
 
 
 def _wheel_part(
     group: list[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int
 ) -> Part:
-    title = f"{group[0].name} {group[0].version}"
-    if len(group) > 1:
-        title = f"{len(group)} packages: " + ", ".join(f"{w.name} {w.version}" for w in group)
+    title = title_of([(wheel.name, wheel.version) for wheel in group])
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [[w.name, w.version, w.sha256] for w in group]
 
@@ -100,13 +142,21 @@ def environment_part(
     mtime: int,
     *,
     system_packages: bool,
+    conda: bool = False,
     folders: Sequence[str] = (),
 ) -> Part:
-    """The last layer: the environment's frame (PEP 405), the trainer and the record of what was built.
+    """The last layer: the environment's frame, the trainer and the record of what was built.
 
-    `interpreter` is the base's python, an absolute path. `folders` are made if the base lacks them.
+    `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's
+    python; a `conda` environment has its own, so that conda's mark is all it needs. `folders` are made if the
+    base lacks them.
     """
-    frame = _frame(scheme, interpreter, python_version, system_packages, mtime)
+    if conda:
+        # conda, mamba and pixi take a folder with this file for an environment.
+        history = Entry(f"{scheme.prefix}/conda-meta/history", FILE, 0o644, mtime=mtime)
+        frame: Frame = [(history, None)]
+    else:
+        frame = _frame(scheme, interpreter, python_version, system_packages, mtime)
     record = state.encode()
 
     def tree() -> Tree:
@@ -128,12 +178,13 @@ def environment_part(
 
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]
+    key += ["conda"] if conda else []
     return Part(f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree)
 
 
 def _frame(
     scheme: Scheme, interpreter: str, python_version: str, system_packages: bool, mtime: int
-) -> list[tuple[Entry, BytesIO | None]]:
+) -> Frame:
     config = (
         f"home = {interpreter.rpartition('/')[0] or '/'}\n"
         f"include-system-site-packages = {str(system_packages).lower()}\n"
@@ -141,7 +192,7 @@ def _frame(
         f"executable = {interpreter}\n"
     ).encode()
     links = {"python": interpreter, "python3": "python", f"python{scheme.python}": "python"}
-    frame: list[tuple[Entry, BytesIO | None]] = [
+    frame: Frame = [
         (
             Entry(f"{scheme.prefix}/pyvenv.cfg", FILE, 0o644, len(config), mtime=mtime),
             BytesIO(config),

@@ -13,23 +13,24 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from envbuild.files import write_atomically
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
-from envbuild.layers.compose import Part
+from envbuild.layers.compose import PREFIX, Part
 from envbuild.names import normalise
-from envbuild.record import record_digest
+from envbuild.record import conda_digest, record_digest
 from envbuild.store.store import Store
 
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
 # In a site-packages folder itself, not in one that a package carries inside.
+_CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")
 _RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
 
 
@@ -54,7 +55,10 @@ M = TypeVar("M", bound=Installs)
 
 
 class Maker(Protocol[M_co]):
-    """Makes layers in one form, or takes them from the store."""
+    """Makes layers in one form, or takes them from the store; `say` tells what it does."""
+
+    @property
+    def say(self) -> Callable[[str], None]: ...
 
     def part(self, part: Part) -> M_co:
         """The layer of `part`. Raises BuildError when it cannot be made."""
@@ -103,7 +107,9 @@ def short(title: str) -> str:
 
 
 def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
-    """`tree` as it is; each distribution whose RECORD passes by goes to `found`."""
+    """`tree` as it is; each distribution whose RECORD passes by goes to `found`, or in a layer of conda packages
+    each of these: their records tell of all that they hold, Python distributions as well."""
+    conda: list[tuple[str, str, str]] = []
     for entry, content in tree:
         match = _RECORD.fullmatch(entry.path)
         if match and content is not None:
@@ -111,7 +117,24 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
             name, _, version = match[1].rpartition("-")
             found.append((normalise(name), version, record_digest(data)))
             content = io.BytesIO(data)
+        elif content is not None and _CONDA.fullmatch(entry.path):
+            data = content.read(entry.size)
+            conda.append(_conda(json.loads(data)))
+            content = io.BytesIO(data)
         yield entry, content
+    if conda:
+        found[:] = conda
+
+
+def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A conda package as the survey of an environment finds it by its record."""
+    rows = [
+        # What is made of an entry point is not in the package.
+        (row["_path"], "" if row["path_type"].startswith("unix_") else row.get("sha256", ""))
+        for row in record["paths_data"]["paths"]
+        if not row["_path"].endswith(".pyc")
+    ]
+    return record["name"], record["version"], conda_digest(rows)
 
 
 def _render(made: Made) -> str:

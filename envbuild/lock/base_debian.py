@@ -6,7 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from envbuild.debian.base import resolve_base
-from envbuild.debian.defaults import default_packages, default_without, suites_by_python
+from envbuild.debian.defaults import (
+    default_packages,
+    default_without,
+    newest_suite,
+    suites_by_python,
+)
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import Archive, archives, debian_client
 from envbuild.environment import Environment
@@ -16,9 +21,12 @@ from envbuild.recipe.targets import Target
 
 
 def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
-    """Resolve the Debian packages of `recipe` for `target`. Raises LockError."""
-    known = suites_by_python()
-    suite = recipe.image.suite or known.get(recipe.python, "")
+    """Resolve the Debian packages of `recipe` for `target`. Raises LockError.
+
+    Where conda brings Python, Debian's is left out, and any release will do.
+    """
+    known, conda = suites_by_python(), recipe.environment == "conda"
+    suite = recipe.image.suite or known.get(recipe.python, newest_suite() if conda else "")
     if not suite:
         has = ", ".join(f"{python} ({name})" for python, name in known.items())
         raise LockError(
@@ -29,7 +37,7 @@ def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> 
     keyring = environment.site.debian.keyring
     return resolve_base(
         suite,
-        [*default_packages(suite), *recipe.image.packages],
+        [*default_packages(suite, python=not conda), *recipe.image.packages],
         default_without(),
         target.arch,
         archives=site_archives(suite, now, environment),

@@ -1,0 +1,267 @@
+"""A conda package as a tree: every file where conda puts it, streamed from the archive, and its record.
+
+Sources: conda's "Package specification"; conda enhancement proposal 17 (where noarch Python packages go); the records
+in conda-meta as conda and rattler write them. rattler's own installation is the oracle in the tests.
+
+Other than there: modes are 0644 and 0755, times fixed, and bytecode in `__pycache__` is left out: it names the times
+of the sources. The record lists what is there, so it has neither those nor files that another package replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from envbuild.errors import BuildError
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
+from envbuild.image.untar import Member
+from envbuild.layers.conda_package import Info, Listed, agrees, package_files, read_info
+from envbuild.layers.conda_paths import CondaFile, entry_points, is_bytecode, place_of
+from envbuild.layers.prefixes import replaced_binary, replaced_text
+from envbuild.layers.wheel import Scheme
+from envbuild.lock.conda import CondaPackage
+
+META = "conda-meta"
+_STEP = 1 << 18
+# A text file with another prefix is held until its length is known: small ones in memory, others on disk.
+_IN_MEMORY = 4 << 20
+
+
+def conda_tree(
+    file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str] = frozenset()
+) -> Tree:
+    """The files of a package under `scheme`, in the order of its archive, then scripts and its record.
+
+    `without` are paths relative to the prefix that another package has in its place. Raises BuildError, here
+    or where content is read, for a package that is damaged, is another one or does not hold what it lists.
+    """
+    yield from _Tree(file, scheme, mtime, without).tree()
+
+
+class _Checked:
+    """A file's content, hashed while it is read; at its end its digest must be the one that is listed."""
+
+    def __init__(self, content: Readable, size: int, wanted: str, where: str) -> None:
+        self._content, self._left, self._wanted, self._where = content, size, wanted, where
+        self._sha256 = hashlib.sha256()
+        if not size:
+            self._check()
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._content.read(size)
+        if data:
+            self._sha256.update(data)
+            self._left -= len(data)
+            if self._left <= 0:
+                self._check()
+        return data
+
+    def digest(self) -> str:
+        """Of the whole, what nobody read included."""
+        while self.read(_STEP):
+            pass
+        return self._sha256.hexdigest()
+
+    def _check(self) -> None:
+        if self._wanted and self._sha256.hexdigest() != self._wanted:
+            raise BuildError(f"{self._where}: not the file that info/paths.json lists")
+
+
+class _Pieces:
+    """Pieces of a content as one."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._held = pieces, b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        while size < 0 or len(self._held) < size:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._held = self._held + piece if self._held else piece
+        count = len(self._held) if size < 0 else size
+        data, self._held = self._held[:count], self._held[count:]
+        return data
+
+
+class _Tree:
+    """One package on its way into a tree."""
+
+    def __init__(
+        self, file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str]
+    ) -> None:
+        self._file, self._scheme, self._mtime, self._without = file, scheme, mtime, without
+        self._name = file.path.name
+        self._rows: dict[str, dict[str, Any]] = {}  # of the record's paths, by path
+        self._modes: dict[str, int] = {}
+
+    def tree(self) -> Tree:
+        info = read_info(self._file.path)
+        _check_index(info, self._file.package, self._name)
+        missing = set(info.paths)
+        with contextlib.closing(package_files(self._file.path)) as files:
+            for member, content in files:
+                listed = info.paths.get(member.name)
+                if listed is None:  # a folder; or a file that no installer installs
+                    continue
+                missing.discard(member.name)
+                yield from self._member(listed, member, content, info)
+        if missing:
+            names = ", ".join(sorted(missing)[:3])
+            raise BuildError(f"{self._name}: info/paths.json lists what is not in it: {names}")
+        for path, script in entry_points(info, self._scheme, self._name):
+            if path not in self._rows and path not in self._without:
+                yield self._whole(path, script, 0o755)
+                row = {"path_type": "unix_python_entry_point", "sha256": _sha256(script)}
+                self._rows[path] = {"_path": path, **row, "size_in_bytes": len(script)}
+        record = self._record(info)
+        yield self._whole(f"{META}/{self._file.package.stem}.json", record, 0o644)
+
+    def _member(self, listed: Listed, member: Member, content: Readable | None, info: Info) -> Tree:
+        where = f"{self._name}: {member.name}"
+        if not agrees(listed, member):
+            raise BuildError(f"{where}: a {member.kind}, which info/paths.json does not list")
+        place = place_of(listed.path, info, self._scheme)
+        if place in self._without or is_bytecode(place):
+            return
+        if place in self._rows:
+            raise BuildError(f"{where}: comes twice")
+        row: dict[str, Any] = {"_path": place, "path_type": listed.kind or "hardlink"}
+        self._rows[place] = row
+        if listed.no_link:
+            row["no_link"] = True
+        if member.kind == HARDLINK:
+            yield from self._hard_link(listed, member, info, place, row)
+        elif content is not None:
+            yield from self._content(listed, member, content, place, row)
+        elif member.kind == DIR:
+            yield Entry(self._path(place), DIR, 0o755, mtime=self._mtime), None
+            row |= {"sha256": listed.sha256} if listed.sha256 else {}
+        elif member.kind == SYMLINK:
+            yield Entry(self._path(place), SYMLINK, 0o777, 0, member.link, mtime=self._mtime), None
+            text = _sha256(member.link.encode("utf-8", "surrogateescape"))
+            row["path_type"] = "softlink"
+            row |= _digests(listed.sha256, text) | {"size_in_bytes": listed.size or 0}
+        else:
+            raise BuildError(f"{where}: a member of kind {member.kind!r}")
+
+    def _content(
+        self, listed: Listed, member: Member, content: Readable, place: str, row: dict[str, Any]
+    ) -> Tree:
+        """A file, with the prefix put in where one is due; its row tells the digest that results."""
+        where = f"{self._name}: {member.name}"
+        original = _Checked(content, member.size, listed.sha256, where)
+        mode = self._modes[place] = 0o755 if member.mode & 0o111 else 0o644
+        old, new = listed.placeholder.encode(), f"/{self._scheme.prefix}".encode()
+        if not old:
+            yield self._entry(place, mode, member.size), original
+            row |= {"sha256": original.digest(), "size_in_bytes": member.size}
+            return
+        chunks = iter(lambda: original.read(_STEP), b"")
+        replaced = replaced_text if listed.mode == "text" else replaced_binary
+        size, spooled = member.size, None
+        try:
+            pieces = replaced(chunks, old, new, where)
+            if listed.mode == "text":
+                spooled = _spool(pieces)
+                size = spooled.tell()
+                spooled.seek(0)
+            source: Readable = cast("Readable", spooled) if spooled else _Pieces(pieces)
+            result = _Checked(source, size, "", self._name)
+            yield self._entry(place, mode, size), result
+            row |= _digests(original.digest(), result.digest())
+        finally:
+            if spooled:
+                spooled.close()
+        row |= {"size_in_bytes": size, "file_mode": listed.mode}
+        row["prefix_placeholder"] = listed.placeholder
+
+    def _hard_link(
+        self, listed: Listed, member: Member, info: Info, place: str, row: dict[str, Any]
+    ) -> Tree:
+        """A second name of a file; where that file is not in the tree as it is here, a file of its own."""
+        name = member.link.removeprefix("./")
+        other = info.paths.get(name)
+        target = place_of(name, info, self._scheme)
+        same = other and (other.placeholder, other.mode) == (listed.placeholder, listed.mode)
+        if same and target in self._modes:
+            mode = self._modes[place] = self._modes[target]
+            link = self._path(target)
+            yield Entry(self._path(place), HARDLINK, mode, 0, link, mtime=self._mtime), None
+            own = ("_path", "path_type", "no_link")
+            row |= {k: v for k, v in self._rows[target].items() if k not in own}
+            return
+        # Read again to where it stands: rare, for it must have been replaced or be bytecode.
+        with contextlib.closing(package_files(self._file.path)) as files:
+            for found, content in files:
+                if found.name == name and content is not None:
+                    yield from self._content(listed, found, content, place, row)
+                    return
+        raise BuildError(
+            f"{self._name}: {member.name}: a link to {member.link!r}, which is not there"
+        )
+
+    def _record(self, info: Info) -> bytes:
+        """The package's record in conda-meta; it names nothing of the host that made it."""
+        package = self._file.package
+        rows = [self._rows[path] for path in sorted(self._rows, key=lambda path: path.split("/"))]
+        record = dict(info.index)
+        record |= {"depends": list(package.depends)} if package.depends else {}
+        record |= {
+            "name": package.name, "version": package.version, "build": package.build,
+            "subdir": package.subdir, "channel": package.channel, "url": package.url,
+            "fn": package.file_name, "md5": package.md5, "sha256": package.sha256,
+            "size": self._file.size, "requested_specs": [],
+            "files": [row["_path"] for row in rows],
+            "paths_data": {"paths_version": 1, "paths": rows},
+            "link": {"source": "", "type": 1},
+        }  # fmt: skip
+        return json.dumps(record, indent=2, sort_keys=True).encode() + b"\n"
+
+    def _path(self, place: str) -> str:
+        return f"{self._scheme.prefix}/{place}"
+
+    def _entry(self, place: str, mode: int, size: int) -> Entry:
+        return Entry(self._path(place), FILE, mode, size, mtime=self._mtime)
+
+    def _whole(self, place: str, data: bytes, mode: int) -> tuple[Entry, Readable]:
+        return self._entry(place, mode, len(data)), io.BytesIO(data)
+
+
+def _check_index(info: Info, package: CondaPackage, where: str) -> None:
+    """Raise BuildError for another package than the one that is locked."""
+    names = [str(info.index.get(key)) for key in ("name", "version", "build")]
+    if names != [package.name, package.version, package.build]:
+        raise BuildError(f"{where}: it is {' '.join(names)}, locked is {package.stem}")
+
+
+def _spool(pieces: Iterable[bytes]) -> tempfile.SpooledTemporaryFile[bytes]:
+    spooled: tempfile.SpooledTemporaryFile[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
+    try:
+        for piece in pieces:
+            spooled.write(piece)
+    except OSError as error:
+        spooled.close()
+        raise BuildError(
+            f"no temporary file for a text with its prefix: {error.strerror}",
+            "set TMPDIR to a folder with room that you may write",
+        ) from error
+    except BaseException:
+        spooled.close()
+        raise
+    return spooled
+
+
+def _digests(original: str, result: str) -> dict[str, str]:
+    """A row's digests, as conda has them: the second only where it is another."""
+    rows = {"sha256": original} if original else {}
+    return rows if original == result else {**rows, "sha256_in_prefix": result}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,150 @@
+"""Paths that several packages of a conda environment have, and who keeps them.
+
+As rattler leaves it: of packages with one path, the one that comes last in the order of dependencies, and of a file
+and a folder of one name likewise, with all that is below. rattler itself tells the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from envbuild.errors import BuildError
+from envbuild.files import write_atomically
+from envbuild.layers.compose import WheelFile, key_of
+from envbuild.layers.conda_package import read_info
+from envbuild.layers.conda_paths import CondaFile, installed_paths
+from envbuild.layers.wheel import Scheme, wheel_paths
+from envbuild.lock.conda import CondaPackage
+from envbuild.store.store import Store
+
+_ACTIVATION = "etc/conda/activate.d/"
+_LINK_SCRIPT = re.compile(r"bin/\.[^/]+-(?:pre|post)-link\.sh")
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is known once all paths of an environment are: by package those that another one keeps, and the
+    packages with scripts that conda runs when it activates an environment, or links the package."""
+
+    without: Mapping[str, tuple[str, ...]]
+    activated: tuple[str, ...]
+    linked: tuple[str, ...]
+
+
+def shared_paths(
+    files: Sequence[CondaFile], wheels: Sequence[WheelFile], scheme: Scheme, store: Store
+) -> Shared:
+    """What the conda packages `files` share; the answer is kept, since reading all lists takes a second.
+
+    Raises BuildError for a wheel that would replace a file of a conda package, and for damaged packages.
+    """
+    inputs: list[object] = [scheme.prefix, scheme.python]
+    inputs += [[f.name, f.package.sha256, f.package.depends] for f in files]
+    inputs += [[wheel.name, wheel.sha256] for wheel in wheels]
+    note = store.folder("conda", "shared") / f"{key_of('conda-shared', inputs)}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        data = json.loads(note.read_text(encoding="utf-8"))
+        without = {str(name): tuple(paths) for name, paths in data["without"].items()}
+        return Shared(without, tuple(data["activated"]), tuple(data["linked"]))
+    paths = {file.name: _paths(file, scheme) for file in files}
+    shared = Shared(
+        losers(paths, dependency_order([file.package for file in files])),
+        _owners(paths, lambda path: path.startswith(_ACTIVATION)),
+        _owners(paths, lambda path: _LINK_SCRIPT.fullmatch(path) is not None),
+    )
+    _check_wheels(wheels, paths, scheme)
+    text = {"without": shared.without, "activated": shared.activated, "linked": shared.linked}
+    try:
+        write_atomically(note, json.dumps(text))
+    except OSError as error:
+        raise store.unwritable(error) from error
+    return shared
+
+
+def losers(paths: Mapping[str, Iterable[str]], order: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By package the paths that others keep; in `order` a package comes after those it depends on."""
+    rank = {name: number for number, name in enumerate(order)}
+    owners: dict[str, set[str]] = {}
+    for name, own in paths.items():
+        for path in own:
+            owners.setdefault(path, set()).add(name)
+    lost: dict[str, set[str]] = {}
+
+    def lose(path: str, names: Iterable[str]) -> None:
+        for name in list(names):
+            owners[path].discard(name)
+            lost.setdefault(name, set()).add(path)
+
+    folders = {parent for path in owners for parent in _parents(path)}
+    for path in sorted(
+        folders & owners.keys()
+    ):  # upper ones first: they take what is below with them
+        if not owners[path]:
+            continue
+        below = [other for other in owners if other.startswith(f"{path}/")]
+        having = set[str]().union(*(owners[place] for place in (path, *below)))
+        keeper = max(having, key=rank.__getitem__)
+        if keeper in owners[path]:
+            for other in below:
+                lose(other, owners[other])
+        else:
+            lose(path, owners[path])
+    for path, names in owners.items():
+        if len(names) > 1:
+            lose(path, names - {max(names, key=rank.__getitem__)})
+    return {name: tuple(sorted(lost[name])) for name in sorted(lost)}
+
+
+def dependency_order(packages: Sequence[CondaPackage]) -> list[str]:
+    """The names of `packages`, each after those it depends on."""
+    from rattler import PackageRecord
+    from rattler.package import BuildString
+
+    records = [
+        PackageRecord(
+            p.name, p.version, BuildString(p.build), 0, p.subdir,
+            noarch="generic" if p.subdir == "noarch" else None, depends=list(p.depends),
+        )
+        for p in packages
+    ]  # fmt: skip
+    return [record.name.normalized for record in PackageRecord.sort_topologically(records)]
+
+
+def _paths(file: CondaFile, scheme: Scheme) -> list[str]:
+    info, where = read_info(file.path), file.path.name
+    place = info.index.get("python_site_packages_path")
+    if file.name == "python" and place not in (None, f"lib/python{scheme.python}/site-packages"):
+        raise BuildError(
+            f"{where}: a Python whose packages lie in {place}: a free-threaded one, which images cannot hold yet",
+            "ask for another build of python in [conda] dependencies",
+        )
+    return installed_paths(info, scheme, where)
+
+
+def _owners(paths: Mapping[str, Sequence[str]], wanted: Callable[[str], bool]) -> tuple[str, ...]:
+    return tuple(sorted(name for name, own in paths.items() if any(map(wanted, own))))
+
+
+def _check_wheels(
+    wheels: Sequence[WheelFile], paths: Mapping[str, Sequence[str]], scheme: Scheme
+) -> None:
+    owners = {f"{scheme.prefix}/{path}": name for name, own in paths.items() for path in own}
+    for wheel in wheels:
+        both = sorted(path for path in wheel_paths(wheel.path, scheme) if path in owners)
+        if both:
+            raise BuildError(
+                f"{wheel.name} {wheel.version}, which pip adds, has a file of the conda package {owners[both[0]]}: "
+                f"/{both[0]}",
+                f"leave {wheel.name} out of `requirements` in [conda], or take it from a channel",
+            )
+
+
+def _parents(path: str) -> Iterator[str]:
+    at = path.rfind("/")
+    while at > 0:
+        yield path[:at]
+        at = path.rfind("/", 0, at)
