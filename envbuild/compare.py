@@ -7,8 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, comparable, view_of
-from envbuild.artifacts.facts import IMAGE, SQUASHED, About, Contents, Opened, completed
+from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, SITE, comparable, view_of
+from envbuild.artifacts.facts import (
+    CONDA,
+    FOLDERS,
+    IMAGE,
+    SQUASHED,
+    VENV,
+    About,
+    Contents,
+    Opened,
+    completed,
+)
 from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
@@ -55,6 +65,7 @@ class Comparison:
     """What differs. `files` is None when files were not compared; `notes` does not count."""
 
     settings: tuple[Change, ...]
+    conda: tuple[Change, ...]
     python: tuple[Change, ...]
     debian: tuple[Change, ...]
     files: tuple[Change, ...] | None
@@ -64,20 +75,25 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether nothing that was compared differs."""
-        return not (self.settings or self.python or self.debian or self.files)
+        return not (self.settings or self.conda or self.python or self.debian or self.files)
 
 
 def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
     """Compare two artifacts of any kinds. Raises BuildError when one of them is damaged."""
-    view = view_of(one.about.kind, other.about.kind)
-    between = view == BETWEEN
+    kinds = {one.about.kind, other.about.kind}
+    between = len(kinds) > 1 and not kinds.isdisjoint(FOLDERS)
     notes = _provenance(one.about, other.about)
     if _same_content(one.about, other.about):
         settings = _setting_changes(one.about, None, other.about, None, between)
-        return Comparison(settings, (), (), () if files else None, (), notes)
+        return Comparison(settings, (), (), (), () if files else None, (), notes)
     left, right = one.contents(hashes=files), other.contents(hashes=files)
+    view = view_of(one.about.kind, left, other.about.kind, right)
     settings = _setting_changes(one.about, left, other.about, right, between)
-    python = _changes(_python(left, between), _python(right, between))
+    inner = between or view == CONDA
+    python = _changes(_python(left, inner), _python(right, inner))
+    conda: tuple[Change, ...] = ()
+    if view not in (SITE, VENV, BETWEEN):
+        conda = _changes(_conda(left, inner), _conda(right, inner))
     debian = () if between else _changes(_debian(left), _debian(right))
     left_out: tuple[str, ...] = ()
     found: tuple[Change, ...] | None = None
@@ -87,7 +103,7 @@ def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
             notes += _no_environment(one.about, left, other.about, right, between)
         if not between or (left.prefix is not None and right.prefix is not None):
             found = _files(comparable(left, view), comparable(right, view))
-    return Comparison(settings, python, debian, found, left_out, notes)
+    return Comparison(settings, conda, python, debian, found, left_out, notes)
 
 
 def _same_content(one: About, other: About) -> bool:
@@ -136,16 +152,27 @@ def _line(words: Sequence[str]) -> str:
     return json.dumps(list(words)) if words else ""
 
 
-def _python(contents: Contents, between: bool) -> dict[str, tuple[str, str]]:
-    """Package → version and a digest. Those outside of the environment are named with their folder."""
+def _conda(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+    """Package → version with build, and a digest; where `inner`, those of the environment alone."""
+    own = contents.own_conda
+    found = {package.name: package for package in own}
+    if not inner:
+        others = (package for package in contents.conda if package not in own)
+        found |= {f"{package.name} (/{package.location})": package for package in others}
+    return {name: (f"{p.version} {p.build}", p.record) for name, p in found.items()}
+
+
+def _python(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+    """Package → version and a digest. Those outside of the environment are named with their folder, or where
+    `inner` left out; digests are then those of what does not depend on the installer."""
     prefix = contents.prefix
     found: dict[str, tuple[str, str]] = {}
     for package in contents.python:
         inside = prefix is not None and (not prefix or package.location.startswith(f"{prefix}/"))
-        if between and prefix is not None and not inside:
+        if inner and prefix is not None and not inside:
             continue
-        name = package.name if inside or between else f"{package.name} (/{package.location})"
-        digest = package.content if between else package.record
+        name = package.name if inside or inner else f"{package.name} (/{package.location})"
+        digest = package.content if inner else package.record
         if name in found:  # twice in one folder: both tell
             version, known = found[name]
             found[name] = f"{version}, {package.version}", f"{known} {digest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def describe(about: About, contents: Contents | None) -> dict[str, Any]:
         "base": _base(about, contents),
         "envbuild": about.envbuild or None,
         "created": about.created or None,
+        "conda_packages": _conda(contents) if contents else None,
         "python_packages": _python(contents) if contents else None,
         "debian_packages": [
             {"name": p.name, "version": p.version, "arch": p.arch} for p in contents.debian
@@ -105,6 +107,14 @@ def _base(about: About, contents: Contents | None) -> dict[str, Any] | None:
         "suite": release.get("VERSION_CODENAME") or release.get("VERSION_ID"),
         "title": release.get("PRETTY_NAME"),
     }
+
+
+def _conda(contents: Contents) -> list[dict[str, Any]]:
+    optional = ("sha256", "license", "record")
+    return [
+        {k: v or None if k in optional else v for k, v in asdict(package).items()}
+        for package in contents.conda
+    ]
 
 
 def _python(contents: Contents) -> list[dict[str, Any]]:

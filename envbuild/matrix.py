@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.errors import LockError, UsageError
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 from envbuild.toml import nearest
@@ -34,10 +34,13 @@ class Artifact:
     """What builds it, before the recipe's name."""
     of_images: bool = True
     """Whether it can be made of a recipe that builds on an existing image."""
+    of_conda: bool = False
+    """Whether it is made of the packages in the recipe's [conda]."""
 
 
 ARTIFACTS = {
     "venv": Artifact(("envbuild", "venv"), of_images=False),
+    "conda": Artifact(("envbuild", "conda"), of_conda=True),
     "docker": Artifact(("envbuild", "docker")),
     "enroot": Artifact(("envbuild", "enroot")),
     "apptainer": Artifact(("envbuild", "apptainer")),
@@ -79,26 +82,68 @@ def make_jobs(
     *,
     artifacts: Sequence[str] = (),
     targets: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[Job]:
     """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them.
 
     `runners` gives a runner to each architecture, and may give one to a target (`cu126-x86_64`), which is then
-    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. Raises UsageError for a target
-    that none of the recipes has, and for two recipes of one name.
+    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. What cannot be built is left
+    out: `say` is told why where `artifacts` names it, or where only a lock is missing. Raises UsageError for a
+    target that none of the recipes has, and for two recipes of one name.
     """
     _check_targets(recipes, targets)
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
-    jobs = [
-        _job(one, Target.parse(name), artifact, runners)
+    wanted = [
+        (one, Target.parse(name), artifact)
         for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name)
         for name in one.loaded.recipe.targets
         if not targets or name in targets
         for artifact in ARTIFACTS
         if not artifacts or artifact in artifacts
-        if ARTIFACTS[artifact].of_images or one.loaded.recipe.image.base == "debian"
     ]
     _check_names(unique.values())
+    jobs: list[Job] = []
+    reasons: dict[str, None] = {}
+    for one, target, artifact in wanted:
+        reason = _unfit(one, target, artifact) or _unlocked(one, target, artifact)
+        if reason is None:
+            jobs.append(_job(one, target, artifact, runners))
+        elif artifact in artifacts or not _unfit(one, target, artifact):
+            reasons[f"{one.name}: {reason}"] = None
+    for reason in reasons:
+        say(reason)
     return jobs
+
+
+def _unfit(one: Chosen, target: Target, artifact: str) -> str | None:
+    """Why `artifact` cannot be made of a recipe, None where it can."""
+    kind, recipe = ARTIFACTS[artifact], one.loaded.recipe
+    wheels = recipe.requirements or recipe.targets[target.name].requirements
+    if artifact == "venv" and recipe.environment == "conda" and not wheels:
+        return "it has conda packages and no requirements, so there is no venv of it"
+    if not kind.of_images and recipe.image.base != "debian":
+        return f"it builds on an existing image, so there is no {artifact} of it"
+    if kind.of_conda and not recipe.conda.dependencies:
+        return "it has no [conda] packages, so there is no conda environment of it"
+    return None
+
+
+def _unlocked(one: Chosen, target: Target, artifact: str) -> str | None:
+    """Why a job would fail where it runs: conda packages are locked by who uses them, not for every recipe."""
+    if not ARTIFACTS[artifact].of_conda:
+        return None
+    from envbuild.lock.conda_manage import inspect_conda_lock
+
+    try:
+        state = inspect_conda_lock(one.loaded, target)
+    except LockError:
+        return None  # the job says what is wrong with it
+    if state.lock is not None:
+        return None
+    return (
+        f"no conda environment for {target.name}, whose conda lock was never made; "
+        f"`envbuild lock {one.name} --conda` makes it"
+    )
 
 
 def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> Job:

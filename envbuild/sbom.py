@@ -1,6 +1,6 @@
 """An artifact's bill of materials as CycloneDX 1.6 JSON, the same bytes each time.
 
-Sources: CycloneDX 1.6 (ECMA-424), package-url types `pypi`, `deb` and `oci`.
+Sources: CycloneDX 1.6 (ECMA-424), package-url types `pypi`, `conda`, `deb` and `oci`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
-from envbuild.artifacts.facts import IMAGE, VENV, About, Contents, DebianPackage, PythonPackage
+from envbuild.artifacts.conda_meta import channel_name
+from envbuild.artifacts.facts import FOLDERS, IMAGE, About, Contents, DebianPackage, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def cyclonedx(about: About, contents: Contents, source_date: int | None) -> str:
     bom.metadata.timestamp = _time(about, source_date)
     tool = Component(name="envbuild", version=__version__, type=ComponentType.APPLICATION)
     bom.metadata.tools.components.add(tool)
-    parts = [*_python(contents), *_debian(contents)]
+    parts = [*_conda(contents), *_python(contents), *_debian(contents)]
     for part in parts:
         bom.components.add(part)
     bom.register_dependency(subject, parts)
@@ -48,7 +49,8 @@ def _identity(about: About, contents: Contents) -> str:
     """The artifact's digest; of an environment that envbuild did not make, all its packages."""
     if about.digest or about.identity:
         return about.digest or about.identity
-    return repr([(p.name, p.version, p.record) for p in contents.python])
+    conda = [(p.name, p.version, p.build, p.record) for p in contents.conda]
+    return repr([(p.name, p.version, p.record) for p in contents.python] + conda)
 
 
 def _subject(about: About) -> Component:
@@ -61,7 +63,7 @@ def _subject(about: About) -> Component:
     name = about.recipe or about.labels.get("org.opencontainers.image.title") or about.kind
     purl = PackageURL("oci", None, name.lower(), digest) if about.kind == IMAGE else None
     return Component(
-        type=ComponentType.APPLICATION if about.kind == VENV else ComponentType.CONTAINER,
+        type=ComponentType.APPLICATION if about.kind in FOLDERS else ComponentType.CONTAINER,
         name=name,
         version=digest or None,
         bom_ref=digest or name,
@@ -78,6 +80,40 @@ def _subject(about: About) -> Component:
             image_id=about.identity if about.kind == IMAGE else "",
         ),
     )
+
+
+def _conda(contents: Contents) -> Iterator[Component]:
+    from cyclonedx.contrib.license.factories import LicenseFactory
+    from cyclonedx.model import HashAlgorithm, HashType
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    seen: set[str] = set()
+    for package in contents.conda:
+        qualifiers = {
+            "build": package.build,
+            "channel": channel_name(package.channel),
+            "subdir": package.subdir,
+            "type": package.archive,
+        }
+        purl = PackageURL(
+            "conda", None, package.name, package.version or None,
+            {name: value for name, value in qualifiers.items() if value},
+        )  # fmt: skip
+        yield Component(
+            type=ComponentType.LIBRARY,
+            name=package.name,
+            version=package.version or None,
+            bom_ref=_reference(f"{purl}#{package.location}".rstrip("#"), seen),
+            purl=purl,
+            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=package.sha256)]
+            if package.sha256
+            else [],
+            licenses=[LicenseFactory().make_from_string(package.license)]
+            if package.license
+            else [],
+            properties=_properties(location=package.location, record=package.record),
+        )
 
 
 def _python(contents: Contents) -> Iterator[Component]:

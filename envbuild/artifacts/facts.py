@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-VENV, IMAGE, SQUASHFS, SIF = "venv", "image", "squashfs", "sif"
+VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
+# Kinds that are an environment in a folder of the host.
+FOLDERS = (VENV, CONDA)
 # Kinds of files that hold a whole file system.
 SQUASHED = (SQUASHFS, SIF)
 # What envbuild.json says under the same names as `About` (artifacts/state.py).
@@ -54,6 +56,39 @@ class PythonPackage:
 
 
 @dataclass(frozen=True, slots=True)
+class CondaRecord:
+    """A package that a conda-meta folder records; `location` is the folder of that environment, relative to
+    the artifact's root.
+
+    `channel` is a URL, without credentials, `archive` the form of the package's file (`conda` or `tar.bz2`),
+    `sha256` that file's digest, hexadecimal, and `license` what the package says of it. `record` is the digest
+    of its list of files (`envbuild.record.conda_digest`). All of these may be "".
+    """
+
+    name: str
+    version: str
+    build: str
+    location: str
+    subdir: str = ""
+    channel: str = ""
+    archive: str = "conda"
+    sha256: str = ""
+    license: str = ""
+    record: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A file as a conda package's record has it: its sha256 in the environment, and in the package.
+
+    The second is "" for what the package does not hold, such as the script of an entry point.
+    """
+
+    here: str
+    original: str
+
+
+@dataclass(frozen=True, slots=True)
 class DebianPackage:
     """A package that dpkg's database lists as installed."""
 
@@ -76,7 +111,7 @@ class LayerFact:
 class About:
     """What an artifact says of itself; "" or None for what it does not say.
 
-    `identity` is the same wherever the artifact lies: an image's configuration digest, a venv's state
+    `identity` is the same wherever the artifact lies: an image's configuration digest, an environment's state
     digest. `digest` is an image's manifest digest, "" where it has no manifest of its own (daemons, docker
     archives). `place` is the file or folder, None when there is none. `env` may hold secrets: it is
     shown through `masked`. `stored` is in bytes. Of a file with a file system in it, `digest` is that of the
@@ -116,8 +151,10 @@ class About:
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What lies in an artifact. Paths are relative to its root; `prefix` is the environment's folder
-    ("" for a venv, None for an image without one). `os` is os-release(5), `config` the environment's
-    pyvenv.cfg, `state` its envbuild.json; each empty when it is not there."""
+    ("" for a venv or conda environment, None for an image without one) and `environment` what that is,
+    VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg, `state` its
+    envbuild.json; each empty when it is not there. `recorded` holds, by path, the files that
+    conda's packages have in `bin`, and those into which conda wrote the place of their environment."""
 
     files: Mapping[str, Item]
     python: tuple[PythonPackage, ...] = ()
@@ -126,23 +163,36 @@ class Contents:
     os: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
+    environment: str = ""
+    conda: tuple[CondaRecord, ...] = ()
+    recorded: Mapping[str, Recorded] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """The bytes of all files, each name counted."""
         return sum(item.size for item in self.files.values())
 
+    @property
+    def own_conda(self) -> tuple[CondaRecord, ...]:
+        """The conda packages of the environment, without those of others beside or in it."""
+        return tuple(package for package in self.conda if package.location == self.prefix)
+
 
 def completed(about: About, contents: Contents | None) -> About:
-    """`about`, with what it does not say taken from the environment's envbuild.json."""
-    if contents is None or not contents.state:
+    """`about`, with what it does not say taken from the environment's envbuild.json, and Python's version
+    from its conda packages."""
+    if contents is None:
         return about
     said = {
         name: str(contents.state[name])
         for name in _IN_STATE
         if not getattr(about, name) and contents.state.get(name)
     }
-    return replace(about, **said)  # type: ignore[arg-type]
+    about = replace(about, **said)  # type: ignore[arg-type]
+    version = next((p.version for p in contents.own_conda if p.name == "python"), "")
+    if about.python or not version:
+        return about
+    return replace(about, python=".".join(version.split(".")[:2]), python_version=version)
 
 
 class Opened(Protocol):

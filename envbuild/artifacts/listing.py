@@ -22,7 +22,7 @@ from envbuild.image.untar import Member, Part, Source, members
 from envbuild.store.store import Store
 
 # Raise it when what is remembered changes its form or meaning.
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 1 << 20
 
 

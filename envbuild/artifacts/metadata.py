@@ -1,7 +1,7 @@
 """The few files of an artifact that tell what is installed, and what they say.
 
 Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed projects" (RECORD), dpkg 1.21
-(/var/lib/dpkg/status, and status.d as distroless images have it), os-release(5).
+(/var/lib/dpkg/status, and status.d as distroless images have it), os-release(5). conda's records: conda_meta.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
+from envbuild.artifacts.conda_meta import reader_of
 from envbuild.artifacts.facts import DebianPackage, PythonPackage
 from envbuild.names import normalise
 from envbuild.record import record_digest
@@ -40,7 +41,7 @@ def interest(path: str) -> Callable[[bytes], Note] | None:
         return _record if found[2] == "RECORD" else _metadata
     if _STATUS.search(path):
         return None if path.endswith(".md5sums") else _debian
-    return _text if path.rpartition("/")[2] in _TEXTS else None
+    return _text if path.rpartition("/")[2] in _TEXTS else reader_of(path)
 
 
 def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:

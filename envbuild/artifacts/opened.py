@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from envbuild.artifacts.conda_survey import is_conda
 from envbuild.artifacts.facts import Opened
 from envbuild.artifacts.opened_venv import is_venv
 from envbuild.environment import Environment
@@ -21,8 +22,8 @@ from envbuild.image.squashfs.read import is_squashfs
 from envbuild.recipe.targets import Target
 
 HELP = (
-    "a path, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME or "
-    "docker://NAME"
+    "a path, conda:DIR, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, "
+    "docker-daemon:NAME or docker://NAME"
 )
 # What tells of a file's kind lies in its first bytes.
 _HEAD = 64
@@ -63,7 +64,8 @@ def _begins(is_one: Callable[[bytes], bool]) -> Callable[[Path], bool]:
 
 # Form → kind. Paths are tried in this order.
 _KINDS = {
-    "venv": _Kind("opened_venv:open_request", is_venv),
+    "conda": _Kind("opened_venv:open_conda", is_conda),
+    "venv": _Kind("opened_venv:open_venv", is_venv),
     "oci": _Kind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
     "sqsh": _Kind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
     "sif": _Kind("opened_squashfs:open_sif", _begins(is_sif)),

@@ -1,4 +1,4 @@
-"""Virtual environments opened for looking into them."""
+"""Environments in folders, virtual and conda's, opened for looking into them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.facts import VENV, About, Contents, Item
+from envbuild.artifacts.conda_meta import recorded_files, records
+from envbuild.artifacts.conda_survey import is_conda
+from envbuild.artifacts.facts import CONDA, VENV, About, Contents, Item
 from envbuild.artifacts.metadata import interest, python_packages, settings_of, state_of
 from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
@@ -23,21 +25,27 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,
           stat.S_IFCHR: CHAR, stat.S_IFBLK: BLOCK}  # fmt: skip
+# conda's own installation is an environment that holds its cache and the other environments.
+_OTHERS = {CONDA: ("pkgs", "envs")}
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedVenv:
-    """A venv, made by envbuild or by any other tool; see `Opened`."""
+class OpenedFolder:
+    """A venv or conda environment, made by envbuild or by any other tool; see `Opened`."""
 
     about: About
     folder: Path
 
     def contents(self, *, hashes: bool) -> Contents:
-        """What lies in the folder, compiled modules left out: Python writes them by itself."""
+        """What lies in the folder, compiled modules left out: Python writes them by itself.
+
+        Of conda's own installation neither packages in its cache nor other environments.
+        """
+        kind = self.about.kind
         files: dict[str, Item] = {}
         notes: dict[str, Any] = {}
         try:
-            for entry, path in _walk(os.fspath(self.folder), ""):
+            for entry, path in _walk(os.fspath(self.folder), "", _OTHERS.get(kind, ())):
                 files[path] = _item(entry, path, notes, hashes)
         except OSError as error:
             raise BuildError(
@@ -49,33 +57,56 @@ class OpenedVenv:
             prefix="",
             config=settings_of(str(notes.get("pyvenv.cfg", ""))),
             state=state_of(str(notes.get("envbuild.json", ""))),
+            environment=kind,
+            conda=records(notes),
+            recorded=recorded_files(notes),
         )
 
 
 def is_venv(folder: Path) -> bool:
     """Whether `folder` holds a virtual environment (PEP 405)."""
+    if is_conda(folder):
+        return False
     return (folder / "pyvenv.cfg").is_file() or (folder / "envbuild.json").is_file()
 
 
-def open_request(request: Request) -> OpenedVenv:
-    """`DIR`: see `open_venv`."""
-    return open_venv(Path(request.rest), request.spelling)
-
-
-def open_venv(folder: Path, spelling: str) -> OpenedVenv:
-    """The venv in `folder`. Raises UsageError when there is none, BuildError when its state is damaged."""
+def open_venv(request: Request) -> OpenedFolder:
+    """`DIR`: the venv in a folder. Raises UsageError when there is none, BuildError when its state is damaged."""
+    folder = Path(request.rest)
     if not is_venv(folder):
-        what = "is not a virtual environment" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}", "give a folder with pyvenv.cfg or envbuild.json in it")
+        hint = (
+            "give a folder with pyvenv.cfg or envbuild.json in it; a conda environment is conda:DIR"
+        )
+        raise _not_there(folder, "a virtual environment", hint)
+    return _opened(VENV, folder, request.spelling)
+
+
+def open_conda(request: Request) -> OpenedFolder:
+    """`DIR`: the conda environment in a folder, made by envbuild, conda, mamba or any other tool.
+
+    Raises UsageError when there is none, BuildError when its state is damaged.
+    """
+    folder = Path(request.rest)
+    if not is_conda(folder):
+        raise _not_there(folder, "a conda environment", "give a folder with conda-meta in it")
+    return _opened(CONDA, folder, request.spelling)
+
+
+def _not_there(folder: Path, what: str, hint: str) -> UsageError:
+    return UsageError(f"{folder} {f'is not {what}' if folder.exists() else 'does not exist'}", hint)
+
+
+def _opened(kind: str, folder: Path, spelling: str) -> OpenedFolder:
     state = read_state(folder)
     if state is None:
-        version = _version(folder)
+        # That of a conda environment is told by its packages (facts.completed).
+        version = _version(folder) if kind == VENV else ""
         python = ".".join(version.split(".")[:2])
-        return OpenedVenv(
-            About(VENV, spelling, place=folder, python=python, python_version=version), folder
+        return OpenedFolder(
+            About(kind, spelling, place=folder, python=python, python_version=version), folder
         )
     about = About(
-        kind=VENV,
+        kind=kind,
         spelling=spelling,
         identity=state.digest,
         digest=state.digest,
@@ -90,7 +121,7 @@ def open_venv(folder: Path, spelling: str) -> OpenedVenv:
         interpreter=state.interpreter,
         envbuild=state.envbuild,
     )
-    return OpenedVenv(about, folder)
+    return OpenedFolder(about, folder)
 
 
 def _version(folder: Path) -> str:
@@ -99,12 +130,14 @@ def _version(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def _walk(folder: str, relative: str) -> Iterator[tuple[os.DirEntry[str], str]]:
+def _walk(
+    folder: str, relative: str, without: Collection[str] = ()
+) -> Iterator[tuple[os.DirEntry[str], str]]:
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         path = f"{relative}/{entry.name}" if relative else entry.name
-        if entry.name == "__pycache__":
+        if entry.name == "__pycache__" or entry.name in without:
             continue
         yield entry, path
         if entry.is_dir(follow_symlinks=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from envbuild.artifacts.facts import Contents, Item
+from envbuild.artifacts.conda_meta import environments, recorded_files, records
+from envbuild.artifacts.facts import CONDA, VENV, Contents, Item
 from envbuild.artifacts.metadata import (
     Note,
     debian_packages,
@@ -21,8 +22,9 @@ def contents_of_root(
     files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]
 ) -> Contents:
     """What lies in a root with these files. `notes` is what `interest` read, by path; `env` holds the
-    variables that its programs see, of which VIRTUAL_ENV tells where the environment is."""
-    prefix = _prefix(env, files)
+    variables that its programs see, of which VIRTUAL_ENV, CONDA_PREFIX and PATH tell where the environment
+    is."""
+    prefix, environment = _environment(env, files)
     release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
     return Contents(
         files,
@@ -32,6 +34,9 @@ def contents_of_root(
         os_release(str(release)),
         settings_of(str(notes.get(f"{prefix}/pyvenv.cfg", ""))),
         state_of(str(notes.get(f"{prefix}/envbuild.json", ""))),
+        environment,
+        records(notes),
+        recorded_files(notes),
     )
 
 
@@ -41,8 +46,15 @@ def extra_of(device: tuple[int, int], xattrs: tuple[tuple[str, bytes], ...]) -> 
     return extra + " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(xattrs))
 
 
-def _prefix(env: Mapping[str, str], files: Mapping[str, Item]) -> str | None:
-    for folder in (env.get("VIRTUAL_ENV", "").strip("/"), PREFIX):
+def _environment(env: Mapping[str, str], files: Mapping[str, Item]) -> tuple[str | None, str]:
+    """The folder of the environment that programs in the root use, and its kind."""
+    conda = set(environments(files))
+    named = [env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", ""), PREFIX]
+    # Images that people make with conda often set PATH alone.
+    named += [folder.removesuffix("/bin") for folder in env.get("PATH", "").split(":")]
+    for folder in (name.strip("/") for name in named):
+        if folder and folder in conda:
+            return folder, CONDA
         if folder and f"{folder}/pyvenv.cfg" in files:
-            return folder
-    return None
+            return folder, VENV
+    return None, ""

@@ -19,6 +19,7 @@ _COLOURS = {"added": "green", "removed": "red", "changed": "yellow"}
 _LINES = 40
 _WHAT = {
     "settings": ("setting", "settings"),
+    "conda": ("conda package", "conda packages"),
     "python": ("Python package", "Python packages"),
     "debian": ("Debian package", "Debian packages"),
     "files": ("file", "files"),
@@ -39,10 +40,11 @@ def diff_command(
 ) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
-    A and B are paths of venvs, OCI layouts, image archives, squashfs images or SIFs, venv:DIR, oci:DIR[:TAG],
-    docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or names of images in
-    the docker daemon. A venv is compared with the environment in an image; what differs between two kinds by
-    nature is left out, and said.
+    A and B are paths of venvs, conda environments, OCI layouts, image archives, squashfs images or SIFs,
+    venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME,
+    docker://REGISTRY/NAME, or names of images in the docker daemon. A venv or conda environment is compared with
+    the environment in an image, and a venv with a conda environment by their site-packages; what differs between
+    two kinds by nature is left out, and said.
 
     \b
     Examples:
@@ -79,6 +81,7 @@ def _as_json(found: Comparison, a: str, b: str, digest_a: str, digest_b: str) ->
         "a": {"artifact": a, "digest": digest_a},
         "b": {"artifact": b, "digest": digest_b},
         "settings": table(found.settings),
+        "conda_packages": table(found.conda),
         "python_packages": table(found.python),
         "debian_packages": table(found.debian),
         "files": None if found.files is None else table(found.files),
@@ -90,6 +93,7 @@ def _as_json(found: Comparison, a: str, b: str, digest_a: str, digest_b: str) ->
 def _show(found: Comparison, everything: bool) -> None:
     click.echo(_summary(found))
     _section("settings", found.settings, _value)
+    _section("conda packages", found.conda, _package)
     _section("Python packages", found.python, _package)
     _section("Debian packages", found.debian, _package)
     files = found.files or ()

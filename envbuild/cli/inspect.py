@@ -31,15 +31,16 @@ def inspect_command(
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
-    ARTIFACT is the path of a venv, OCI layout, image archive, squashfs or SIF, venv:DIR, oci:DIR[:TAG],
-    docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an
-    image in the docker daemon. What envbuild did not make is read too. Values of variables whose names tell of
-    secrets are hidden.
+    ARTIFACT is the path of a venv, conda environment, OCI layout, image archive, squashfs or SIF, venv:DIR,
+    conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME,
+    docker://REGISTRY/NAME, or the name of an image in the docker daemon. What envbuild did not make is read
+    too. Values of variables whose names tell of secrets are hidden.
 
     \b
     Examples:
       envbuild inspect pt_cpu:cpu-x86_64
       envbuild inspect build/pt_cpu/cpu-x86_64/venv --json
+      envbuild inspect conda:build/pt_cpu/cpu-x86_64/conda
       envbuild inspect oci:image --target cpu-aarch64 --packages
       envbuild inspect pt_cpu.sif
       envbuild inspect docker://registry.example.org/team/pt_cpu:2.13 --sbom cyclonedx >pt_cpu.cdx.json
@@ -71,6 +72,7 @@ def inspect_command(
     if found["layers"] and (layers or not packages):
         _table("layers", _layers(found), named=not layers)
     if contents and (packages or not layers):
+        _table(f"conda packages ({len(found['conda_packages'])})", _conda(found))
         rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
         _table(f"Python packages ({len(rows)})", rows)
     if packages:
@@ -143,13 +145,22 @@ def _layers(found: Mapping[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _conda(found: Mapping[str, Any]) -> list[list[str]]:
+    from envbuild.artifacts.conda_meta import channel_name
+
+    return [
+        [p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)]
+        for p in found["conda_packages"]
+    ]
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:58]} …"
 
 
 def _where(package: Mapping[str, Any]) -> str:
     location = str(package["location"])
-    usual = location.startswith(("opt/env/", "lib/"))
+    usual = location in ("", "opt/env") or location.startswith(("opt/env/", "lib/"))
     return "" if usual else f"/{location}"
 
 

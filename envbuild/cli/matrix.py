@@ -30,7 +30,7 @@ class _Runners:
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
 @click.option(
     "--artifact", "artifacts", multiple=True, metavar="KIND",
-    help="Only this kind (venv, docker, enroot, apptainer); repeatable.",
+    help="Only this kind (venv, conda, docker, enroot, apptainer); repeatable.",
 )  # fmt: skip
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
@@ -82,7 +82,7 @@ def matrix_command(
     defaults = decode(read(_RUNNERS), _Runners)
     labels = parse_runners(runners, defaults.gitlab if form == "gitlab" else defaults.github)
     chosen = _choose(recipes, load_environment())
-    jobs = make_jobs(chosen, labels, artifacts=artifacts, targets=targets)
+    jobs = make_jobs(chosen, labels, artifacts=artifacts, targets=targets, say=say)
     if changed_since is not None:
         kept = {one.loaded.recipe.name for one in _changed(chosen, changed_since)}
         jobs = [job for job in jobs if job.recipe in kept]

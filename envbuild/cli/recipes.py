@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from envbuild.cli.common import json_option, open_recipe, print_json
 from envbuild.environment import load_environment
+
+if TYPE_CHECKING:
+    from envbuild.lock.conda import CondaLock
+    from envbuild.lock.state import LockState
 
 
 @click.command("list")
@@ -58,40 +64,75 @@ def show_command(recipe: str, as_json: bool) -> None:
       envbuild show pt_cpu
       envbuild show ./my/recipe.toml --json
     """
+    from envbuild.cli.lock_conda import has_wheels
     from envbuild.lock.manage import inspect_lock
     from envbuild.recipe.targets import Target
 
     loaded = open_recipe(recipe, load_environment())
-    locks = {name: inspect_lock(loaded, Target.parse(name)) for name in loaded.recipe.targets}
+    targets = {name: Target.parse(name) for name in loaded.recipe.targets}
+    locks = {
+        name: inspect_lock(loaded, target)
+        for name, target in targets.items()
+        if has_wheels(loaded, target)
+    }
+    conda: dict[str, LockState[CondaLock]] = {}
+    if loaded.recipe.conda.dependencies:
+        from envbuild.lock.conda_manage import inspect_conda_lock
+
+        conda = {name: inspect_conda_lock(loaded, target) for name, target in targets.items()}
     if as_json:
         print_json(
             {
                 **asdict(loaded.recipe),
                 "path": str(loaded.path),
                 "digest": loaded.digest,
-                "locks": {
-                    name: {
-                        "path": str(state.path),
-                        "current": state.fault is None,
-                        "fault": state.fault,
-                    }
-                    for name, state in locks.items()
-                },
+                "locks": _states(locks),
+                "conda_locks": _states(conda),
             }
         )
         return
     table = loaded.recipe
     click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
     click.echo(f"  python {table.python}\n  requirements {', '.join(table.requirements) or 'none'}")
+    click.echo(f"  images hold a {'conda environment' if table.environment == 'conda' else 'venv'}")
+    if conda:
+        click.echo(f"  conda channels {', '.join(table.conda.channels)}")
+        click.echo(f"  conda dependencies {', '.join(table.conda.dependencies)}")
+        if table.conda.requirements:
+            click.echo(f"  with pip {', '.join(table.conda.requirements)}")
     for name, target in table.targets.items():
         click.echo(f"  target {name}: {', '.join(target.requirements) or 'nothing more'}")
         for index in target.indexes:
             click.echo(f"    index {index}")
-        state = locks[name]
-        packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
-        click.echo(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
+        if target.conda:
+            click.echo(f"    conda {', '.join(target.conda)}")
+        if name in locks:
+            state = locks[name]
+            packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
+            click.echo(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
+        if name in conda:
+            click.echo(f"    conda lock {conda[name].path}: {_conda_lock(conda[name])}")
     verify = table.verify
     click.echo(
         f"  verified on {verify.nodes} nodes × {verify.nproc_per_node} ranks, {verify.epochs} epochs, "
         f"model {verify.model}"
     )
+
+
+def _states(locks: Mapping[str, LockState[Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "path": str(state.path),
+            "current": state.fault is None,
+            "fault": state.fault,
+        }
+        for name, state in locks.items()
+    }
+
+
+def _conda_lock(state: LockState[CondaLock]) -> str:
+    if state.lock is None:
+        return state.fault or "none"
+    pip = len(state.lock.pip.packages)
+    packages = f"{len(state.lock.packages)} packages" + (f" and {pip} of pip" if pip else "")
+    return f"{packages}, {state.fault or 'current'}"

@@ -23,6 +23,8 @@ from envbuild.recipe.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests/golden/matrix"
+# What a recipe without [conda] gives.
+WITHOUT_CONDA = [name for name, kind in ARTIFACTS.items() if not kind.of_conda]
 LABELS = {"x86_64": "intel", "aarch64": "arm"}
 
 
@@ -67,7 +69,7 @@ def test_targets_and_artifacts_can_be_chosen(tmp_path: Path) -> None:
     recipes = [load(tmp_path, "b", "cpu-aarch64"), load(tmp_path, "a", "cpu-x86_64", "cpu-aarch64")]
     every = [job.id for job in make_jobs(recipes, LABELS)]
     assert every == [
-        f"{name}-{kind}" for name in ("a-cpu-x86_64", "a-cpu-aarch64", "b-cpu-aarch64") for kind in ARTIFACTS
+        f"{name}-{kind}" for name in ("a-cpu-x86_64", "a-cpu-aarch64", "b-cpu-aarch64") for kind in WITHOUT_CONDA
     ]  # fmt: skip
     some = make_jobs(recipes, LABELS, artifacts=["docker"], targets=["cpu-aarch64"])
     assert [job.id for job in some] == ["a-cpu-aarch64-docker", "b-cpu-aarch64-docker"]
@@ -88,7 +90,9 @@ def test_two_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_more_jobs_than_github_runs_are_refused_and_other_forms_take_them(tmp_path: Path) -> None:
     loaded = load(
-        tmp_path, "r", *(f"cu{n}-x86_64" for n in range(100, 100 + GITHUB_LIMIT // len(ARTIFACTS)))
+        tmp_path,
+        "r",
+        *(f"cu{n}-x86_64" for n in range(100, 100 + GITHUB_LIMIT // len(WITHOUT_CONDA))),
     )
     jobs = make_jobs([loaded], LABELS)
     assert len(json.loads(as_github(jobs))["include"]) == GITHUB_LIMIT

@@ -1,0 +1,123 @@
+"""What the records in a conda environment's conda-meta folder tell of its packages and files.
+
+Source: those records as conda and rattler write them: the package's index.json, where it came from (`url`,
+`channel`, `fn`, `sha256`), and in paths_data a row for each file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from envbuild.artifacts.conda_survey import conda_packages
+from envbuild.artifacts.facts import CondaRecord, Recorded
+from envbuild.recipe.conda import CHANNEL_ALIAS
+from envbuild.site.pip_config import redact
+
+_META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")
+# Hosts whose channels conda calls by what follows.
+_ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
+_TOKEN = re.compile(r"(?<=/t/)[^/]+(?=/)")
+# What a record that is none raises where it is read.
+_SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_ENTRY_POINT = "unix_python_entry_point"
+
+
+def reader_of(path: str) -> Callable[[bytes], Any] | None:
+    """What reads the file at `path` if it is a record of conda's, None otherwise.
+
+    A note is JSON: the package's facts as CondaRecord calls them, and under `recorded` path → [sha256 in the
+    environment, sha256 in the package]; {} for what tells nothing.
+    """
+    return _read if _META.search(path) and path.endswith(".json") else None
+
+
+def environments(paths: Iterable[str]) -> Iterator[str]:
+    """The folders of conda environments to which these paths of an artifact belong."""
+    for path in paths:
+        # An image has a hundred thousand paths: most are told without a search.
+        found = _META.search(path) if "conda-meta/" in path else None
+        if found:
+            yield path[: found.start()]
+
+
+def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
+    """Every conda package of which `notes` (by path) tell."""
+    found = []
+    for path, note in notes.items():
+        meta = _META.search(path)
+        if meta and note:
+            said = {name: text for name, text in note.items() if name != "recorded"}
+            found.append(CondaRecord(location=path[: meta.start()], **said))
+    return tuple(sorted(found, key=lambda p: (p.name, p.location, p.version, p.build)))
+
+
+def recorded_files(notes: Mapping[str, Any]) -> dict[str, Recorded]:
+    """Path in the artifact → digests of a file, for `Contents.recorded`."""
+    found = {}
+    for path, note in notes.items():
+        meta = _META.search(path)
+        if meta and note:
+            start = f"{path[: meta.start()]}/" if meta.start() else ""
+            for inside, digests in note["recorded"].items():
+                found[f"{start}{inside}"] = Recorded(*digests)
+    return found
+
+
+def channel_name(url: str) -> str:
+    """A channel as conda calls it: `conda-forge`, `pkgs/main`, or its URL."""
+    for alias in _ALIASES:
+        if url.startswith(alias):
+            return url.removeprefix(alias)
+    return url
+
+
+def _read(data: bytes) -> Any:
+    try:
+        record = json.loads(data)
+        said = {
+            "name": str(record["name"]),
+            "version": str(record["version"]),
+            "build": str(record["build"]),
+            "subdir": str(record.get("subdir") or ""),
+            "channel": _channel(record),
+            "archive": "tar.bz2" if str(record.get("fn")).endswith(".tar.bz2") else "conda",
+            "sha256": str(record.get("sha256") or ""),
+            "license": " ".join(str(record.get("license") or "").split()),
+        }
+    except _SENSELESS:
+        return {}
+    if not said["name"]:
+        return {}
+    try:
+        # Rows with another original path: files in whose place are those of another package.
+        rows = [row for row in record["paths_data"]["paths"] if not row.get("original_path")]
+        (package,) = conda_packages([{**record, "paths_data": {"paths": rows}}])
+        return {**said, "record": package.record, "recorded": dict(_recorded(rows))}
+    except _SENSELESS:  # as conda wrote them before there were rows
+        return {**said, "record": "", "recorded": {}}
+
+
+def _channel(record: Mapping[str, Any]) -> str:
+    url, subdir = str(record.get("url") or ""), str(record.get("subdir") or "")
+    parts = url.rsplit("/", 2)
+    if len(parts) == 3 and "://" in url and parts[1] == subdir:
+        channel = parts[0]
+    else:
+        channel = str(record.get("channel") or "").rstrip("/").removesuffix(f"/{subdir}")
+    return _TOKEN.sub("****", redact(f"{channel}/"))[:-1]
+
+
+def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    for row in rows:
+        sha256, here = row.get("sha256"), row.get("sha256_in_prefix")
+        if row.get("path_type") == _ENTRY_POINT:
+            yield str(row["_path"]), [str(here or sha256 or ""), ""]
+        elif row.get("path_type") == "softlink" or not sha256:
+            continue
+        elif row.get("prefix_placeholder") and here:
+            yield str(row["_path"]), [str(here), str(sha256)]
+        elif str(row["_path"]).startswith("bin/"):
+            yield str(row["_path"]), [str(sha256), str(sha256)]

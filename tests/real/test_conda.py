@@ -1,0 +1,337 @@
+"""`envbuild conda` as users run it, on a real channel that a site's mirror setting puts in conda-forge's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.apptainer import Apptainer
+from lab.conda_channel import Channel
+from lab.conda_server import Server, serve
+
+from .conftest import NO_DAEMON, REPOSITORY, Command
+
+FORGE = "https://conda.anaconda.org/conda-forge"
+ARCH = os.uname().machine
+OTHER = "aarch64" if ARCH == "x86_64" else "x86_64"
+TRAIN = ["--standalone", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1"]
+
+
+def site(folder: Path, url: str) -> dict[str, str]:
+    """The variables of a site that has a mirror of conda-forge at `url`."""
+    file = folder / "site.toml"
+    file.write_text(f'[mirrors]\n"{FORGE}" = ["{url}"]\n')
+    return {"ENVBUILD_SITE": str(file)}
+
+
+def recipe(folder: Path, change: tuple[str, str] | None = None) -> Path:
+    """pt_cpu as it is shipped, in `folder`/recipes, where its locks may be written."""
+    place = folder / "recipes/pt_cpu"
+    place.mkdir(parents=True)
+    for name in ("recipe.toml", *(f"cpu-{arch}.requirements.txt" for arch in (ARCH, OTHER))):
+        text = (REPOSITORY / "recipes/pt_cpu" / name).read_text()
+        if change and name == "recipe.toml":
+            assert change[0] in text
+            text = text.replace(*change)
+        (place / name).write_text(text)
+    return place
+
+
+@dataclass
+class Site:
+    """A folder with pt_cpu, at a site whose mirror of conda-forge is the lab's channel."""
+
+    command: Command
+    server: Server
+    made: dict[str, Any]
+
+    @property
+    def prefix(self) -> Path:
+        return Path(self.made["path"])
+
+    @property
+    def lock(self) -> Path:
+        return self.command.folder / "recipes/pt_cpu/cpu.conda-lock.yml"
+
+
+@pytest.fixture(scope="session")
+def pt_conda(
+    tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path
+) -> Iterator[Site]:
+    """`envbuild conda pt_cpu --faults`: locked for both architectures, built and verified once."""
+    folder = tmp_path_factory.mktemp("pt_conda")
+    recipe(folder)
+    with serve(conda_channel.folder) as server:
+        command = Command(
+            folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)}
+        )
+        done = command("lock", "pt_cpu", "--conda")
+        assert done.returncode == 0, done.stderr
+        yield Site(command, server, command.json("conda", "pt_cpu", "--locked", "--faults"))
+
+
+def test_the_environment_is_verified_with_a_killed_rank(pt_conda: Site) -> None:
+    receipt = json.loads(Path(pt_conda.made["receipt"]).read_text())
+    assert receipt["passed"] and receipt["artifact"]["kind"] == "conda"
+    assert {check["status"] for check in receipt["checks"]} == {"pass"}
+    assert receipt["settings"]["faults"]
+    again = pt_conda.command.json("conda", "pt_cpu", "--locked", "--faults")
+    assert not again["built"] and not again["verified"]
+    assert again["digest"] == pt_conda.made["digest"]
+    assert str(pt_conda.command.folder) not in receipt["artifact"]["digest"]
+
+
+def test_its_programs_run_from_where_it_lies(pt_conda: Site) -> None:
+    for program in (
+        ["bin/torchrun", *TRAIN],
+        ["bin/python", "-m", "torch.distributed.run", *TRAIN],
+    ):
+        done = subprocess.run(
+            [pt_conda.prefix / program[0], *program[1:]],
+            cwd=pt_conda.command.folder, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    staged = subprocess.run(
+        ["grep", "-rlF", "envbuild-", pt_conda.prefix / "bin", pt_conda.prefix / "conda-meta"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert staged.stdout == ""  # no file remembers the place where it was made
+
+
+def test_no_file_of_it_and_no_lock_names_the_mirror(pt_conda: Site) -> None:
+    port = f"127.0.0.1:{pt_conda.server.port}"
+    places = [pt_conda.prefix / "conda-meta", pt_conda.lock, Path(pt_conda.made["receipt"])]
+    found = subprocess.run(["grep", "-rlF", port, *places], capture_output=True, text=True)
+    assert found.stdout == ""
+    for path in (pt_conda.prefix / "conda-meta").glob("*.json"):
+        assert json.loads(path.read_text())["url"].startswith(f"{FORGE}/"), path
+
+
+def test_verify_sees_what_was_changed_in_it(pt_conda: Site, tmp_path: Path) -> None:
+    done = pt_conda.command("verify", pt_conda.prefix)
+    assert done.returncode == 0, done.stderr
+    copy = tmp_path / "copy"
+    shutil.copytree(pt_conda.prefix, copy, symlinks=True)
+    packages = copy / "lib/python3.11/site-packages"
+    (packages / "tqdm/std.py").write_text("raise RuntimeError\n")
+    (packages / "stray.py").write_text("")
+    done = pt_conda.command("verify", copy)
+    assert done.returncode == 5
+    assert "tqdm/std.py" in done.stderr and "stray.py" in done.stderr
+
+
+def test_inspect_and_diff_know_its_packages(pt_conda: Site, tmp_path: Path) -> None:
+    about = json.loads(pt_conda.command("inspect", pt_conda.prefix, "--json").stdout)
+    assert about["kind"] == "conda"
+    names = {package["name"] for package in about["conda_packages"]}
+    assert {"python", "pytorch", "numpy", "tqdm"} <= names
+    assert "ddp-train" in {package["name"] for package in about["python_packages"]}
+    other = tmp_path / "a longer place with blanks é" / "env"
+    made = pt_conda.command.json("conda", "pt_cpu", "--locked", "--prefix", other, "--no-verify")
+    assert made["digest"] == pt_conda.made["digest"]
+    done = pt_conda.command("diff", pt_conda.prefix, other)
+    assert done.returncode == 0, done.stdout
+    done = subprocess.run([other / "bin/torchrun", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_is_a_folder_that_conda_finds(pt_conda: Site, tmp_path: Path) -> None:
+    env = {"CONDA_ENVS_DIRS": str(tmp_path / "envs")}
+    made = pt_conda.command.json("conda", "pt_cpu", "--name", "ddp", "--no-verify", **env)
+    assert made["path"] == str(tmp_path / "envs/ddp")
+    assert (tmp_path / "envs/ddp/conda-meta/history").is_file()
+    done = pt_conda.command("conda", "pt_cpu", "--name", "a/b", **env)
+    assert done.returncode == 2 and "--name" in done.stderr
+
+
+def test_offline_from_the_cache_alone(pt_conda: Site, tmp_path: Path) -> None:
+    away = site(tmp_path, "http://127.0.0.1:9/conda-forge")
+    made = pt_conda.command.json(
+        "conda", "pt_cpu", "--locked", "--offline", "--no-verify", "--out", tmp_path / "env", **away
+    )
+    assert made["digest"] == pt_conda.made["digest"]
+    done = pt_conda.command(
+        "conda", "pt_cpu", "--locked", "--offline", "--no-verify", "--out", tmp_path / "other",
+        ENVBUILD_STORE=str(tmp_path / "empty"), **away,
+    )  # fmt: skip
+    assert done.returncode == 4 and "offline" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("404", "404"),
+        ("401", "401"),
+        ("truncate", "sha256"),
+        ("drop", "numpy"),
+        ("tamper", "sha256"),
+    ],
+)
+def test_a_bad_package_leaves_the_old_environment(
+    pt_conda: Site, conda_channel: Channel, tmp_path: Path, fault: str, said: str
+) -> None:
+    folder = tmp_path / "channel"
+    shutil.copytree(conda_channel.folder, folder, copy_function=os.link)
+    package = Channel(folder).package("numpy", "linux-64" if ARCH == "x86_64" else "linux-aarch64")
+    data = bytearray(package.read_bytes())
+    old = tmp_path / "env"
+    pt_conda.command.json("conda", "pt_cpu", "--locked", "--no-verify", "--out", old)
+    state = json.loads((old / "envbuild.json").read_text())
+    state["plan_digest"] = "sha256:" + "0" * 64  # as if it were of an older recipe
+    (old / "envbuild.json").write_text(json.dumps(state))
+    before = sorted(path.name for path in (old / "conda-meta").iterdir())
+    with serve(folder) as server:
+        if fault == "tamper":
+            data[len(data) // 2] ^= 1
+            package.unlink()
+            package.write_bytes(data)
+        else:
+            server.faults[package.name] = fault  # type: ignore[assignment]
+        env = {
+            **site(tmp_path, server.url),
+            "ENVBUILD_STORE": str(tmp_path / "store"),
+            "PIP_RETRIES": "0",
+        }
+        done = pt_conda.command("conda", "pt_cpu", "--locked", "--no-verify", "--out", old, **env)
+    assert done.returncode == 4, done.stderr
+    assert "numpy" in done.stderr and said in done.stderr and "hint:" in done.stderr
+    assert sorted(path.name for path in (old / "conda-meta").iterdir()) == before
+    assert not list(tmp_path.glob(".env.envbuild-*"))
+
+
+def test_killed_at_any_moment_the_next_build_ends_well(pt_conda: Site, tmp_path: Path) -> None:
+    line = ("conda", "pt_cpu", "--locked", "--no-verify", "--out", tmp_path / "env")
+    env = {"ENVBUILD_STORE": str(tmp_path / "store")}
+    killed = 0
+    for delay in (0.8, 2.0, 4.0):
+        child = pt_conda.command.start(*line, **env)
+        time.sleep(delay)
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+            killed += 1
+        child.communicate()
+    assert killed
+    made = pt_conda.command.json(*line, **env)
+    assert made["digest"] == pt_conda.made["digest"]
+    assert not list(tmp_path.glob(".env.envbuild-*"))
+
+
+def test_two_builds_at_once_share_an_empty_store(pt_conda: Site, tmp_path: Path) -> None:
+    env = {"ENVBUILD_STORE": str(tmp_path / "store")}
+    both = [
+        pt_conda.command.start(
+            "conda", "pt_cpu", "--locked", "--no-verify", "--json", "--out", tmp_path / name, **env
+        )
+        for name in ("one", "two")
+    ]
+    said = [child.communicate() for child in both]
+    assert [child.returncode for child in both] == [0, 0], said
+    assert {json.loads(out)["digest"] for out, _ in said} == {pt_conda.made["digest"]}
+
+
+def test_credentials_of_a_private_mirror_reach_no_file(
+    conda_channel: Channel, tmp_path: Path
+) -> None:
+    recipe(tmp_path)
+    with serve(conda_channel.folder, user="reader", password="pa55word") as server:
+        url = server.url.replace("http://", "http://reader:pa55word@")
+        command = Command(
+            tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store"), **site(tmp_path, url)}
+        )
+        done = command("conda", "pt_cpu", "--no-verify")
+        assert done.returncode == 0, done.stderr
+        assert "pa55word" not in done.stderr + done.stdout
+        wrong = site(tmp_path, server.url.replace("http://", "http://reader:wr0ng@"))
+        refused = command(
+            "lock", "pt_cpu", "--conda", "--upgrade", ENVBUILD_STORE=str(tmp_path / "s2"), **wrong
+        )
+        assert refused.returncode == 3 and "401" in refused.stderr
+        assert "wr0ng" not in refused.stderr
+    (tmp_path / "site.toml").unlink()
+    shutil.rmtree(tmp_path / "store/uv", ignore_errors=True)
+    found = subprocess.run(
+        ["grep", "-rlaF", "-e", "pa55word", "-e", "wr0ng", tmp_path], capture_output=True, text=True
+    )
+    assert found.stdout == ""
+
+
+@pytest.fixture(scope="session")
+def conda_images(tmp_path_factory: pytest.TempPathFactory, pt_conda: Site) -> dict[str, Any]:
+    """The same recipe with `environment = "conda"` as an OCI layout of both architectures, .sqsh and .sif."""
+    folder = tmp_path_factory.mktemp("conda_images")
+    place = recipe(
+        folder, ("[targets.cpu-x86_64]", 'environment = "conda"\n\n[targets.cpu-x86_64]')
+    )
+    shutil.copy(pt_conda.lock, place)
+    command = Command(folder, {**pt_conda.command.env, **NO_DAEMON})
+    oci = command.json(
+        "docker", "pt_cpu", "--out", "oci:image",
+        "--target", f"cpu-{ARCH}", "--target", f"cpu-{OTHER}",
+    )  # fmt: skip
+    files = command.json("build", "pt_cpu", "--artifact", "enroot,apptainer")
+    return {"command": command, "oci": oci, "files": files["artifacts"]}
+
+
+def test_squashfs_and_sif_of_conda_packages_are_verified(conda_images: dict[str, Any]) -> None:
+    for made in conda_images["files"]:
+        receipt = json.loads(Path(made["receipt"]).read_text())
+        assert receipt["passed"]
+        seen = {check["name"]: check["status"] for check in receipt["checks"]}
+        assert seen["installed"] == "pass"
+
+
+def test_images_of_conda_packages_are_the_same_from_another_store(
+    conda_images: dict[str, Any], tmp_path: Path
+) -> None:
+    command = conda_images["command"]
+    env = {"ENVBUILD_STORE": str(tmp_path / "store")}
+    again = command.json(
+        "docker", "pt_cpu", "--out", f"oci:{tmp_path}/image",
+        "--target", f"cpu-{ARCH}", "--target", f"cpu-{OTHER}", **env,
+    )  # fmt: skip
+    assert again["digest"] == conda_images["oci"]["digest"]
+    files = command.json("enroot", "pt_cpu", "--no-verify", "--out", tmp_path / "o.sqsh", **env)
+    assert files["digest"] == conda_images["files"][0]["digest"]
+
+
+def test_the_environment_and_the_images_hold_the_same(
+    conda_images: dict[str, Any], pt_conda: Site
+) -> None:
+    command = conda_images["command"]
+    for image in (conda_images["files"][0]["path"], conda_images["files"][1]["path"]):
+        done = command("diff", pt_conda.prefix, image)
+        assert done.returncode == 0, done.stdout
+    about = json.loads(command("inspect", "oci:image", "--json", "--target", f"cpu-{OTHER}").stdout)
+    assert about["platform"] == ("linux/arm64" if OTHER == "aarch64" else "linux/amd64")
+    subdirs = {package["subdir"] for package in about["conda_packages"]}
+    assert subdirs == {"noarch", "linux-aarch64" if OTHER == "aarch64" else "linux-64"}
+
+
+def test_a_container_of_conda_packages_is_verified(
+    conda_images: dict[str, Any], docker_daemon: Any
+) -> None:
+    command = conda_images["command"]
+    made = command.json("docker", "pt_cpu", "--tag", "conda:1", **docker_daemon.environment())
+    receipt = json.loads(Path(made["receipt"]).read_text())
+    assert receipt["passed"]
+
+
+def test_apptainer_runs_torchrun_of_the_conda_environment(
+    conda_images: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+) -> None:
+    sif = conda_images["files"][1]["path"]
+    clean = ["--userns", "--cleanenv", "--no-home", "--pwd", "/workspace"]
+    done = real_apptainer(
+        "exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, "torchrun", *TRAIN
+    )
+    assert done.returncode == 0, done.stderr
