@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
     from envbuild.make import Result
     from envbuild.plan.plan import Plan
 
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """How an environment in a folder is to be built, see `folder_options`."""
+
+    no_verify: bool
+    faults: bool
+    compile_bytecode: bool
+    dry_run: bool
+    locked: bool
+    offline: bool
+    as_json: bool
+
+
 target_option = click.option(
     "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."
 )
@@ -28,6 +44,37 @@ locked_option = click.option(
 offline_option = click.option(
     "--offline", is_flag=True, help="Use the store, find-links folders and file indexes only."
 )
+
+
+def folder_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of commands that build an environment in a folder, given as `Folder` in `how`."""
+
+    @wraps(command)
+    def run(
+        *arguments: Any, no_verify: bool, faults: bool, compile_bytecode: bool, dry_run: bool,
+        locked: bool, offline: bool, as_json: bool, **more: Any,
+    ) -> None:  # fmt: skip
+        how = Folder(no_verify, faults, compile_bytecode, dry_run, locked, offline, as_json)
+        command(*arguments, how=how, **more)
+
+    options = [
+        click.option("--no-verify", is_flag=True, help="Only build; leave no receipt."),
+        click.option(
+            "--faults", is_flag=True,
+            help="Verify too that a killed rank restarts from the snapshot.",
+        ),
+        click.option(
+            "--compile-bytecode", is_flag=True,
+            help="Compile all modules now, not when first imported.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
+        locked_option,
+        offline_option,
+        json_option,
+    ]  # fmt: skip
+    for option in reversed(options):
+        run = option(run)
+    return run
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
@@ -67,7 +114,9 @@ def finish(result: Result, path: Path, as_json: bool) -> None:
 
 
 __all__ = [
+    "Folder",
     "finish",
+    "folder_options",
     "json_option",
     "locked_option",
     "offline_option",

@@ -7,10 +7,9 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import (
+    Folder,
     finish,
-    json_option,
-    locked_option,
-    offline_option,
+    folder_options,
     open_recipe,
     say,
     show_dry_run,
@@ -38,29 +37,13 @@ from envbuild.errors import UsageError
     metavar="NAME",
     help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
 )
-@click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
-@click.option(
-    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-)
-@click.option(
-    "--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."
-)
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@folder_options
 def conda_command(
     recipe: str,
     target: str | None,
     out: Path | None,
     name: str | None,
-    no_verify: bool,
-    faults: bool,
-    compile_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    how: Folder,
 ) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 
@@ -87,18 +70,18 @@ def conda_command(
     wanted, _ = loaded.target(target)
     if name is not None:
         out = named_prefix(name, environment.variables)
-    if not dry_run:
+    if not how.dry_run:
         conda.probe(wanted)
     plan, trainer = prepare(
-        loaded, wanted, environment, artifact=conda.KIND, locked=locked, offline=offline, say=say,
-        compile_bytecode=compile_bytecode, conda=True,
+        loaded, wanted, environment, artifact=conda.KIND, locked=how.locked, offline=how.offline, say=say,
+        compile_bytecode=how.compile_bytecode, conda=True,
     )  # fmt: skip
     path = out or conda.default_path(loaded.recipe.name, wanted.name)
-    if dry_run:
-        show_dry_run(plan, path, as_json)
+    if how.dry_run:
+        show_dry_run(plan, path, how.as_json)
         return
     result = make_environment(
-        Conda(plan, trainer, environment, offline), plan, environment, path, say,
-        verify=not no_verify, faults=faults,
+        Conda(plan, trainer, environment, how.offline), plan, environment, path, say,
+        verify=not how.no_verify, faults=how.faults,
     )  # fmt: skip
-    finish(result, path, as_json)
+    finish(result, path, how.as_json)

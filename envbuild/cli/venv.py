@@ -7,10 +7,9 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import (
+    Folder,
     finish,
-    json_option,
-    locked_option,
-    offline_option,
+    folder_options,
     open_recipe,
     say,
     show_dry_run,
@@ -31,29 +30,13 @@ from envbuild.environment import load_environment
 @click.option(
     "--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."
 )
-@click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
-@click.option(
-    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-)
-@click.option(
-    "--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."
-)
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@folder_options
 def venv_command(
     recipe: str,
     target: str | None,
     out: Path | None,
     python: str | None,
-    no_verify: bool,
-    faults: bool,
-    compile_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    how: Folder,
 ) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 
@@ -73,11 +56,11 @@ def venv_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted, _ = loaded.target(target)
-    if not dry_run:
+    if not how.dry_run:
         venv.probe(wanted)
     plan, trainer = prepare(
-        loaded, wanted, environment, artifact=venv.KIND, locked=locked, offline=offline, say=say,
-        compile_bytecode=compile_bytecode,
+        loaded, wanted, environment, artifact=venv.KIND, locked=how.locked, offline=how.offline, say=say,
+        compile_bytecode=how.compile_bytecode,
     )  # fmt: skip
     if loaded.recipe.image.base != "debian" and not any(p.name == "torch" for p in plan.packages):
         from envbuild.errors import UsageError
@@ -88,11 +71,11 @@ def venv_command(
             f"build it with `envbuild docker {loaded.recipe.name}`",
         )
     path = out or venv.default_path(loaded.recipe.name, wanted.name)
-    if dry_run:
-        show_dry_run(plan, path, as_json)
+    if how.dry_run:
+        show_dry_run(plan, path, how.as_json)
         return
-    kind = Venv(plan, trainer, environment, python, offline)
+    kind = Venv(plan, trainer, environment, python, how.offline)
     result = make_environment(
-        kind, plan, environment, path, say, verify=not no_verify, faults=faults
+        kind, plan, environment, path, say, verify=not how.no_verify, faults=how.faults
     )
-    finish(result, path, as_json)
+    finish(result, path, how.as_json)

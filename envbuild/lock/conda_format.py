@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
 from envbuild.lock.conda_yaml import load, package_line
+from envbuild.lock.state import read_lock_file
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"
@@ -189,13 +190,7 @@ def parse_packages(text: str, source: str) -> dict[str, tuple[CondaPackage, ...]
 
 def read(path: Path) -> dict[str, CondaPart] | None:
     """The parts in `path`, None when there is no such file. Raises LockError when it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockError(f"{path}: cannot be read: {error}") from error
-    return parse(text, str(path))
+    return read_lock_file(path, parse)
 
 
 def _table(data: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:

@@ -28,7 +28,13 @@ from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_format import CondaPart, part_of, read, render
 from envbuild.lock.format import Lock, changes
 from envbuild.lock.resolve import Resolution
-from envbuild.lock.state import LockState, inspect_lock_file, lock_folders, write_lock_file
+from envbuild.lock.state import (
+    LockState,
+    inspect_lock_file,
+    lock_folders,
+    package_changes,
+    write_lock_file,
+)
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -246,17 +252,10 @@ def knows(lock: CondaLock, name: str) -> bool:
 
 def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
     """What an update changed, one line a package: conda packages in the order of names, then pip's."""
-    before = {p.name: p for p in old.packages} if old else {}
-    after = {p.name: p for p in new.packages}
-    lines: list[str] = []
-    for name in sorted(before.keys() | after.keys()):
-        was, now = before.get(name), after.get(name)
-        if was is None and now is not None:
-            lines.append(f"+ {name} {now.version} {now.build}")
-        elif now is None and was is not None:
-            lines.append(f"- {name} {was.version} {was.build}")
-        elif was and now and (was.version, was.build) != (now.version, now.build):
-            lines.append(f"~ {name} {was.version} {was.build} -> {now.version} {now.build}")
-        elif was and now and was.sha256 != now.sha256:
-            lines.append(f"~ {name} {now.version} {now.build} (another file)")
+    lines = package_changes(
+        {p.name: p for p in old.packages} if old else {},
+        {p.name: p for p in new.packages},
+        lambda p: f"{p.version} {p.build}",
+        lambda was, now: "" if was.sha256 == now.sha256 else "another file",
+    )
     return lines + [f"{line} (pip)" for line in changes(old.pip if old else None, new.pip)]

