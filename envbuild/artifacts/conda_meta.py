@@ -19,7 +19,6 @@ from envbuild.site.pip_config import redact
 _META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")
 # Hosts whose channels conda calls by what follows.
 _ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
-_TOKEN = re.compile(r"(?<=/t/)[^/]+(?=/)")
 # What a record that is none raises where it is read.
 _SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _ENTRY_POINT = "unix_python_entry_point"
@@ -107,7 +106,7 @@ def _channel(record: Mapping[str, Any]) -> str:
         channel = parts[0]
     else:
         channel = str(record.get("channel") or "").rstrip("/").removesuffix(f"/{subdir}")
-    return _TOKEN.sub("****", redact(f"{channel}/"))[:-1]
+    return redact(channel)
 
 
 def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
