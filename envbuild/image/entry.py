@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,3 +42,18 @@ class Entry:
 # What fills a layer: entries in order, parents first, with the content of each file. The content is read
 # before the next item is asked for, so that archives can be streamed.
 Tree = Iterable[tuple[Entry, Readable | None]]
+
+
+@contextlib.contextmanager
+def closing(tree: Tree) -> Iterator[Tree]:
+    """`tree`, closed at the end of the block, not when it is collected: it may hold archives and processes.
+
+    Whoever walks a tree within a generator needs this: an exception there leaves the tree half read, and the
+    exception's traceback keeps it, its threads and its processes alive until Python ends, which waits for them.
+    """
+    try:
+        yield tree
+    finally:
+        close = getattr(tree, "close", None)
+        if close is not None:
+            close()

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tarfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -30,6 +30,7 @@ from envbuild.image.entry import (
     Entry,
     Readable,
     Tree,
+    closing,
 )
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
 
@@ -67,7 +68,7 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
     what they make of that.
     """
     seen: set[str] = set()
-    with blobs.new() as (stream, place):
+    with blobs.new() as (stream, place), closing(tree):
         writer = _Writer(stream, _gzip())
         try:
             for entry, content in tree:
@@ -83,8 +84,6 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
             digest, diff_id = writer.finish()
         finally:
             writer.close()
-            if isinstance(tree, Generator):
-                tree.close()  # now, not when collected: it may hold archives and processes
         stream.flush()
         size = stream.tell()
         place(digest)
@@ -181,14 +180,15 @@ class _Writer:
 def with_parents(tree: Tree, mtime: int) -> Tree:
     """`tree` with the directories above each path before it, and each directory once."""
     seen = {""}
-    for entry, content in tree:
-        for parent in _missing(entry.path, seen):
-            yield Entry(parent, DIR, 0o755, mtime=mtime), None
-        if entry.kind == DIR:
-            if entry.path in seen:
-                continue
-            seen.add(entry.path)
-        yield entry, content
+    with closing(tree):
+        for entry, content in tree:
+            for parent in _missing(entry.path, seen):
+                yield Entry(parent, DIR, 0o755, mtime=mtime), None
+            if entry.kind == DIR:
+                if entry.path in seen:
+                    continue
+                seen.add(entry.path)
+            yield entry, content
 
 
 def _missing(path: str, seen: set[str]) -> Iterable[str]:

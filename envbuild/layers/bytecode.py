@@ -26,7 +26,7 @@ from typing import IO
 
 from envbuild import process
 from envbuild.errors import BuildError, HostError
-from envbuild.image.entry import FILE, Entry, Readable, Tree
+from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
 
 # Larger modules are rare, generated tables; they are compiled when imported, as without this.
 _MAX_SOURCE = 4 << 20
@@ -88,7 +88,7 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
-    with _spool() as spool, _Pool(compiler, spool) as pool:
+    with closing(tree), _spool() as spool, _Pool(compiler, spool) as pool:
         own: set[str] = set()  # numpy's wheel has a .pyc of its own, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):

@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
+from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_tree
@@ -127,9 +127,10 @@ def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> 
         return
     last = {path: i for i, wheel in enumerate(group) for path in wheel_paths(wheel.path, scheme)}
     for number, wheel in enumerate(group):
-        for entry, content in wheel_tree(wheel.path, scheme, mtime):
-            if last.get(entry.path, number) == number:
-                yield entry, content
+        with closing(wheel_tree(wheel.path, scheme, mtime)) as files:
+            for entry, content in files:
+                if last.get(entry.path, number) == number:
+                    yield entry, content
 
 
 def environment_part(
@@ -172,9 +173,10 @@ def environment_part(
             yield Entry(place, FILE, 0o644, len(record), mtime=mtime), BytesIO(record)
 
         modules = with_bytecode(content(), compiler, [scheme.site_packages], mtime)
-        for entry, stream in with_parents(modules, mtime):
-            mode = _MODES.get(entry.path, entry.mode) if entry.kind == DIR else entry.mode
-            yield replace(entry, mode=mode), stream
+        with closing(with_parents(modules, mtime)) as files:
+            for entry, stream in files:
+                mode = _MODES.get(entry.path, entry.mode) if entry.kind == DIR else entry.mode
+                yield replace(entry, mode=mode), stream
 
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]

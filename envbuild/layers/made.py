@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from envbuild.files import write_atomically
-from envbuild.image.entry import Tree
+from envbuild.image.entry import Tree, closing
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.layers.compose import PREFIX, Part
@@ -110,18 +110,19 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
     """`tree` as it is; each distribution whose RECORD passes by goes to `found`, or in a layer of conda packages
     each of these: their records tell of all that they hold, Python distributions as well."""
     conda: list[tuple[str, str, str]] = []
-    for entry, content in tree:
-        match = _RECORD.fullmatch(entry.path)
-        if match and content is not None:
-            data = content.read(entry.size)
-            name, _, version = match[1].rpartition("-")
-            found.append((normalise(name), version, record_digest(data)))
-            content = io.BytesIO(data)
-        elif content is not None and _CONDA.fullmatch(entry.path):
-            data = content.read(entry.size)
-            conda.append(_conda(json.loads(data)))
-            content = io.BytesIO(data)
-        yield entry, content
+    with closing(tree):
+        for entry, content in tree:
+            match = _RECORD.fullmatch(entry.path)
+            if match and content is not None:
+                data = content.read(entry.size)
+                name, _, version = match[1].rpartition("-")
+                found.append((normalise(name), version, record_digest(data)))
+                content = io.BytesIO(data)
+            elif content is not None and _CONDA.fullmatch(entry.path):
+                data = content.read(entry.size)
+                conda.append(_conda(json.loads(data)))
+                content = io.BytesIO(data)
+            yield entry, content
     if conda:
         found[:] = conda
 

@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 from envbuild.errors import BuildError
 from envbuild.files import write_atomically
 from envbuild.image.compression import Hashed, decompressed, open_layer
-from envbuild.image.entry import Readable
+from envbuild.image.entry import Readable, closing
 from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer
 from envbuild.image.squashfs.codec import Codec
@@ -136,8 +136,9 @@ def _known(place: Path, title: str) -> MadeSegment | None:
 
 
 def _of_part(part: Part, found: list[tuple[str, str, str]]) -> Items:
-    for entry, content in recorded(part.tree(), found):
-        yield of_entry(entry), content
+    with closing(recorded(part.tree(), found)) as tree:
+        for entry, content in tree:
+            yield of_entry(entry), content
 
 
 def _of_tar(path: Path, name: str) -> Items:

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from envbuild.errors import BuildError, HostError
+from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Readable, Tree
+from envbuild.image.layer import with_parents, write_layer
 from envbuild.layers.bytecode import Compiler, find_compiler, with_bytecode
 
 SITE = "opt/env/lib/python3.11/site-packages"
@@ -325,3 +327,28 @@ def test_ctrl_c_ends_envbuild_and_the_interpreters(tmp_path: Path) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert not list((blobs / "sha256").iterdir())
+
+
+def test_a_failure_behind_the_bytecode_ends_the_interpreters_at_once(tmp_path: Path) -> None:
+    # What fails walks the tree in a generator of its own; its traceback keeps the tree from being collected.
+    closed = []
+
+    def files() -> Tree:
+        try:
+            yield from ((Entry(f"s/{n}.py"), io.BytesIO()) for n in range(1000))
+        finally:
+            closed.append(True)
+
+    def broken(path: str, seen: set[str]) -> list[str]:
+        if path == "s/900.py":
+            raise KeyboardInterrupt
+        return []
+
+    stuck = script(tmp_path, "exec sleep 600")
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr("envbuild.image.layer._missing", broken)
+        tree = with_parents(with_bytecode(files(), stuck, ["s"], 0), 0)
+        write_layer(tree, Blobs(tmp_path / "blobs"))
+    assert caught.tb is not None and closed
+    assert threading.active_count() == before
