@@ -4,26 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import time
 from pathlib import Path
 
 from .errors import TrainError, os_reason
+
+# Whether a process of another host still runs cannot be told: its files are left this long (seconds).
+_FOREIGN_S = 24 * 3600
 
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.tmp."
 
 
+def temporary_name(path: Path) -> Path:
+    """Where this process writes what will replace `path`."""
+    return path.with_name(f"{_prefix(path)}{platform.node()}.{os.getpid()}")
+
+
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed runs left beside `path`."""
+    """Remove the temporary files that killed runs left beside `path`, not those of runs under way.
+
+    Two jobs that write the same file are a mistake, but each must get as far as saying so.
+    """
     for entry in path.parent.iterdir():
         if entry.name.startswith(_prefix(path)):
             with contextlib.suppress(OSError):
-                entry.unlink()
+                if _is_left(entry, entry.name[len(_prefix(path)) :]):
+                    entry.unlink()
+
+
+def _is_left(entry: Path, owner: str) -> bool:
+    host, _, pid = (owner[: -len(".link")] if owner.endswith(".link") else owner).rpartition(".")
+    if host not in ("", platform.node()) or not pid.isdigit():
+        return entry.stat().st_mtime < time.time() - _FOREIGN_S
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return int(pid) == os.getpid()
 
 
 def write_temporary(path: Path, payload: bytes) -> Path:
     """Write `payload` to a new file beside `path`, on disk when this returns; raises OSError."""
-    temporary = path.with_name(f"{_prefix(path)}{os.getpid()}")
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as stream:
             stream.write(payload)

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 
 from .errors import TrainError, one_line, os_reason
-from .files import remove_leftovers, require_writable, sync_folder, write_temporary
+from .files import (
+    remove_leftovers,
+    require_writable,
+    sync_folder,
+    temporary_name,
+    write_temporary,
+)
 from .models import build_optimizer
 from .output import say
 
@@ -270,7 +276,7 @@ class SnapshotFile:
             return
         suffix = ".refused" if self._path_refused else ".prev"
         kept = self.path.with_name(self.path.name + suffix)
-        link = self.path.with_name(f".{self.path.name}.tmp.{os.getpid()}.link")
+        link = self.path.with_name(temporary_name(self.path).name + ".link")
         try:
             # A second name, so that neither the path nor the kept name is ever without a file.
             with contextlib.suppress(FileNotFoundError):

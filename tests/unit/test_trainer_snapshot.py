@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import platform
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -274,11 +276,19 @@ def test_full_disk_keeps_the_old_generation(
 
 
 def test_prepare_cleans_up_after_a_killed_run_only(tmp_path: Path) -> None:
-    store = file_with(tmp_path, 1)
-    (tmp_path / ".snapshot.pt.tmp.4711").write_bytes(b"half")
-    (tmp_path / ".other.pt.tmp.4711").write_bytes(b"somebody else's")
+    store, host = file_with(tmp_path, 1), platform.node()
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+        dead = child.pid
+    left = [f"{host}.{dead}", f"{host}.{dead}.link", str(dead), f"{host}.{os.getpid()}", "far.1"]
+    alive = [f"{host}.{os.getppid()}", "far.2"]
+    for end in left + alive:
+        (tmp_path / f".snapshot.pt.tmp.{end}").write_bytes(b"half")
+    os.utime(tmp_path / ".snapshot.pt.tmp.far.1", (1e9, 1e9))
+    (tmp_path / f".other.pt.tmp.{host}.{dead}").write_bytes(b"another file's")
     store.prepare()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.pt.tmp.4711", "snapshot.pt"]
+    kept = [f".other.pt.tmp.{host}.{dead}", *(f".snapshot.pt.tmp.{end}" for end in alive)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "snapshot.pt"])
 
 
 @pytest.mark.parametrize(
