@@ -20,7 +20,7 @@ from pathlib import Path
 
 from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.artifacts.place import remove, staging, writing
+from envbuild.artifacts.place import create, remove, staging, writing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
@@ -68,6 +68,7 @@ def build_with_apptainer(
     options = _options(engine, arch, environment.variables)
     folder = staging(out)
     try:
+        create(folder)
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
             _run(engine, [source, str(image), *options], folder, variables, say)

@@ -128,6 +128,7 @@ def write(images: Sequence[Image], index: Index | None, out: Out, tag: str, say:
     with place.exclusive(path, say), place.writing(path.parent):
         staged = place.staging(path)
         try:
+            place.create(staged)
             if out.form == "oci":
                 root = images[0].descriptor
                 if index is not None:

@@ -11,8 +11,8 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,9 +57,17 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """A new empty folder beside `place`. Raises BuildError when it cannot be made."""
-    with writing(place.parent):
-        return Path(tempfile.mkdtemp(prefix=f".{place.name}.envbuild-", dir=place.parent))
+    """A new name beside `place` for the folder that `create` makes.
+
+    Two steps: whoever is to remove the folder knows its name before it is there, so that a Ctrl-C leaves none.
+    """
+    return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
+
+
+def create(folder: Path) -> None:
+    """Make a folder named by `staging`, empty and the user's own. Raises BuildError when it cannot be made."""
+    with writing(folder.parent):
+        folder.mkdir(mode=0o700)
 
 
 def swap_in(staged: Path, place: Path) -> None:
