@@ -10,6 +10,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.recipe.conda import conda_mistakes
+from envbuild.recipe.layers import kind_of, layer_mistakes
 from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements, image_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
@@ -97,16 +98,28 @@ class LoadedRecipe:
         Raises UsageError when the recipe has no such target.
         """
         recipe, (_, table) = self.recipe, self.target(target.name)
-        return _digest(
-            {
-                "target": target.name,
-                "python": recipe.python,
-                "requirements": recipe.requirements + table.requirements,
-                "constraints": recipe.constraints,
-                "indexes": table.indexes,
-                "glibc": table.glibc,
-            }
-        )
+        what: dict[str, Any] = {
+            "target": target.name,
+            "python": recipe.python,
+            "requirements": recipe.requirements + table.requirements,
+            "constraints": recipe.constraints,
+            "indexes": table.indexes,
+            "glibc": table.glibc,
+        }
+        if (nccl := self.nccl_wheel(target)) is not None:
+            what |= {"nccl": nccl}
+        return _digest(what)
+
+    def nccl_wheel(self, target: Target) -> str | None:
+        """The version of NCCL's wheel that `[layers.nccl]` puts in the place of torch's pin, as PyPI writes it.
+
+        None for CPU targets, and where NCCL is not replaced. NCCL's own releases are called 2.26.2-1, where PyPI
+        has 2.26.2.
+        """
+        table = self.recipe.layers.get("nccl")
+        if table is None or not target.is_cuda or not table.for_target(target.name):
+            return None
+        return table.version.removesuffix("-1") if kind_of("nccl", table) == "wheel" else None
 
 
 def load_recipe(path: Path) -> LoadedRecipe:
@@ -117,6 +130,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
         yield from duplicate_requirements(document)
         yield from image_mistakes(document)
         yield from conda_mistakes(document)
+        yield from layer_mistakes(document)
         yield from _wrong_folder(document)
 
     return LoadedRecipe(decode(document, Recipe, check=check), path, document)

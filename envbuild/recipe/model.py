@@ -14,6 +14,7 @@ from envbuild.recipe.checks import (
     variable_problem,
 )
 from envbuild.recipe.conda import CondaTable, spec_problem
+from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.targets import target_problem
 from envbuild.toml import Document, Keys, Problem
 
@@ -95,6 +96,14 @@ class VerifyTable:
             "example": 1e-4,
         },
     )
+    busbw_floor: float = field(
+        default=0.0,
+        metadata={
+            "doc": "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
+            "minimum": 0,
+            "example": 40.0,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,23 @@ class ImageTable:
             "doc": "The interpreter inside an existing base image, an absolute path.",
             "pattern": r"^(/[^/\s]+)*$",
             "example": "/opt/conda/bin/python3.11",
+        },
+    )
+    build_base: str = field(
+        default="",
+        metadata={
+            "doc": "An image of the same distribution with compilers, in which [layers] are built. Needed where"
+            " `base` is an existing image; else Debian's compilers are used.",
+            "check": base_problem,
+            "example": "docker.io/nvidia/cuda:12.6.3-devel-ubuntu22.04",
+        },
+    )
+    build_packages: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "Debian packages that building [layers] needs besides compilers and make; not in the image.",
+            "pattern": r"^[a-z0-9][a-z0-9+.-]+$",
+            "example": ["libhwloc-dev"],
         },
     )
     workdir: str = field(
@@ -208,6 +234,21 @@ class Recipe:
         default_factory=CondaTable,
         metadata={"doc": "What conda environments are made of."},
     )
+    fabric: Literal["any", "socket", "ib", "efa", "cxi", "tcp-ofi"] = field(
+        default="any",
+        metadata={
+            "doc": "The network between nodes that verification must see in use; `any` takes what is there.",
+            "example": "efa",
+        },
+    )
+    layers: dict[str, LayerTable] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "What is built from source, replaced, or taken from the host: libfabric, nccl,"
+            " aws-ofi-nccl, horovod, or a name of your own.",
+            "key_check": layer_name_problem,
+        },
+    )
     image: ImageTable = field(
         default_factory=ImageTable,
         metadata={"doc": "What container images are built on."},
@@ -252,8 +293,13 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
                 ("image", "python"),
                 "'python' in [image]: only with an existing image as its base",
             )
+        if image.get("build_base"):
+            yield (
+                ("image", "build_base"),
+                "'build_base' in [image]: only with an existing image as its base",
+            )
         return
-    for key in ("suite", "packages"):
+    for key in ("suite", "packages", "build_packages"):
         if key in image:
             yield ("image", key), f'{key!r} in [image]: only with base = "debian"'
     if not image.get("python") and document.data.get("environment") != "conda":

@@ -1,0 +1,67 @@
+"""What locking and building do with the judgement: refuse what is known to be bad, say what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from envbuild.errors import LockError
+
+if TYPE_CHECKING:
+    from envbuild.compat.finding import Finding
+    from envbuild.recipe.load import LoadedRecipe
+    from envbuild.recipe.targets import Target
+
+# Links that a resolution decides, and explains by these when it fails.
+_OF_RESOLUTION = ("glibc", "torch", "packages")
+
+
+def check_stack(
+    loaded: LoadedRecipe,
+    target: Target,
+    packages: Mapping[str, str] | None,
+    say: Callable[[str], None] | None,
+    *,
+    conda: bool = False,
+) -> None:
+    """Judge `target` with the locked `packages` (name → version), see `stack_of`.
+
+    Without `packages`, before there is a lock, the recipe's layers are judged by what it pins; what an index has, only
+    a resolution tells. Targets with neither CUDA nor layers are not judged. What is unknown is said, a line each.
+    Raises LockError with every reason and fix when something is known not to work.
+    """
+    recipe = loaded.recipe
+    layers = [name for name, table in recipe.layers.items() if table.for_target(target.name)]
+    if not target.is_cuda and not layers:
+        return
+    # Imported here: a CPU recipe needs none of it.
+    from envbuild.compat.judge import judge
+    from envbuild.compat.stack import stack_of
+
+    findings = judge(stack_of(loaded, target, packages, conda=conda))
+    if packages is None:
+        findings = [finding for finding in findings if finding.subject not in _OF_RESOLUTION]
+    bad = [finding for finding in findings if finding.status == "bad"]
+    if bad:
+        raise LockError(
+            f"{loaded.path}: target {target.name} is known not to work:{_lines(bad)}",
+            f"`envbuild explain {recipe.name} --target {target.name}` shows all reasons with their sources",
+        )
+    for finding in findings:
+        if finding.status == "unknown" and say is not None:
+            say(f"note: {target.name}: {finding.subject}: {finding.text}")
+
+
+def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
+    """Why no resolution can hold all that the recipe pins for `target`: lines to append, "" where none is known."""
+    from envbuild.compat.judge import judge
+    from envbuild.compat.stack import stack_of
+
+    findings = judge(stack_of(loaded, target, None))
+    return _lines(
+        [one for one in findings if one.status == "bad" and one.subject in _OF_RESOLUTION]
+    )
+
+
+def _lines(findings: list[Finding]) -> str:
+    return "".join(f"\n  {one.subject}: {one.text}\n    fix: {one.fix}" for one in findings)

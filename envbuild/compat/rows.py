@@ -1,0 +1,198 @@
+"""The rows of data/compatibility.toml; its comments say what each column means."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from envbuild.compat.versions import matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The oldest driver (`minimum`) for CUDA of the versions `cuda`."""
+
+    cuda: str
+    minimum: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """The CUDA versions that torch's wheels of `versions` are built for on `arch`, see the data file.
+
+    `default` is the CUDA of the default index's plain wheel, "cpu" where it has none, "" where that is not known; so
+    are `glibc` ("2.28") and `nccl` ("wheel", "inside").
+    """
+
+    versions: str
+    arch: str
+    cuda: tuple[str, ...]
+    source: str
+    date: str
+    complete: bool = False
+    default: str = ""
+    glibc: str = ""
+    nccl: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclPin:
+    """The NCCL that torch of the versions `torch` pins where it is built for one of `cuda`."""
+
+    torch: str
+    cuda: tuple[str, ...]
+    nccl: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nccl:
+    """The versions of the net API that NCCL of `versions` looks for in a plugin."""
+
+    versions: str
+    apis: tuple[int, ...]
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """aws-ofi-nccl of `versions`: its net APIs, the libfabric that it compiles with, the file that NCCL opens."""
+
+    versions: str
+    apis: tuple[int, ...]
+    libfabric: str
+    library: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Libfabric:
+    """libfabric of `versions`: the providers in its source, and its newest symbol version."""
+
+    versions: str
+    providers: tuple[str, ...]
+    symbol: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The libfabric provider that the fabric `name` of recipes needs; "" where NCCL speaks it by itself."""
+
+    name: str
+    provider: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What does not go together: a stack that has all of `when`. `fix` says what to change."""
+
+    id: str
+    subject: str
+    when: dict[str, str]
+    reason: str
+    fix: str
+    source: str
+    date: str
+    status: str = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All of the data."""
+
+    drivers: tuple[Driver, ...] = ()
+    torch: tuple[TorchBuild, ...] = ()
+    nccl_pins: tuple[NcclPin, ...] = ()
+    nccl: tuple[Nccl, ...] = ()
+    plugins: tuple[Plugin, ...] = ()
+    libfabric: tuple[Libfabric, ...] = ()
+    fabrics: tuple[Fabric, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+
+@functools.cache
+def load_rows() -> Rows:
+    """The rows of data/compatibility.toml."""
+    text = resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8")
+    data = tomllib.loads(text)
+    tables = {
+        "drivers": Driver, "torch": TorchBuild, "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
+        "libfabric": Libfabric, "fabrics": Fabric, "rules": Rule,
+    }  # fmt: skip
+    return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
+
+
+def _rows(kind: Callable[..., T], tables: list[dict[str, Any]]) -> tuple[T, ...]:
+    return tuple(kind(**{name: _value(value) for name, value in one.items()}) for one in tables)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+def torch_build(rows: Rows, torch: str, arch: str) -> TorchBuild | None:
+    """The row of torch's builds for `arch`."""
+    return _first(row for row in rows.torch if row.arch == arch and matches(torch, row.versions))
+
+
+def pin_row(rows: Rows, torch: str, cuda: str) -> NcclPin | None:
+    """The row with the NCCL that torch pins."""
+    return _first(row for row in rows.nccl_pins if cuda in row.cuda and matches(torch, row.torch))
+
+
+def nccl_pin(torch: str, cuda: str) -> str | None:
+    """The NCCL that torch `torch` built for CUDA `cuda` ("12.6") pins; None where it is not known.
+
+    >>> nccl_pin("2.7.1+cu126", "12.6")
+    '2.26.2'
+    """
+    row = pin_row(load_rows(), torch, cuda)
+    return row.nccl if row else None
+
+
+def nccl_row(rows: Rows, version: str) -> Nccl | None:
+    """The row of NCCL `version`."""
+    return _first(row for row in rows.nccl if matches(version, row.versions))
+
+
+def plugin_row(rows: Rows, version: str) -> Plugin | None:
+    """The row of aws-ofi-nccl `version`."""
+    return _first(row for row in rows.plugins if matches(version, row.versions))
+
+
+def libfabric_row(rows: Rows, version: str) -> Libfabric | None:
+    """The row of libfabric `version`."""
+    return _first(row for row in rows.libfabric if matches(version, row.versions))
+
+
+def driver_row(rows: Rows, cuda: str) -> Driver | None:
+    """The row of drivers for CUDA `cuda`."""
+    return _first(row for row in rows.drivers if matches(cuda, row.cuda))
+
+
+def fabric_row(rows: Rows, name: str) -> Fabric | None:
+    """The row of the fabric `name`."""
+    return _first(row for row in rows.fabrics if row.name == name)
+
+
+def _first(found: Iterable[T]) -> T | None:
+    return next(iter(found), None)

@@ -1,0 +1,163 @@
+"""A recipe's target as the stack that compatibility is about: from its layers, its lock, or else its pins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from envbuild.compat.rows import Rows, fabric_row, load_rows, pin_row, torch_build
+from envbuild.names import normalise
+from envbuild.recipe.checks import requirement_parts
+from envbuild.recipe.layers import kind_of
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+# A pin under a marker may not hold here.
+_PIN = re.compile(r"===?([^,;*]+)")
+# What conda-forge calls them.
+_CONDA_TORCH = ("pytorch", "libtorch")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What goes into one artifact, as far as it is known; None is absent or unknown.
+
+    `torch` and `nccl` are versions as their packages write them. `torch_origin` is "lock", "recipe" or "conda";
+    `nccl_origin` is "pin" (torch's own), "lock", "wheel" ([layers.nccl]), "source", "host" or "conda"; `nccl_in` is
+    how this build of torch has NCCL ("wheel", "inside"). `plugin` is aws-ofi-nccl's version, `plugin_aws` whether it
+    is built for AWS. `libfabric_origin` is "source", "host" or "conda". `base` is whether images are built on an
+    existing image, which may bring all of these. `packages` are distributions with one version, by normalised name.
+    """
+
+    arch: str
+    python: str
+    glibc: str
+    fabric: str = "any"
+    provider: str = ""
+    cuda: str | None = None
+    torch: str | None = None
+    torch_origin: str = ""
+    nccl: str | None = None
+    nccl_origin: str = ""
+    nccl_in: str = ""
+    plugin: str | None = None
+    plugin_aws: bool = False
+    libfabric: str | None = None
+    libfabric_origin: str = ""
+    base: bool = False
+    driver: str | None = None
+    packages: tuple[tuple[str, str], ...] = ()
+
+    def value(self, name: str) -> str | None:
+        """What a rule's `when` compares: a field as text, or the version of the package `name`."""
+        if name in _FIELDS:
+            found = getattr(self, name)
+            return str(found).lower() if isinstance(found, bool) else found or None
+        return dict(self.packages).get(name)
+
+
+# Fields that rules may name; those in EXACT are compared as text, the others as versions.
+EXACT = frozenset(
+    {"arch", "fabric", "provider", "plugin_aws", "libfabric_origin", "nccl_origin", "nccl_in"}
+)
+_FIELDS = EXACT | {"python", "glibc", "cuda", "driver", "torch", "nccl", "plugin", "libfabric"}
+
+
+def stack_of(
+    loaded: LoadedRecipe,
+    target: Target,
+    packages: Mapping[str, str] | None,
+    *,
+    conda: bool = False,
+    rows: Rows | None = None,
+) -> Stack:
+    """The stack of `target`.
+
+    `packages` are the locked distributions (name → version), None where there is no lock: then the recipe's pins
+    count. With `conda` they are conda packages.
+    """
+    rows, recipe, table = rows or load_rows(), loaded.recipe, loaded.recipe.targets[target.name]
+    if packages is None:
+        found, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"
+    else:
+        found = {normalise(name): version for name, version in packages.items()}
+        origin = "conda" if conda else "lock"
+    torch = found.get("torch")
+    if torch is None and conda:
+        torch = next((found[name] for name in _CONDA_TORCH if name in found), None)
+    fabric = fabric_row(rows, recipe.fabric)
+    stack = Stack(
+        arch=target.arch,
+        python=recipe.python,
+        glibc=table.glibc,
+        fabric=recipe.fabric,
+        provider=fabric.provider if fabric else "",
+        cuda=target.cuda_version,
+        torch=torch,
+        torch_origin=origin if torch else "",
+        base=recipe.image.base != "debian",
+        packages=()
+        if conda
+        else tuple(sorted({**dict(_pins(recipe.constraints)), **found}.items())),
+    )
+    if conda:
+        stack = _of_conda(stack, found)
+    return _with_layers(_with_nccl(stack, target, found, rows), loaded, target)
+
+
+def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Names and versions of what is pinned exactly."""
+    for text in requirements:
+        name, rest = requirement_parts(text)
+        found = _PIN.fullmatch(rest)
+        if found:
+            yield name, found[1]
+
+
+def _of_conda(stack: Stack, found: Mapping[str, str]) -> Stack:
+    return replace(
+        stack,
+        nccl=found.get("nccl"),
+        nccl_origin="conda" if "nccl" in found else "",
+        plugin=found.get("aws-ofi-nccl"),
+        libfabric=found.get("libfabric"),
+        libfabric_origin="conda" if "libfabric" in found else "",
+    )
+
+
+def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Rows) -> Stack:
+    """NCCL as torch brings it: a locked wheel, or else what torch's release is known to pin."""
+    if stack.cuda is None or stack.torch is None or stack.torch_origin == "conda":
+        return stack
+    build = torch_build(rows, stack.torch, stack.arch)
+    stack = replace(stack, nccl_in=build.nccl if build and stack.cuda in build.cuda else "")
+    locked = found.get(f"nvidia-nccl-{target.accelerator[:4]}")
+    if locked:
+        return replace(stack, nccl=locked, nccl_origin="lock")
+    assert stack.torch is not None and stack.cuda is not None
+    pin = pin_row(rows, stack.torch, stack.cuda)
+    return replace(stack, nccl=pin.nccl, nccl_origin="pin") if pin else stack
+
+
+def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
+    for name, table in loaded.recipe.layers.items():
+        if not table.for_target(target.name):
+            continue
+        kind = kind_of(name, table)
+        if name == "nccl" and (stack.cuda or kind != "wheel"):
+            stack = replace(stack, nccl=table.version, nccl_origin=kind)
+        elif name == "libfabric":
+            stack = replace(stack, libfabric=table.version, libfabric_origin=kind)
+        elif name == "aws-ofi-nccl":
+            stack = replace(stack, plugin=table.version, plugin_aws=_aws(stack, table.configure))
+    return stack
+
+
+def _aws(stack: Stack, options: tuple[str, ...]) -> bool:
+    """Whether the plugin is built for AWS: as its options say, else for EFA alone (data/sources.toml)."""
+    for option in reversed(options):
+        name, _, value = option.partition("=")
+        if name in ("--enable-platform-aws", "--disable-platform-aws"):
+            return name.startswith("--enable") and value != "no"
+    return stack.fabric == "efa"
