@@ -107,7 +107,13 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
 
 
 def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
-    """The tree of the Debian packages that `plan` is built on, fetched when they are not in the store.
+    """The tree of the Debian packages that `plan` is built on; see `locked_files`."""
+    assert plan.base is not None and isinstance(plan.base.base, DebianLock)
+    return locked_files(plan.base.base, plan.mtime, environment, offline=offline)
+
+
+def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
+    """The tree of the Debian packages in `lock`, fetched when they are not in the store.
 
     Raises BuildError for one that no archive has.
     """
@@ -115,13 +121,10 @@ def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree
     from envbuild.debian.rootfs import debian_tree
     from envbuild.debian.sources import debian_client
 
-    assert plan.base is not None
-    lock = plan.base.base
-    assert isinstance(lock, DebianLock)
     places = [] if offline else site_archives(lock.suite, lock.date, environment)
     client = debian_client(environment.pip, environment.variables)
     debs = fetch_debs(lock, environment.store.blobs, places, client)
-    return debian_tree(list(zip(lock.packages, debs, strict=True)), plan.mtime)
+    return debian_tree(list(zip(lock.packages, debs, strict=True)), mtime)
 
 
 def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[M]) -> BaseImage[M]:

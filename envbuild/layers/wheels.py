@@ -6,15 +6,20 @@ import re
 from pathlib import Path
 
 from envbuild.environment import Environment
+from envbuild.layers.accelerator import check_wheels
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import NAME, Trainer
 from envbuild.plan.plan import Plan
+from envbuild.recipe.targets import Target
 
 
 def locate(
     plan: Plan, trainer: Trainer, environment: Environment, offline: bool
 ) -> tuple[list[WheelFile], WheelFile]:
-    """The wheels of `plan` in its order, and the trainer's. Raises BuildError for one that no source has."""
+    """The wheels of `plan` in its order, and the trainer's.
+
+    Raises BuildError for one that no source has, and for one that is not for the plan's target.
+    """
     from envbuild.store.fetch import Wanted, locate_wheels
 
     wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
@@ -23,6 +28,7 @@ def locate(
         offline=offline, env=environment.variables, default_index=environment.default_index,
     )  # fmt: skip
     wheels = [_wheel(w.name, w.version, found[w], environment) for w in wanted]
+    check_wheels(Target.parse(plan.target), wheels)
     own = environment.store.put(
         "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel
     )

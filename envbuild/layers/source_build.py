@@ -1,0 +1,202 @@
+"""Layers that are built from source: fetched, built once per inputs, kept in the store.
+
+sources/<sha256>/<file name>   archives, as they were released
+built/<digest>/tree/           what goes below an environment's root
+built/<digest>/manifest.json   its files; the folder is renamed into place when all is there
+building/                      builds under way; what a killed run left is removed by the next one
+logs/                          logs of builds that failed
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePath
+
+from envbuild.environment import Environment
+from envbuild.errors import BuildError
+from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
+from envbuild.layers.source_causes import failure, keep_log
+from envbuild.layers.source_fetch import fetch_cuda, fetch_source
+from envbuild.layers.source_manifest import Manifest, list_files, read_manifest, write_manifest
+from envbuild.layers.source_steps import Job, StepError, make_layer
+from envbuild.layers.source_unpack import unpack_cuda
+from envbuild.layers.workshop import Workshop
+from envbuild.limits import workers
+from envbuild.plan.sources import SourceLayer
+from envbuild.store.store import Store, alone, remove_tree
+
+# Raised whenever the same inputs would give other files: what older versions built is not taken then.
+_ENGINE = 1
+_KEPT_LOGS = 20
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+
+
+def build_layer(
+    layer: SourceLayer,
+    requires: Mapping[str, Path],
+    workshop: Callable[[Path], AbstractContextManager[Workshop]],
+    environment: Environment,
+    say: Callable[[str], None],
+    *,
+    offline: bool,
+    hosts: Mapping[str, str] = {},
+) -> Path:
+    """The folder of the store whose content goes below the environment's root; built when it is not there yet.
+
+    `requires` are the folders that this function returned for layers which `layer` requires, `hosts` the folders that
+    nodes have instead, each by name; more than it requires may be given. Where the layer is a Python project, "python"
+    among them is the interpreter, with what the build imports, that it is built for. `workshop` opens a place with
+    compilers over an empty folder. The content belongs to the store: copy it, never link it where others may write.
+
+    Raises BuildError naming the step that failed, with the end of its log, and what `workshop` raises. Another
+    process that builds the same is waited for. Ctrl-C stops the build and leaves nothing but the archive.
+    """
+    missing = [name for name in layer.requires if name not in requires and name not in hosts]
+    if missing:
+        raise BuildError(
+            f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet"
+        )
+    needed = {name: requires[name] for name in layer.requires if name not in hosts}
+    folders = {name: hosts[name] for name in layer.requires if name in hosts}
+    if layer.system == "wheel" and "python" in hosts:
+        folders["python"] = hosts["python"]
+    store = environment.store
+    tree = store.root / "built" / layer_key(layer, needed, folders) / "tree"
+    if read_manifest(tree) is not None:
+        return tree
+    archive = fetch_source(layer, environment, offline=offline)
+    cuda = fetch_cuda(layer, environment, offline=offline) if layer.wheels else []
+    lock = store.folder("partial") / f"built-{tree.parent.name}"
+    try:
+        with alone(lock, threading.Event()):
+            if read_manifest(tree) is None:
+                begun = time.monotonic()
+                with store.working("building") as folder:
+                    made = _build(
+                        layer, archive, cuda, needed, folders, workshop, folder, environment, say
+                    )
+                    _put(store, made, tree.parent)
+                say(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
+    finally:
+        lock.with_suffix(".lock").unlink(missing_ok=True)
+    return tree
+
+
+def layer_key(layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> str:
+    """The name of the layer's folder in the store: of its own inputs, and of what was built of those that it requires.
+
+    Raises BuildError for a required folder that is damaged.
+    """
+    below = []
+    for name, folder in sorted(requires.items()):
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise BuildError(
+                f"the built layer {name} in the store is damaged: {folder}", "remove that folder"
+            )
+        below.append([name, manifest.digest])
+    content = [_ENGINE, layer.digest, below, sorted(hosts.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _build(
+    layer: SourceLayer,
+    archive: Path,
+    cuda: list[Path],
+    requires: Mapping[str, Path],
+    hosts: Mapping[str, str],
+    workshop: Callable[[Path], AbstractContextManager[Workshop]],
+    folder: Path,
+    environment: Environment,
+    say: Callable[[str], None],
+) -> Path:
+    """Build in `folder`; returns the folder there that holds tree and manifest."""
+    title = f"{layer.name} {layer.version}"
+    patchelf_program()  # missing: said now, not after minutes
+    work = folder / "work"
+    work.mkdir()
+    with workshop(work) as shop:
+        places: dict[str, PurePath] = {name: PurePath(path) for name, path in hosts.items()}
+        own = {name: shop.inside / "requires" / name for name in requires}
+        for name, tree in requires.items():
+            shutil.copytree(tree, work / "requires" / name, symlinks=True)
+        if cuda:
+            unpack_cuda(cuda, work / "cuda")
+            own["cuda"] = shop.inside / "cuda"
+        patches = [Path(patch.path) for patch in layer.patches]
+        _check_patches(layer)
+        job = Job(
+            layer, archive, shop, {**places, **own}, patches, workers(environment.variables), say
+        )
+        try:
+            staged = make_layer(job)
+        except StepError as error:
+            kept = _keep(environment.store, layer, error)
+            raise failure(title, error, kept) from None
+        except OSError as error:
+            if error.errno in _UNWRITABLE:
+                raise environment.store.unwritable(error) from error
+            raise BuildError(f"{title} cannot be built: {error}") from error
+        arch = layer.target.rpartition("-")[2]
+        traces = sorted({str(shop.inside), str(work)})
+        done = relocate(staged, arch, traces, own, host_libraries(hosts.values()))
+    return _finish(layer, staged, done, folder, say)
+
+
+def _finish(
+    layer: SourceLayer, staged: Path, done: Relocated, folder: Path, say: Callable[[str], None]
+) -> Path:
+    if done.named:
+        say(
+            f"{layer.name} {layer.version}: right in images alone, for their paths: {', '.join(done.named)}"
+        )
+    made = folder / "made"
+    made.mkdir()
+    os.rename(staged, made / "tree")
+    glibc = ".".join(map(str, done.glibc)) if done.glibc != (0, 0) else ""
+    write_manifest(made, Manifest(layer.name, layer.version, list_files(made / "tree"), glibc))
+    return made
+
+
+def _check_patches(layer: SourceLayer) -> None:
+    """A patch that changed since the plan was made would give what the digest does not say."""
+    for patch in layer.patches:
+        if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
+            raise BuildError(f"{patch.path} was changed while this ran", "run it again")
+
+
+def _put(store: Store, made: Path, place: Path) -> None:
+    """Move a built layer into its place; a damaged one there gives way, a good one stays."""
+    store.folder("built")
+    made.chmod(0o755)
+    try:
+        if place.exists() and read_manifest(place / "tree") is None:
+            remove_tree(place)
+        os.rename(made, place)
+    except OSError as error:
+        if read_manifest(place / "tree") is None:
+            raise store.unwritable(error) from error
+
+
+def _keep(store: Store, layer: SourceLayer, error: StepError) -> Path | None:
+    """Keep the log of a failed build; where it lies, None where it cannot be kept."""
+    try:
+        logs = store.folder("logs")
+        place = (
+            logs
+            / f"{layer.name}-{layer.version}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+        )
+        keep_log(error, place)
+        for old in sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime)[:-_KEPT_LOGS]:
+            old.unlink(missing_ok=True)
+    except (OSError, BuildError):
+        return None
+    return place

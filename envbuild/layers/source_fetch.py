@@ -1,0 +1,140 @@
+"""What a source build reads, by hash: its archive, and the wheels with CUDA's headers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from envbuild.environment import Environment
+from envbuild.errors import BuildError
+from envbuild.plan.sources import SourceLayer
+from envbuild.site.pip_config import redact
+
+if TYPE_CHECKING:
+    from envbuild.store.client import Client
+
+KIND = "sources"
+_INDEX = "index:"
+
+
+def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool) -> Path:
+    """The layer's archive: from the store, the site's mirrors, or its URL ("index:NAME": pip's package index).
+
+    Raises BuildError naming each place that was asked with what it answered.
+    """
+    if found := _in_store(layer, environment):
+        return found
+    from envbuild.progress import transfer
+    from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
+    from envbuild.store.fetch import download
+
+    store, answers, found_sums = environment.store, list[str](), list[str]()
+    store.folder("partial")
+    store.clean_stale()
+    client = Client(environment.pip, environment.variables)
+    for url in _urls(layer, environment, client, answers, offline):
+        shown = redact(url)
+        if offline and not url.startswith("file:"):
+            answers.append(f"{shown}: not asked, --offline")
+            continue
+        name = unquote(urlsplit(url).path).rpartition("/")[2] or layer.name
+        try:
+            with transfer(f"fetching {layer.name} {layer.version}", None) as moved:
+                return download(
+                    url, name, frozenset({layer.sha256}), layer.sha256, lambda: _in_store(layer, environment), client,
+                    store, moved, KIND,
+                )  # fmt: skip
+        except Mismatch as error:
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error}")
+            found_sums.append(str(error))
+        except (NotFound, Unreachable) as error:
+            answers.append(f"{shown}: {str(error).removeprefix(f'{shown}: ')}")
+        except OSError as error:
+            raise store.unwritable(error) from error
+    raise _not_found(layer, answers, found_sums, offline)
+
+
+def fetch_cuda(layer: SourceLayer, environment: Environment, *, offline: bool) -> list[Path]:
+    """The wheels that the layer's build reads. Raises BuildError naming those that no source has."""
+    from envbuild.store.fetch import Wanted, locate_wheels
+
+    wanted = [Wanted(one.name, one.version, frozenset(one.hashes)) for one in layer.wheels]
+    found = locate_wheels(
+        wanted,
+        environment.store,
+        environment.pip,
+        environment.site,
+        (),
+        offline=offline,
+        env=environment.variables,
+        default_index=environment.default_index,
+    )
+    return [found[one] for one in wanted]
+
+
+def _in_store(layer: SourceLayer, environment: Environment) -> Path | None:
+    with contextlib.suppress(OSError):
+        for path in (environment.store.root / KIND / layer.sha256).iterdir():
+            if path.is_file():
+                return path
+    return None
+
+
+def _urls(
+    layer: SourceLayer, environment: Environment, client: Client, answers: list[str], offline: bool
+) -> Iterator[str]:
+    """Where the archive may be, in the order to ask."""
+    if not layer.url.startswith(_INDEX):
+        yield from environment.site.mirrored(layer.url)
+        return
+    from envbuild.store.client import Unreachable
+    from envbuild.store.sources import Source, remote_sources
+
+    project = layer.url.removeprefix(_INDEX)
+    for entry in environment.pip.find_links:
+        folder = Path(unquote(urlsplit(entry).path)) if entry.startswith("file:") else Path(entry)
+        if "://" not in entry or entry.startswith("file:"):
+            names = sorted(folder.glob(f"{project}-{layer.version}.*")) if folder.is_dir() else []
+            yield from (path.absolute().as_uri() for path in names)
+    pages: list[Source] = remote_sources(
+        environment.pip, environment.site, (), offline, environment.default_index
+    )
+    for page in pages:
+        try:
+            links = [link for link in page.links(project, client) if link.sha256 == layer.sha256]
+        except Unreachable as error:
+            answers.append(f"{page.name}: cannot be used: {error}")
+            continue
+        if not links:
+            answers.append(f"{page.name}: has no {project} with this hash")
+        yield from (link.url for link in links)
+
+
+def _not_found(
+    layer: SourceLayer, answers: list[str], found: list[str], offline: bool
+) -> BuildError:
+    asked = answers or [f"{redact(layer.url)}: not asked"]
+    lines = [
+        f"{layer.name} {layer.version}: no place has its source archive",
+        f"    wanted sha256:{layer.sha256}",
+        *(f"    {answer}" for answer in asked),
+    ]
+    if offline:
+        hint = (
+            "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
+            "site.toml"
+        )
+    elif found:
+        hint = (
+            "the archive is another one than the recipe means. If you trust it (compare with its project's release), "
+            f'set sha256 = "{found[0]}" in [layers.{layer.name}]'
+        )
+    else:
+        hint = (
+            "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml, or "
+            f"`url` in [layers.{layer.name}]"
+        )
+    return BuildError("\n".join(lines), hint)

@@ -1,0 +1,247 @@
+"""Recipes' [layers] merged with what is known of each source, from data/sources.toml."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import RecipeError
+from envbuild.layers.source_steps import PLACE
+from envbuild.plan.sources import BuildWheel, HostLayer, Patch, SourceLayer
+from envbuild.recipe.layers import LayerTable, kind_of
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+from envbuild.toml import nearest
+
+_FILE = Path(__file__).resolve().parents[1] / "data" / "sources.toml"
+_NEGATED = re.compile("^--(without|disable)-")
+_POSITIVE = {"--without-": "--with-", "--disable-": "--enable-"}
+_OWN_PLACES = frozenset({"prefix", "install"})
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One source of the data; see data/sources.toml for what each means."""
+
+    url: str = ""
+    system: str = "autotools"
+    default: str = ""
+    configure: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ("make",)
+    packages: tuple[str, ...] = ()
+    licences: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+
+def known_versions(name: str) -> Mapping[str, str]:
+    """Version → sha256 of the archives that are known of the source `name`."""
+    return dict(_data()["sources"].get(name, {}).get("versions", {}))
+
+
+def source_layers(
+    loaded: LoadedRecipe, target: Target
+) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
+    """What is built from source for `target`, in an order in which each comes after what it requires, and what its
+    nodes have. Layers of kind "wheel" are left out.
+
+    Raises RecipeError, naming the line of the recipe, for what is missing or does not go together.
+    """
+    tables = {
+        name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)
+    }
+    kinds = {name: kind_of(name, table) for name, table in tables.items()}
+    wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
+    known = {name: _known(name, loaded.recipe.fabric, target) for name in wanted}
+    # What is needed and has a version of its own is added; it may need others.
+    waiting = list(wanted)
+    while waiting:
+        name = waiting.pop()
+        for one in _requires(known[name], wanted[name]):
+            if one in tables or one in wanted:
+                continue
+            extra = _known(one, loaded.recipe.fabric, target)
+            if not extra.default:
+                raise RecipeError(
+                    f"{_where(loaded, name)}: {name} needs the layer {one!r}, which {target} does not have",
+                    f'add [layers.{one}] with a version, or kind = "host" and the path where the nodes have it',
+                )
+            wanted[one], known[one] = LayerTable(version=extra.default), extra
+            waiting.append(one)
+    order = _sorted({name: _requires(known[name], wanted[name]) for name in wanted}, loaded)
+    layers = tuple(_layer(loaded, target, name, wanted[name], known[name], kinds) for name in order)
+    hosts = tuple(
+        HostLayer(name, table.version, table.path)
+        for name, table in tables.items()
+        if kinds[name] == "host"
+    )
+    return layers, hosts
+
+
+def _layer(
+    loaded: LoadedRecipe,
+    target: Target,
+    name: str,
+    table: LayerTable,
+    known: Known,
+    kinds: Mapping[str, str],
+) -> SourceLayer:
+    where = _where(loaded, name)
+    sha256 = table.sha256 or dict(known.versions).get(table.version, "")
+    url = table.url or _url(known, table.version)
+    if not url:
+        raise RecipeError(
+            f"{where}: where is the source of {name}? Known are only {', '.join(sorted(_data()['sources']))}",
+            f"give `url` and `sha256` in [layers.{name}]",
+        )
+    if not sha256:
+        versions = [version for version, _ in known.versions]
+        about = (
+            f": its sha256 is not known here; known versions: {', '.join(versions)}"
+            if versions
+            else ": `sha256` is missing"
+        )
+        fetched = url if url.startswith(("http", "file:")) else "the archive"
+        raise RecipeError(
+            f"{where}: {name} {table.version}{about}{nearest(table.version, versions)}",
+            f"give its archive's sha256 in [layers.{name}], from its project or from "
+            f"`curl -L {fetched} | sha256sum`",
+        )
+    requires = tuple(one for one in _requires(known, table) if kinds.get(one) != "wheel")
+    own = {_key(option) for option in table.configure}
+    configure = tuple(o for o in known.configure if _key(o) not in own) + table.configure
+    places = {place for option in configure for place in PLACE.findall(option)}
+    for place in sorted(places - _OWN_PLACES - {"cuda"} - set(requires)):
+        raise RecipeError(
+            f"{where}: an option of {name} names {{{place}}}, which is not a layer that it requires",
+            f"add {place!r} to its `requires`, or write the folder's path",
+        )
+    return SourceLayer(
+        name=name,
+        version=table.version,
+        target=target.name,
+        system=known.system if table.system == "default" else table.system,
+        url=url,
+        sha256=sha256,
+        configure=configure,
+        patches=_patches(loaded, name, table),
+        requires=requires,
+        wheels=_cuda(where, name, target) if "cuda" in places else (),
+        tools=known.tools,
+        packages=tuple(dict.fromkeys([*_data()["debian"]["packages"], *known.packages])),
+        licences=known.licences,
+        check=known.check,
+    )
+
+
+def _url(known: Known, version: str) -> str:
+    series = ".".join(version.split(".")[:2])
+    return known.url.replace("{version}", version).replace("{series}", series)
+
+
+def _key(option: str) -> str:
+    """What an option is about, so that a recipe's own takes the place of a known one: --without-x is about --with-x."""
+    return _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def _known(name: str, fabric: str, target: Target) -> Known:
+    """What is known of the source `name`, with what holds for this fabric and target alone; else the defaults."""
+    table = _data()["sources"].get(name)
+    if table is None:
+        return Known()
+    lists = {
+        key: list(table.get(key, ())) for key in ("configure", "requires", "tools", "packages")
+    }
+    for extra in table.get("when", ()):
+        if (
+            fabric in extra.get("fabric", [fabric])
+            and extra.get("cuda", target.is_cuda) == target.is_cuda
+            and extra.get("arch", target.arch) == target.arch
+        ):
+            for key, values in lists.items():
+                values += extra.get(key, ())
+    return Known(
+        url=table["url"],
+        system=table["system"],
+        default=table.get("default", ""),
+        licences=tuple(table.get("licences", ())),
+        check=tuple(table.get("check", ())),
+        versions=tuple(table["versions"].items()),
+        **{key: tuple(dict.fromkeys(values)) for key, values in lists.items()},
+    )
+
+
+def _requires(known: Known, table: LayerTable) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*known.requires, *table.requires]))
+
+
+def _patches(loaded: LoadedRecipe, name: str, table: LayerTable) -> tuple[Patch, ...]:
+    found = []
+    for number, patch in enumerate(table.patches):
+        path = loaded.folder / patch
+        try:
+            found.append(Patch(str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
+        except OSError as error:
+            raise RecipeError(
+                f"{loaded.where('layers', name, 'patches', number)}: the patch {path} cannot be read: {error.strerror}",
+                "patches lie below the recipe's folder",
+            ) from error
+    return tuple(found)
+
+
+def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
+    """The wheels with the headers of the target's CUDA."""
+    version = target.cuda_version
+    known = _data()["cuda"]
+    rows = known.get(version, {}).get(target.arch)
+    if rows is None:
+        why = (
+            f"the target {target} has no CUDA"
+            if version is None
+            else f"headers of CUDA {version} are not known here"
+        )
+        raise RecipeError(
+            f"{where}: {name} is built with CUDA's headers, and {why}",
+            f"leave the layer out there (`targets = [...]` in [layers.{name}])"
+            if version is None
+            else f"choose one of {', '.join(known)}, or give a toolkit's folder in the layer's own `configure`",
+        )
+    return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
+
+
+def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:
+    """The names of `graph`, each after those that it requires; by name where that leaves a choice."""
+    done: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            circle = " → ".join((*path[path.index(name) :], name))
+            raise RecipeError(
+                f"{_where(loaded, name)}: layers require each other: {circle}",
+                "take one of these out of `requires`",
+            )
+        if name not in done and name in graph:
+            for one in sorted(graph[name]):
+                visit(one, (*path, name))
+            done.append(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+    return done
+
+
+def _where(loaded: LoadedRecipe, name: str) -> str:
+    """`FILE:LINE:COL` of the layer, or of the file where the layer was added to it."""
+    return loaded.where("layers", name) if name in loaded.recipe.layers else str(loaded.path)

@@ -1,0 +1,141 @@
+"""Unpack what a build begins with: source archives and wheels, nothing of which may land outside its folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+
+from envbuild.errors import BuildError
+
+# What a damaged archive has tarfile and zipfile raise: KeyError for a hard link to nothing, RecursionError for a link
+# to itself in a folder's place.
+_DAMAGE = (
+    tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError,
+)  # fmt: skip
+_DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without the one folder that holds all.
+
+    Raises BuildError for a file that is neither, that is damaged, or that names a place outside.
+    """
+    raw = folder.with_name(folder.name + ".raw")
+    raw.mkdir()
+    try:
+        if zipfile.is_zipfile(archive) and not tarfile.is_tarfile(archive):
+            unzip(archive, raw)
+        else:
+            with tarfile.open(archive, "r:*") as tar:
+                _extract(tar, archive.name, raw)
+    except _DAMAGE as error:
+        raise BuildError(
+            f"{archive.name} cannot be unpacked: {error}",
+            "a source is a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file",
+        ) from error
+    inner = list(raw.iterdir())
+    if len(inner) == 1 and inner[0].is_dir() and not inner[0].is_symlink():
+        os.rename(inner[0], folder)
+        raw.rmdir()
+    else:
+        os.rename(raw, folder)
+
+
+def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
+    """Unpack `tar` into `folder`, our own files, none of them outside. Raises BuildError for a member that would be.
+
+    Not by tarfile's filter "data" (PEP 706), which Python 3.11 has from 3.11.4 on: Debian 12 has 3.11.2.
+    """
+    links: set[str] = set()
+    members = []
+    for member in tar:
+        if fault := _fault(member, links):
+            raise BuildError(
+                f"{title} is not unpacked: {member.name!r} {fault}",
+                "get the archive that its project releases",
+            )
+        if member.issym():
+            links.add(str(PurePosixPath(member.name)))
+        member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+        member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+        members.append(member)
+    trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
+    tar.extractall(folder, members, **trusted)  # type: ignore[arg-type]
+
+
+def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
+    """Why `member` is not unpacked. No member may lie below one of `links`, so what is checked by name is true."""
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        return "would lie outside"
+    if not links.isdisjoint(map(str, (path, *path.parents))):
+        return "lies below a link, or in its place"
+    if not (member.issym() or member.islnk()):
+        return None if member.isfile() or member.isdir() else "is a device"
+    target = PurePosixPath(member.linkname)
+    if member.issym():
+        down = itertools.dropwhile(lambda part: part == "..", target.parts)
+        whole = os.path.normpath(path.parent / target)
+        outside = target.is_absolute() or ".." in down or whole.partition("/")[0] == ".."
+    else:
+        outside = target.is_absolute() or ".." in target.parts
+        outside = outside or not links.isdisjoint(map(str, (target, *target.parents)))
+    return f"is a link to {member.linkname!r}, which may be outside" if outside else None
+
+
+def unzip(archive: Path, folder: Path) -> None:
+    """Unpack a zip file with its modes and times. Raises BuildError for a member outside, else what zipfile raises."""
+    with zipfile.ZipFile(archive) as file:
+        for member in file.infolist():
+            path = PurePosixPath(member.filename)
+            mode = member.external_attr >> 16
+            if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(mode):
+                raise BuildError(
+                    f"{archive.name} is not unpacked: {member.filename!r} may lead outside"
+                )
+            place = Path(file.extract(member, folder))
+            if not member.is_dir() and mode & 0o100:
+                place.chmod(0o755)
+
+
+def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
+    """Lay out a wheel below an environment's root for Python `python` ("3.11"), without its scripts' launchers.
+
+    Source: binary distribution format, https://packaging.python.org/specifications/binary-distribution-format/
+    """
+    site = prefix / "lib" / f"python{python}" / "site-packages"
+    site.mkdir(parents=True, exist_ok=True)
+    unzip(wheel, site)
+    for data in site.glob("*.data"):
+        for part in data.iterdir():
+            into = site if not _DATA.get(part.name) else prefix / _DATA[part.name]
+            shutil.copytree(part, into, dirs_exist_ok=True)
+        shutil.rmtree(data)
+
+
+def unpack_cuda(wheels: list[Path], folder: Path) -> None:
+    """Lay out NVIDIA's wheels as the one folder of a CUDA toolkit: bin, include, lib, and lib64 that leads to lib.
+
+    A link without a version goes to each library: that is what linkers look for.
+    """
+    raw = folder.with_name(folder.name + ".raw")
+    folder.mkdir()
+    for wheel in wheels:
+        raw.mkdir()
+        unzip(wheel, raw)
+        # cu12: nvidia/<part>/include; cu13: nvidia/cu13/include.
+        for part in sorted(raw.glob("nvidia/*/")):
+            shutil.copytree(part, folder, dirs_exist_ok=True)
+        shutil.rmtree(raw)
+    (folder / "lib").mkdir(exist_ok=True)
+    for library in sorted((folder / "lib").glob("lib*.so.*")):
+        plain = library.with_name(library.name.partition(".so.")[0] + ".so")
+        if not plain.exists():
+            plain.symlink_to(library.name)
+    (folder / "lib64").symlink_to("lib")

@@ -1,0 +1,2 @@
+const char *greet(void);
+const char *greet_file(void);

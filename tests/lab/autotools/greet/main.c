@@ -1,0 +1,7 @@
+#include <stdio.h>
+#include "greet.h"
+
+int main(void) {
+    puts(greet());
+    return 0;
+}
