@@ -65,6 +65,7 @@ class Comparison:
     """What differs. `files` is None when files were not compared; `notes` does not count."""
 
     settings: tuple[Change, ...]
+    built: tuple[Change, ...]
     conda: tuple[Change, ...]
     python: tuple[Change, ...]
     debian: tuple[Change, ...]
@@ -75,7 +76,8 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether nothing that was compared differs."""
-        return not (self.settings or self.conda or self.python or self.debian or self.files)
+        packages = self.built or self.conda or self.python or self.debian
+        return not (self.settings or packages or self.files)
 
 
 def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
@@ -85,7 +87,7 @@ def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
     notes = _provenance(one.about, other.about)
     if _same_content(one.about, other.about):
         settings = _setting_changes(one.about, None, other.about, None, between)
-        return Comparison(settings, (), (), (), () if files else None, (), notes)
+        return Comparison(settings, (), (), (), (), () if files else None, (), notes)
     left, right = one.contents(hashes=files), other.contents(hashes=files)
     view = view_of(one.about.kind, left, other.about.kind, right)
     settings = _setting_changes(one.about, left, other.about, right, between)
@@ -94,6 +96,7 @@ def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
     conda: tuple[Change, ...] = ()
     if view not in (SITE, VENV, BETWEEN):
         conda = _changes(_conda(left, inner), _conda(right, inner))
+    built = _changes(_built(left, inner), _built(right, inner)) if view != SITE else ()
     debian = () if between else _changes(_debian(left), _debian(right))
     left_out: tuple[str, ...] = ()
     found: tuple[Change, ...] | None = None
@@ -103,7 +106,7 @@ def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
             notes += _no_environment(one.about, left, other.about, right, between)
         if not between or (left.prefix is not None and right.prefix is not None):
             found = _files(comparable(left, view), comparable(right, view))
-    return Comparison(settings, conda, python, debian, found, left_out, notes)
+    return Comparison(settings, built, conda, python, debian, found, left_out, notes)
 
 
 def _same_content(one: About, other: About) -> bool:
@@ -150,6 +153,17 @@ def _settings(about: About, contents: Contents | None, between: bool = False) ->
 
 def _line(words: Sequence[str]) -> str:
     return json.dumps(list(words)) if words else ""
+
+
+def _built(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+    """Source-built layer → version and a digest of its files; where `inner`, those of the environment alone."""
+    found = {}
+    for layer in contents.built:
+        if layer.location == (contents.prefix or ""):
+            found[layer.name] = layer.version, layer.files
+        elif not inner:
+            found[f"{layer.name} (/{layer.location})"] = layer.version, layer.files
+    return found
 
 
 def _conda(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:

@@ -45,6 +45,9 @@ def describe(about: About, contents: Contents | None) -> dict[str, Any]:
         ]
         if contents
         else None,
+        "source_built": _built(contents) if contents else None,
+        "host_layers": _on_nodes(contents) if contents else None,
+        "fabric": contents.state.get("fabric") if contents else None,
         "layers": [
             {
                 "digest": layer.digest,
@@ -114,6 +117,23 @@ def _conda(contents: Contents) -> list[dict[str, Any]]:
     return [
         {k: v or None if k in optional else v for k, v in asdict(package).items()}
         for package in contents.conda
+    ]
+
+
+def _built(contents: Contents) -> list[dict[str, Any]]:
+    return [
+        {**asdict(layer), "source": layer.source or None, "licences": list(layer.licences)}
+        for layer in contents.built
+    ]
+
+
+def _on_nodes(contents: Contents) -> list[dict[str, Any]]:
+    """What the environment takes from the nodes."""
+    told = contents.state.get("layers")
+    return [
+        {name: layer.get(name) for name in ("name", "version", "path")}
+        for layer in (told if isinstance(told, list) else ())
+        if isinstance(layer, dict) and layer.get("path")
     ]
 
 

@@ -16,6 +16,7 @@ from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.manage import ensure_lock
+from envbuild.make_layers import Declared, on_host
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -61,11 +62,14 @@ def prepare(
     compile_bytecode: bool = False,
     image: ImageInputs | None = None,
     conda: bool = False,
+    layers: Declared | None = None,
 ) -> tuple[Plan, Trainer]:
     """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
 
-    `conda` tells that it is made of the recipe's conda packages.
+    `conda` tells that it is made of the recipe's conda packages; `layers` are its source-built ones where this host
+    does not build them.
     """
+    layers = layers or on_host(loaded, target, environment)
     lock: Lock | CondaLock
     if conda:
         from envbuild.lock.conda_manage import ensure_conda_lock
@@ -87,6 +91,8 @@ def prepare(
         compile_bytecode=compile_bytecode,
         image=image,
         folder=loaded.folder,
+        sources=layers.sources,
+        host_layers=layers.hosts,
     )
     return plan, trainer
 
@@ -133,6 +139,7 @@ def make_environment(
         _say_why(path, state, plan, say)
         staged = place.staging(path)
         try:
+            place.create(staged)
             state = kind.build(staged, path.absolute())
             receipt = None
             if verify:
@@ -231,6 +238,7 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
         and had["epochs"] >= wanted["epochs"]
         and had["loss_tolerance"] <= wanted["loss_tolerance"]
         and had["model"] == wanted["model"]
+        and had.get("busbw_floor", 0.0) >= wanted.get("busbw_floor", 0.0)
         and (had["faults"] or not faults)
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from envbuild.artifacts import dockerfile, pip_records
+from envbuild.artifacts import dockerfile, dockerfile_layers, pip_records
 from envbuild.artifacts.image import KIND
 from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
@@ -21,6 +21,7 @@ from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare
 from envbuild.make_image import Prepared, Wish, default_place, source_date, verify_image
+from envbuild.make_layers import Declared, declared
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -77,12 +78,14 @@ def prepare_dockerfile(
                 f"`docker build` cannot build on {loaded.recipe.image.base}",
                 "load it into the daemon and name it with --base, or leave --builder dockerfile out",
             )
+    layers = _layers(loaded, target, environment, lock, locked, offline, say)
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
         loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
         compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
+        layers=layers,
     )  # fmt: skip
-    return Prepared(plan, trainer, None, target)
+    return Prepared(plan, trainer, None, target, layers.builder)
 
 
 def make_by_dockerfile(
@@ -160,10 +163,12 @@ def _build(
     say(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
     say(f"{dockerfile.dockerfile_name(one.target)} on {dockerfile.base_name(plan)}")
     wheels, own = locate(plan, one.trainer, environment, offline)
+    sources = dockerfile_layers.stage_files(plan, environment, offline=offline)
+    builder = dockerfile.image_name(one.builder) if one.builder else None
     created = datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with dockerfile.build_context(plan, one.trainer, wheels, environment) as context:
+    with dockerfile.build_context(plan, one.trainer, wheels, environment, sources) as context:
         image_id = dockerfile.build(
-            command, context, dockerfile.build_arguments(plan),
+            command, context, dockerfile.build_arguments(plan, builder),
             dockerfile.labels(plan, created), environment, say,
         )  # fmt: skip
     installed = pip_records.read_installed(client, image_id, plan.python)
@@ -173,8 +178,58 @@ def _build(
         python_version=installed.python_version,
         interpreter=installed.interpreter,
         packages=packages,
+        layers=dockerfile_layers.built_layers(plan, installed.layers),
     )
     return BuiltImage(image_id, state)
+
+
+def _layers(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    base: ImageLock,
+    locked: bool,
+    offline: bool,
+    say: Say,
+) -> Declared:
+    """The layers that are built in a stage of the Dockerfile, and the image of that stage.
+
+    That is the recipe's `build_base`, by its locked digest; where the Dockerfile's own base is taken, its own image
+    with compilers; else the base itself, into which compilers are installed. Raises UsageError for what no stage can
+    build.
+    """
+    found = declared(loaded, target)
+    if not found.sources:
+        return found
+    if loaded.recipe.python == "3.10":
+        raise UsageError(
+            "--builder dockerfile builds [layers] with Python 3.11 or later",
+            "the native builder takes 3.10",
+        )
+    hosts = {one.name for one in found.hosts}
+    for one in found.sources:
+        outside = hosts.intersection(one.requires)
+        why = f"with {', '.join(outside)} of the nodes, which" if outside else ""
+        why = "as a Python package, which needs torch and" if one.system == "wheel" else why
+        if why:
+            raise UsageError(
+                f"{loaded.where('layers', one.name)}: layer {one.name} is built {why} no stage of the Dockerfile has",
+                "leave --builder dockerfile out, or build a venv on a node",
+            )
+    if loaded.recipe.image.build_base:
+        from envbuild.lock.build_base import ensure_build_lock
+
+        builder = ensure_build_lock(
+            loaded, target, found.sources, environment, locked=locked, offline=offline, say=say
+        )
+    else:
+        builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)
+        if target.is_cuda and dockerfile.image_name(base) == own:
+            devel = dockerfile.default_base(target, "BUILD_BASE")
+            builder = _unlocked(loaded, target, _mirrored(devel, environment.site))
+    identity = f"docker build on {dockerfile.image_name(builder)}"
+    sources = tuple(replace(one, environment=identity) for one in found.sources)
+    return Declared(sources, found.hosts, builder)
 
 
 def _unlocked(loaded: LoadedRecipe, target: Target, base: str) -> ImageLock:

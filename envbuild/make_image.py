@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts import docker, place
 from envbuild.artifacts.image import KIND, Image, assemble
+from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError, VerificationError
 from envbuild.layers.bytecode import Compiler
 from envbuild.layers.compiler import compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.trainer import Trainer
+from envbuild.lock.image import ImageLock
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare, settings_of
+from envbuild.make_layers import Declared, build_layers, in_image
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -31,12 +34,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One image to be made: its plan, the trainer, and the interpreter for its bytecode."""
+    """One image to be made: its plan, the trainer, the interpreter for its bytecode, and the lock of what builds its
+    source-built layers, None where there are none."""
 
     plan: Plan
     trainer: Trainer
     compiler: Compiler | None
     target: Target
+    builder: ImageLock | None = None
+
+    def layers(self, environment: Environment, say: Say, *, offline: bool) -> list[LayerFolder]:
+        """The source-built layers of the image, from the store or built now. Raises BuildError and HostError."""
+        wanted = Declared(self.plan.sources, self.plan.host_layers, self.builder)
+        return build_layers(wanted, self.plan.folder, environment, say, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +79,15 @@ def prepare_image(
 
     The recipe says whether its environment is made of wheels or of conda packages.
     """
+    layers = in_image(loaded, target, environment, locked=locked, offline=offline, say=say)
     base = ensure_image_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
         loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
-        image=inputs, conda=loaded.recipe.environment == "conda",
+        image=inputs, conda=loaded.recipe.environment == "conda", layers=layers,
     )  # fmt: skip
-    return Prepared(plan, trainer, compiler, target)
+    return Prepared(plan, trainer, compiler, target, layers.builder)
 
 
 def source_date(environment: Environment) -> int:
@@ -104,12 +115,17 @@ def make_images(
     started = time.monotonic()
     _check(wish, len(prepared), environment)
     images = []
-    for one in prepared:
+    # All of them first: those of another architecture may not be had here.
+    built = [one.layers(environment, say, offline=offline) for one in prepared]
+    for one, layers in zip(prepared, built, strict=True):
         count = len(one.plan.conda) + len(one.plan.packages)
         say(f"{one.plan.recipe} for {one.target.name}: {count} packages")
         images.append(
-            assemble(one.plan, one.trainer, one.compiler, environment, say, offline=offline)
-        )
+            assemble(
+                one.plan, one.trainer, one.compiler, environment, say,
+                offline=offline, layers=layers,
+            )
+        )  # fmt: skip
     index = docker.index_of(images) if len(images) > 1 else None
     digest = index.digest if index else images[0].digest
     beside = wish.out.path if wish.out else default_place(prepared[0].plan)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts import conda, venv
+from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
 from envbuild.layers.trainer import Trainer
+from envbuild.make_layers import Declared, build_layers
 from envbuild.plan.plan import Plan
+from envbuild.progress import say as to_stderr
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class Venv:
     environment: Environment
     python: str | None
     offline: bool
+    say: Say = to_stderr
 
     def is_current(self, path: Path, state: State) -> bool:
         """See `make.Kind`."""
@@ -31,6 +38,7 @@ class Venv:
         return venv.build(
             self.plan, self.trainer, self.environment, staged,
             python=self.python, offline=self.offline,
+            layers=_layers(self.plan, self.environment, self.say, self.offline),
         )  # fmt: skip
 
 
@@ -42,6 +50,7 @@ class Conda:
     trainer: Trainer
     environment: Environment
     offline: bool
+    say: Say = to_stderr
 
     def is_current(self, path: Path, state: State) -> bool:
         """See `make.Kind`. An environment's files hold its path: one that was moved is built again."""
@@ -50,5 +59,11 @@ class Conda:
     def build(self, staged: Path, final: Path) -> State:
         """See `make.Kind`."""
         return conda.build(
-            self.plan, self.trainer, self.environment, staged, final, offline=self.offline
-        )
+            self.plan, self.trainer, self.environment, staged, final, offline=self.offline,
+            layers=_layers(self.plan, self.environment, self.say, self.offline),
+        )  # fmt: skip
+
+
+def _layers(plan: Plan, environment: Environment, say: Say, offline: bool) -> Sequence[LayerFolder]:
+    declared = Declared(plan.sources, plan.host_layers)
+    return build_layers(declared, plan.folder, environment, say, offline=offline)

@@ -55,12 +55,17 @@ def make_from_recipe(
     say(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with places(wish, say):
         started = time.monotonic()
+        layers = one.layers(environment, say, offline=offline)
         if wish.engine != "native":
-            image = assemble(plan, one.trainer, one.compiler, environment, say, offline=offline)
+            image = assemble(
+                plan, one.trainer, one.compiler, environment, say, offline=offline, layers=layers
+            )
             made = Made(arch, started, image.state, plan)
             return _by_engine(image.blobs, image.descriptor, wish, made, environment, say)
         maker = _maker(wish, environment, say)
-        filled = fill(plan, one.trainer, one.compiler, environment, maker, offline=offline)
+        filled = fill(
+            plan, one.trainer, one.compiler, environment, maker, offline=offline, layers=layers
+        )
         run = run_config(plan, filled.base)
         with composed(
             filled.layers,
@@ -178,6 +183,7 @@ def _beside(file: File, stack: ExitStack) -> Path:
     wanted = file.path.absolute()
     folder = place.staging(wanted)
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    place.create(folder)
     return folder / wanted.name
 
 

@@ -37,7 +37,7 @@ def cyclonedx(about: About, contents: Contents, source_date: int | None) -> str:
     bom.metadata.timestamp = _time(about, source_date)
     tool = Component(name="envbuild", version=__version__, type=ComponentType.APPLICATION)
     bom.metadata.tools.components.add(tool)
-    parts = [*_conda(contents), *_python(contents), *_debian(contents)]
+    parts = [*_built(contents), *_conda(contents), *_python(contents), *_debian(contents)]
     for part in parts:
         bom.components.add(part)
     bom.register_dependency(subject, parts)
@@ -50,7 +50,8 @@ def _identity(about: About, contents: Contents) -> str:
     if about.digest or about.identity:
         return about.digest or about.identity
     conda = [(p.name, p.version, p.build, p.record) for p in contents.conda]
-    return repr([(p.name, p.version, p.record) for p in contents.python] + conda)
+    built = [(layer.name, layer.version, layer.files) for layer in contents.built]
+    return repr([(p.name, p.version, p.record) for p in contents.python] + conda + built)
 
 
 def _subject(about: About) -> Component:
@@ -80,6 +81,30 @@ def _subject(about: About) -> Component:
             image_id=about.identity if about.kind == IMAGE else "",
         ),
     )
+
+
+def _built(contents: Contents) -> Iterator[Component]:
+    """What was built from source; package-url's type `generic` has the checksum of the archive."""
+    from cyclonedx.model import Property
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    seen: set[str] = set()
+    for layer in contents.built:
+        qualifiers = {"checksum": f"sha256:{layer.source}"} if layer.source else {}
+        purl = PackageURL("generic", None, layer.name, layer.version or None, qualifiers)
+        start = f"{layer.location}/" if layer.location else ""
+        texts = [
+            Property(name="envbuild:licence", value=f"{start}{path}") for path in layer.licences
+        ]
+        yield Component(
+            type=ComponentType.LIBRARY,
+            name=layer.name,
+            version=layer.version or None,
+            bom_ref=_reference(f"{purl}#{layer.location}".rstrip("#"), seen),
+            purl=purl,
+            properties=[*_properties(location=layer.location, files=layer.files), *texts],
+        )
 
 
 def _conda(contents: Contents) -> Iterator[Component]:

@@ -20,6 +20,7 @@ from envbuild.artifacts.conda_survey import (
     quick_names,
     read_records,
 )
+from envbuild.artifacts.layers_in import LayerFolder, has_layers, install_layers
 from envbuild.artifacts.state import FILE, State, packages_of, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -56,7 +57,8 @@ def is_current(path: Path, state: State) -> bool:
         found = quick_names(path, _site_packages(path, state.python))
     except OSError:
         return False
-    return found == {(name, version) for name, version, _ in state.packages}
+    wanted = {(name, version) for name, version, _ in state.packages}
+    return found == wanted and has_layers(path, state)
 
 
 def build(
@@ -67,11 +69,12 @@ def build(
     final: Path,
     *,
     offline: bool,
+    layers: Sequence[LayerFolder] = (),
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
 
-    Raises BuildError: a package or wheel that no source has or that is damaged, a path too long for one, a disk
-    that is full or may not be written.
+    `layers` are those of the plan's sources. Raises BuildError: a package or wheel that no source has or that is
+    damaged, a path too long for one, a disk that is full or may not be written.
     """
     from envbuild.artifacts.conda_install import install_packages
     from envbuild.artifacts.conda_pip import add_wheels
@@ -92,15 +95,17 @@ def build(
     if plan.compile_bytecode:
         _compile(staged, final, environment)
     with place.writing(staged):
+        built = install_layers(layers, staged)
         records = read_records(staged)
         inside = os.fspath(_site_packages(Path(), plan.python))
         added = installed.distributions(staged / inside, owned_dist_infos(records, inside)).values()
-        _check_added(plan, trainer, {d.name: d.version for d in added})
+        _check_added(plan, trainer, layers, {d.name: d.version for d in added})
         state = state_of(
             plan,
             python_version=_python_version(plan),
             interpreter=os.fspath(interpreter(final)),
             packages=packages_of([*conda_packages(records), *added]),
+            layers=built,
         )
         (staged / FILE).write_text(state.render(), encoding="utf-8")
     return state
@@ -163,8 +168,11 @@ def _check_python(plan: Plan, staged: Path) -> None:
         )
 
 
-def _check_added(plan: Plan, trainer: Trainer, found: Mapping[str, str]) -> None:
+def _check_added(
+    plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
+) -> None:
     wanted = {package.name: package.version for package in plan.packages}
+    wanted |= {name: version for layer in layers for name, version in layer.distributions}
     wanted[NAME] = trainer.version
     wrong = sorted(
         f"{name}: locked {wanted.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild import __version__, process
+from envbuild.artifacts.layers_stage import MODULES
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.format import lock_file_name, requirements
-from envbuild.lock.image import OciLock
+from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 
 Say = Callable[[str], None]
-# What the Dockerfiles read of a checkout besides the trainer, to make its wheel.
-_SOURCES = ("__init__.py", "errors.py", "layers/__init__.py", "layers/trainer.py")
+# What the Dockerfiles run of this package: it makes the trainer's wheel, and source-built layers.
+_SOURCES = (*MODULES, "layers/trainer.py")
 # Predefined build arguments: in no layer, no history and no cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 # BuildKit refuses larger secrets (bytes).
@@ -96,23 +97,28 @@ def read_dockerfile(target: Target) -> str:
     raise BuildError(f"{name} is missing from {package}", "reinstall envbuild")
 
 
-def default_base(target: Target) -> str:
-    """The base image that the target's Dockerfile has when nobody says another."""
-    match = re.search(r"^ARG BASE=(\S+)$", read_dockerfile(target), re.MULTILINE)
+def default_base(target: Target, argument: str = "BASE") -> str:
+    """The image that the target's Dockerfile has as BASE, or BUILD_BASE, when nobody says another."""
+    match = re.search(rf"^ARG {argument}=(\S+)$", read_dockerfile(target), re.MULTILINE)
     assert match is not None
     return match[1]
 
 
 @contextlib.contextmanager
 def build_context(
-    plan: Plan, trainer: Trainer, wheels: Sequence[WheelFile], environment: Environment
+    plan: Plan,
+    trainer: Trainer,
+    wheels: Sequence[WheelFile],
+    environment: Environment,
+    sources: Mapping[str, Path | bytes] = {},
 ) -> Iterator[Path]:
-    """A folder with all that the Dockerfile reads, removed at the end. Wheels are linked, not copied,
-    where the file system allows it."""
+    """A folder with all that the Dockerfile reads, removed at the end; `sources` are the files from which layers are
+    built, by name. Wheels and archives are linked, not copied, where the file system allows it."""
     # In the store, because that is where most wheels are.
     folder = Path(tempfile.mkdtemp(prefix="context-", dir=environment.store.folder("docker")))
     try:
         files = {"Dockerfile": _dockerfile(plan).encode()}
+        files[f"recipes/{plan.recipe}/recipe.toml"] = b""  # what it says is in the plan
         lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
         files[f"recipes/{plan.recipe}/{lock_file_name(plan.target)}"] = lock.encode()
         package = Path(__file__).resolve().parents[1]
@@ -125,6 +131,13 @@ def build_context(
         (folder / "wheels").mkdir()
         for wheel in wheels:
             _link(wheel.path, folder / "wheels" / wheel.path.name)
+        for name, source in sources.items():
+            place = folder / "sources" / name
+            place.parent.mkdir(exist_ok=True)
+            if isinstance(source, bytes):
+                place.write_bytes(source)
+            else:
+                _link(source, place)
         yield folder
     except OSError as error:
         raise environment.store.unwritable(error) from error
@@ -136,7 +149,7 @@ def _link(source: Path, place: Path) -> None:
     try:
         os.link(source, place)
     except OSError:  # another file system, or another user's file
-        shutil.copyfile(source, place)
+        shutil.copy2(source, place)
 
 
 def _dockerfile(plan: Plan) -> str:
@@ -150,8 +163,14 @@ def _dockerfile(plan: Plan) -> str:
 
 def base_name(plan: Plan) -> str:
     """The plan's base image as `docker build` is told it."""
-    assert plan.base is not None and isinstance(plan.base.base, OciLock)
-    reference, digest = plan.base.base.reference, plan.base.base.digest
+    assert plan.base is not None
+    return image_name(plan.base)
+
+
+def image_name(lock: ImageLock) -> str:
+    """The image that `lock` names, as `docker build` is told it: by its digest where it has one."""
+    assert isinstance(lock.base, OciLock)
+    reference, digest = lock.base.reference, lock.base.digest
     local = reference.removeprefix("docker-daemon:")
     if local != reference or not digest:
         return local
@@ -160,14 +179,17 @@ def base_name(plan: Plan) -> str:
     return f"{parse_reference(reference).name}@{digest}"
 
 
-def build_arguments(plan: Plan) -> dict[str, str]:
-    """The Dockerfile's arguments for `plan`. As with the native builder, an environment on an existing
-    image that the recipe names sees the packages of that image's interpreter."""
+def build_arguments(plan: Plan, builder: str | None = None) -> dict[str, str]:
+    """The Dockerfile's arguments for `plan`; `builder` is the image with compilers in which layers are built, None for
+    that in which all is. As with the native builder, an environment on an existing image that the recipe names sees
+    the packages of that image's interpreter."""
     assert plan.image is not None
     system_packages = plan.image.base != "debian"
     torch = next((p.version for p in plan.packages if p.name == "torch"), "")
     arguments = {
         "BASE": base_name(plan),
+        # Where nothing is compiled, what compiles is not needed.
+        "BUILD_BASE": builder or base_name(plan),
         "RECIPE": plan.recipe,
         "TARGET": plan.target,
         "NO_INDEX": "1",
@@ -177,8 +199,6 @@ def build_arguments(plan: Plan) -> dict[str, str]:
         "INTERPRETER": plan.image.python,
         "VENV_OPTIONS": "--system-site-packages" if system_packages else "",
     }
-    if Target.parse(plan.target).is_cuda:  # nothing is compiled: no need for what compiles
-        arguments["BUILD_BASE"] = arguments["BASE"]
     for number, value in enumerate(plan.image.env.values()):
         arguments[f"ENVBUILD_ENV_{number}"] = value
     return arguments

@@ -1,11 +1,22 @@
-"""Which processor every ELF file of an artifact is for (System V ABI, ELF header, e_machine)."""
+"""Which processor every ELF file of an artifact is for (System V ABI, ELF header, e_machine), and torch's accelerator.
+
+Part of the survey that runs in artifacts: nothing but Python 3.9 is needed.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.artifacts.installed import walk_files
+from envbuild.torch_build import (
+    CUDA_LIBRARY,
+    HIP_LIBRARY,
+    MAX_VERSION_FILE,
+    VERSION_FILE,
+    torch_cuda,
+)
 
 MACHINES = {
     3: "i386",
@@ -22,16 +33,27 @@ _ACCELERATORS = frozenset({190, 224})
 
 @dataclass
 class ElfReport:
-    """Counts of ELF files by machine name, and the files that are not for the wanted one."""
+    """Counts of ELF files by machine name, and the files that are not for the wanted one.
+
+    `torch` has the names of torch's libraries for accelerators and, as `cuda=12.6`, what torch/version.py says; None
+    where there is no torch.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     foreign: list[tuple[str, str]] = field(default_factory=list)
+    torch: list[str] | None = None
 
 
 def scan_elf(folder: Path, wanted: int) -> ElfReport:
     """Read the header of every regular file below `folder`; `wanted` is the e_machine to find."""
     report = ElfReport()
+    version, libraries = None, set()
     for path in walk_files(folder):
+        name = os.path.basename(path)
+        if name in (CUDA_LIBRARY, HIP_LIBRARY):
+            libraries.add(name)
+        elif name == "version.py" and path.endswith(f"/site-packages/{VERSION_FILE}"):
+            version = _read(path)
         machine = elf_machine(path)
         if machine is None or machine in _ACCELERATORS:
             continue
@@ -39,7 +61,18 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
         report.counts[name] = report.counts.get(name, 0) + 1
         if machine != wanted:
             report.foreign.append((path, name))
+    if version is not None:
+        cuda = torch_cuda(version)
+        report.torch = sorted(libraries) + ([f"cuda={cuda}"] if cuda else [])
     return report
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            return stream.read(MAX_VERSION_FILE)
+    except OSError:
+        return None
 
 
 def elf_machine(path: str) -> int | None:

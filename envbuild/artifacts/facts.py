@@ -89,6 +89,23 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceBuilt:
+    """A layer that was built from source into an environment; `location` is that one's folder, relative to the
+    artifact's root.
+
+    `source` is the sha256 of the archive that it was built of, hexadecimal, `files` the digest of what was installed,
+    `licences` are the paths of licence texts below `location`.
+    """
+
+    name: str
+    version: str
+    location: str
+    source: str = ""
+    files: str = ""
+    licences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DebianPackage:
     """A package that dpkg's database lists as installed."""
 
@@ -154,7 +171,8 @@ class Contents:
     ("" for a venv or conda environment, None for an image without one) and `environment` what that is,
     VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg, `state` its
     envbuild.json; each empty when it is not there. `recorded` holds, by path, the files that
-    conda's packages have in `bin`, and those into which conda wrote the place of their environment."""
+    conda's packages have in `bin`, and those into which conda wrote the place of their environment; `built` are the
+    layers that were built from source."""
 
     files: Mapping[str, Item]
     python: tuple[PythonPackage, ...] = ()
@@ -166,6 +184,7 @@ class Contents:
     environment: str = ""
     conda: tuple[CondaRecord, ...] = ()
     recorded: Mapping[str, Recorded] = field(default_factory=dict)
+    built: tuple[SourceBuilt, ...] = ()
 
     @property
     def size(self) -> int:

@@ -5,12 +5,13 @@ Docker, enroot and Apptainer artifacts all come from what `assemble` makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
+from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_parts
 from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
@@ -94,13 +95,16 @@ def assemble(
     say: Say,
     *,
     offline: bool,
+    layers: Sequence[LayerFolder] = (),
 ) -> Image:
-    """Make the image of `plan` in the store; layers that were made before are taken as they are.
+    """Make the image of `plan` in the store; layers that were made before are taken as they are. `layers` are those of
+    the plan's sources.
 
     Raises BuildError or LockError (a wheel, package or base image that no source has).
     """
     store = environment.store
-    filled = fill(plan, trainer, compiler, environment, Tars(store, say), offline=offline)
+    maker = Tars(store, say)
+    filled = fill(plan, trainer, compiler, environment, maker, offline=offline, layers=layers)
     blobs, arch = store.blobs, GOARCH[Target.parse(plan.target).arch]
     config = canonical(_config(plan, filled, arch))
     manifest = _manifest(config, [made.layer for made in filled.layers])
@@ -117,6 +121,7 @@ def fill(
     maker: Maker[M],
     *,
     offline: bool,
+    layers: Sequence[LayerFolder] = (),
 ) -> Filled[M]:
     """All layers of `plan`'s image in the form that `maker` makes. Raises BuildError or LockError."""
     environment.store.clean_stale()
@@ -134,8 +139,10 @@ def fill(
         _say_scripts(shared, maker.say)
         own_parts = conda_parts(files, shared, scheme, compiler, plan.mtime, conda_layers)
         parts = own_parts + parts
+    check_paths(layers, wheels, files, scheme, store=environment.store)
+    parts += layer_parts(layers, PREFIX, plan.mtime)
     made = [*base.layers, *(maker.part(part) for part in parts)]
-    last, state = _environment_layer(plan, base, own, compiler, made)
+    last, state = _environment_layer(plan, base, own, compiler, made, layers)
     made.append(maker.part(last))
     return Filled(tuple(made), state, base)
 
@@ -163,12 +170,18 @@ def _say_scripts(shared: Shared, say: Say) -> None:
 
 
 def _environment_layer(
-    plan: Plan, base: BaseImage[M], own: WheelFile, compiler: Compiler | None, made: list[M]
+    plan: Plan,
+    base: BaseImage[M],
+    own: WheelFile,
+    compiler: Compiler | None,
+    made: list[M],
+    layers: Sequence[LayerFolder],
 ) -> tuple[Part, State]:
     """The last layer, and the record of the whole that it holds."""
     found = [distribution for layer in made for distribution in layer.distributions]
     wanted = {(conda.name, conda.version) for conda in plan.conda}
     wanted |= {(package.name, package.version) for package in plan.packages}
+    wanted |= {distribution for layer in layers for distribution in layer.distributions}
     if {(name, version) for name, version, _ in found} != wanted:
         names = sorted({f"{n} {v}" for n, v, _ in found} ^ {f"{n} {v}" for n, v in wanted})
         raise BuildError(f"the packages do not hold what is locked: {', '.join(names)}")
@@ -179,6 +192,7 @@ def _environment_layer(
         python_version=base.python_version,
         interpreter=base.interpreter,
         packages=tuple(sorted([*found, trainer])),
+        layers=[layer.built for layer in layers],
     )
     assert plan.image is not None
     part = environment_part(

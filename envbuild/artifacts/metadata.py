@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
+from envbuild.artifacts import layer_files
 from envbuild.artifacts.conda_meta import reader_of
-from envbuild.artifacts.facts import DebianPackage, PythonPackage
+from envbuild.artifacts.facts import DebianPackage, PythonPackage, SourceBuilt
 from envbuild.names import normalise
 from envbuild.record import record_digest
 
@@ -25,6 +26,7 @@ MAX_SIZE = 64 << 20
 _INFO = re.compile(
     r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$"
 )
+_LAYER = re.compile(rf"(?:^|/){layer_files.FOLDER}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
 # Rows that tell of an installer and its place, not of the distribution.
 _OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
@@ -39,6 +41,8 @@ def interest(path: str) -> Callable[[bytes], Note] | None:
     found = _INFO.search(path)
     if found:
         return _record if found[2] == "RECORD" else _metadata
+    if _LAYER.search(path):
+        return _layer
     if _STATUS.search(path):
         return None if path.endswith(".md5sums") else _debian
     return _text if path.rpartition("/")[2] in _TEXTS else reader_of(path)
@@ -85,6 +89,17 @@ def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
     return tuple(sorted(found, key=lambda p: (p.name, p.arch, p.version)))
 
 
+def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
+    """Every layer that was built from source, by name; `notes` is what `interest` read, by path."""
+    found = []
+    for path, note in notes.items():
+        match = _LAYER.search(path)
+        if match and note:
+            own = {"location": path[: match.start()], "licences": tuple(note["licences"])}
+            found.append(SourceBuilt(**{**note, **own}))
+    return tuple(sorted(found, key=lambda one: (one.name, one.location)))
+
+
 def os_release(text: str) -> dict[str, str]:
     """os-release(5) as a dictionary; lines that are none of it are passed over."""
     pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
@@ -126,6 +141,20 @@ def _outside(path: str) -> str:
 
 def _record(data: bytes) -> Note:
     return {"record": record_digest(data), "content": portable_digest(data)}
+
+
+def _layer(data: bytes) -> Note:
+    try:
+        known = layer_files.parse_list(data)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return {
+        "name": known.name,
+        "version": known.version,
+        "source": known.sha256,
+        "files": known.digest,
+        "licences": list(known.licences),
+    }
 
 
 def _metadata(data: bytes) -> Note:

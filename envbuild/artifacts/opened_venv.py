@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from envbuild.artifacts.conda_meta import recorded_files, records
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.artifacts.facts import CONDA, VENV, About, Contents, Item
-from envbuild.artifacts.metadata import interest, python_packages, settings_of, state_of
+from envbuild.artifacts.metadata import (
+    interest,
+    python_packages,
+    settings_of,
+    source_built,
+    state_of,
+)
 from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
@@ -60,6 +66,7 @@ class OpenedFolder:
             environment=kind,
             conda=records(notes),
             recorded=recorded_files(notes),
+            built=source_built(notes),
         )
 
 

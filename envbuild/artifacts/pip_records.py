@@ -12,9 +12,10 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from envbuild.artifacts.layer_files import FOLDER as LISTS
 from envbuild.errors import BuildError
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
@@ -28,18 +29,22 @@ _SHOWN = 10
 _READER = """
 import json, platform, sys
 from pathlib import Path
-found = {p.parent.name: p.read_text("utf-8", "surrogateescape") for p in Path(sys.argv[1]).glob("*.dist-info/RECORD")}
-print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sys.executable), found]))
+read = lambda found: [(p, p.read_text("utf-8", "surrogateescape")) for p in found]
+records = {p.parent.name: text for p, text in read(Path(sys.argv[1]).glob("*.dist-info/RECORD"))}
+layers = {p.stem: text for p, text in read(Path(sys.argv[2]).glob("*.json"))}
+print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sys.executable), records, layers]))
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Of an environment in an image: version and place of its interpreter, its RECORDs by .dist-info folder."""
+    """Of an environment in an image: version and place of its interpreter, its RECORDs by .dist-info folder, the lists
+    of the files of source-built layers by their names."""
 
     python_version: str
     interpreter: str
     records: Mapping[str, bytes]
+    layers: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def read_installed(client: Any, image_id: str, python: str) -> Installed:
@@ -49,11 +54,11 @@ def read_installed(client: Any, image_id: str, python: str) -> Installed:
     """
     from docker.errors import DockerException
 
-    folder = f"/{Scheme(PREFIX, python).site_packages}"
+    folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LISTS}"]
     container = None
     try:
         container = client.containers.create(
-            image_id, ["-B", "-I", "-c", _READER, folder], entrypoint=[f"/{PREFIX}/bin/python"],
+            image_id, ["-B", "-I", "-c", _READER, *folders], entrypoint=[f"/{PREFIX}/bin/python"],
             user="0", network_mode="none",
         )  # fmt: skip
         # Attached before it starts: logs can be read from some of the daemon's drivers only.
@@ -67,15 +72,18 @@ def read_installed(client: Any, image_id: str, python: str) -> Installed:
         if code != 0:
             text = err.decode(errors="replace").strip()[-2000:]
             raise BuildError(f"the image's interpreter does not run (exit {code}):\n  {text}")
-        version, interpreter, records = json.loads(out)
+        version, interpreter, *texts = json.loads(out)
     except (DockerException, ValueError) as error:
         text = str(getattr(error, "explanation", None) or error)
         raise BuildError(f"the image cannot be read: {text}") from error
     finally:
         if container is not None:
             container.remove(force=True, v=True)
-    found = {name: text.encode("utf-8", "surrogateescape") for name, text in records.items()}
-    return Installed(version, interpreter, found)
+    records, layers = (
+        {name: text.encode("utf-8", "surrogateescape") for name, text in one.items()}
+        for one in texts
+    )
+    return Installed(version, interpreter, records, layers)
 
 
 def check_installed(

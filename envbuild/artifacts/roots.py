@@ -13,6 +13,7 @@ from envbuild.artifacts.metadata import (
     os_release,
     python_packages,
     settings_of,
+    source_built,
     state_of,
 )
 from envbuild.layers.compose import PREFIX
@@ -37,6 +38,7 @@ def contents_of_root(
         environment,
         records(notes),
         recorded_files(notes),
+        source_built(notes),
     )
 
 

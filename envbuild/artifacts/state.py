@@ -19,6 +19,21 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltLayer:
+    """A layer of the recipe's [layers] as an environment holds it.
+
+    `files` is the sha256 of the list of its files (path, sha256), "" where `path` on the host has it. `check` is a
+    command of the environment that shows that it works, () for none.
+    """
+
+    name: str
+    version: str
+    files: str
+    path: str = ""
+    check: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """A built environment. `digest` covers what is installed; `plan_digest` what was asked for.
 
@@ -40,21 +55,30 @@ class State:
     verify: dict[str, Any] = field(default_factory=dict)
     envbuild: str = ""
     environment: str = "venv"
+    layers: tuple[BuiltLayer, ...] = ()
+    fabric: str = "any"
 
     @property
     def digest(self) -> str:
         """sha256 over interpreter version and every distribution's recorded content."""
-        content = [
+        content: list[Any] = [
             self.artifact,
             self.target,
             self.python_version,
             [list(p) for p in self.packages],
         ]
+        if self.layers:  # an environment without them has the digest that it always had
+            content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def render(self) -> str:
-        """The text of the state file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        """The text of the state file; what is as it always was is left out."""
+        data = {"format": FORMAT, **asdict(self)}
+        if not self.layers:
+            del data["layers"]
+        if self.fabric == "any":
+            del data["fabric"]
+        return json.dumps(data, indent=1) + "\n"
 
 
 def state_of(
@@ -63,8 +87,10 @@ def state_of(
     python_version: str,
     interpreter: str,
     packages: tuple[tuple[str, str, str], ...],
+    layers: Iterable[BuiltLayer] = (),
 ) -> State:
-    """The state of what was built from `plan`."""
+    """The state of what was built from `plan`; `layers` are those of its sources, as they were installed."""
+    hosts = (BuiltLayer(one.name, one.version, "", one.path) for one in plan.host_layers)
     return State(
         artifact=plan.artifact,
         recipe=plan.recipe,
@@ -79,6 +105,8 @@ def state_of(
         verify=plan.verify_settings(),
         envbuild=__version__,
         environment="conda" if plan.conda else "venv",
+        layers=(*layers, *hosts),
+        fabric=plan.fabric,
     )
 
 
@@ -109,11 +137,18 @@ def parse_state(text: bytes, where: str) -> State:
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
+        data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
         return State(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(
             f"{where}: cannot be understood: {error}", "build the environment again"
         ) from error
+
+
+def _layer(
+    name: str, version: str, files: str, path: str = "", check: Iterable[str] = ()
+) -> BuiltLayer:
+    return BuiltLayer(str(name), str(version), str(files), str(path), tuple(map(str, check)))
 
 
 def check_place(path: Path) -> State | None:

@@ -9,34 +9,39 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.elf import ElfReport, scan_elf
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions
+from envbuild.artifacts.layer_files import check_layers
 
 # The modules that a survey elsewhere needs, from the package's folder.
 MODULES = (
     "__init__.py",
     "names.py",
     "record.py",
+    "torch_build.py",
     "artifacts/__init__.py",
     "artifacts/conda_survey.py",
     "artifacts/elf.py",
     "artifacts/installed.py",
+    "artifacts/layer_files.py",
     "artifacts/survey.py",
 )
 
 
 @dataclass(frozen=True)
 class Survey:
-    """`distributions` by normalised name; `files` and `elf` with paths relative to the environment."""
+    """`distributions` by normalised name; `files` and `elf` with paths relative to the environment. `layers` has of
+    each source-built layer, by name, the digest of what its list says is installed."""
 
     distributions: dict[str, Distribution]
     files: FileReport
     elf: ElfReport
+    layers: dict[str, str] = field(default_factory=dict)
 
 
 def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
@@ -47,8 +52,10 @@ def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
     elf = scan_elf(root, elf_machine)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root):
-        return Survey(*survey_conda(root, site_packages), elf)
-    return Survey(distributions(site_packages), check_files(site_packages), elf)
+        found, files = survey_conda(root, site_packages)
+    else:
+        found, files = distributions(site_packages), check_files(site_packages)
+    return Survey(found, files, elf, check_layers(root, files))
 
 
 def read_survey(text: str) -> Survey:
@@ -58,7 +65,12 @@ def read_survey(text: str) -> Survey:
     return Survey(
         {name: Distribution(**found) for name, found in data["distributions"].items()},
         FileReport(**data["files"]),
-        ElfReport(dict(elf["counts"]), [(path, machine) for path, machine in elf["foreign"]]),
+        ElfReport(
+            dict(elf["counts"]),
+            [(path, machine) for path, machine in elf["foreign"]],
+            elf["torch"],
+        ),
+        dict(data.get("layers", {})),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envbuild import process
@@ -14,6 +14,7 @@ from envbuild.artifacts.interpreter import (
     known_interpreter,
     remember_interpreter,
 )
+from envbuild.artifacts.layers_in import LayerFolder, has_layers, install_layers
 from envbuild.artifacts.state import FILE, State, packages_of, state_of
 from envbuild.artifacts.uv_install import install_wheels, tool_hint
 from envbuild.environment import Environment
@@ -51,7 +52,9 @@ def is_current(path: Path, state: State, python: str | None) -> bool:
         found = installed.names_and_versions(site_packages(path, state.python))
     except OSError:
         return False
-    return found == {name: version for name, version, _ in state.packages}
+    return found == {name: version for name, version, _ in state.packages} and has_layers(
+        path, state
+    )
 
 
 def build(
@@ -62,10 +65,12 @@ def build(
     *,
     python: str | None,
     offline: bool,
+    layers: Sequence[LayerFolder] = (),
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged` and return its state.
 
-    `python` is an interpreter's path or version (default: the plan's version). Raises BuildError,
+    `python` is an interpreter's path or version (default: the plan's version), `layers` are those of the plan's
+    sources. Raises BuildError,
     LockError (a wheel that no source has) or HostError (no fitting interpreter).
     """
     env = environment.uv_environment()
@@ -90,15 +95,17 @@ def build(
         plan, trainer, wheels, environment, staged, interpreter(staged),
         "--compile-bytecode" if plan.compile_bytecode else None,
     )  # fmt: skip
-    found = installed.distributions(site_packages(staged, plan.python))
-    _check_installed(plan, trainer, {d.name: d.version for d in found.values()})
-    state = state_of(
-        plan,
-        python_version=_config(staged).get("version_info", plan.python),
-        interpreter=os.path.realpath(interpreter(staged)),
-        packages=packages_of(found.values()),
-    )
     with place.writing(staged):
+        built = install_layers(layers, staged)
+        found = installed.distributions(site_packages(staged, plan.python))
+        _check_installed(plan, trainer, layers, {d.name: d.version for d in found.values()})
+        state = state_of(
+            plan,
+            python_version=_config(staged).get("version_info", plan.python),
+            interpreter=os.path.realpath(interpreter(staged)),
+            packages=packages_of(found.values()),
+            layers=built,
+        )
         (staged / FILE).write_text(state.render(), encoding="utf-8")
     return state
 
@@ -158,8 +165,11 @@ def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
         )
 
 
-def _check_installed(plan: Plan, trainer: Trainer, found: Mapping[str, str]) -> None:
+def _check_installed(
+    plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
+) -> None:
     wanted = {package.name: package.version for package in plan.packages}
+    wanted |= {name: version for layer in layers for name, version in layer.distributions}
     wanted["ddp-train"] = trainer.version
     wrong = [
         f"{n}: locked {v}, installed {found.get(n, 'nothing')}"

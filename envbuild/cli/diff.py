@@ -19,6 +19,7 @@ _COLOURS = {"added": "green", "removed": "red", "changed": "yellow"}
 _LINES = 40
 _WHAT = {
     "settings": ("setting", "settings"),
+    "built": ("source-built layer", "source-built layers"),
     "conda": ("conda package", "conda packages"),
     "python": ("Python package", "Python packages"),
     "debian": ("Debian package", "Debian packages"),
@@ -81,6 +82,7 @@ def _as_json(found: Comparison, a: str, b: str, digest_a: str, digest_b: str) ->
         "a": {"artifact": a, "digest": digest_a},
         "b": {"artifact": b, "digest": digest_b},
         "settings": table(found.settings),
+        "source_built": table(found.built),
         "conda_packages": table(found.conda),
         "python_packages": table(found.python),
         "debian_packages": table(found.debian),
@@ -93,6 +95,7 @@ def _as_json(found: Comparison, a: str, b: str, digest_a: str, digest_b: str) ->
 def _show(found: Comparison, everything: bool) -> None:
     click.echo(_summary(found))
     _section("settings", found.settings, _value)
+    _section("source-built layers", found.built, _package)
     _section("conda packages", found.conda, _package)
     _section("Python packages", found.python, _package)
     _section("Debian packages", found.debian, _package)

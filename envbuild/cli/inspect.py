@@ -72,6 +72,11 @@ def inspect_command(
     if found["layers"] and (layers or not packages):
         _table("layers", _layers(found), named=not layers)
     if contents and (packages or not layers):
+        built = [[p["name"], p["version"], _where(p)] for p in found["source_built"]]
+        built += [
+            [p["name"], p["version"], f"the nodes' {p['path']}"] for p in found["host_layers"]
+        ]
+        _table(f"source-built layers ({len(built)})", built)
         _table(f"conda packages ({len(found['conda_packages'])})", _conda(found))
         rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
         _table(f"Python packages ({len(rows)})", rows)
@@ -93,6 +98,7 @@ def _head(found: Mapping[str, Any]) -> None:
         ("plan", found["plan"]),
         ("target", found["target"]),
         ("platform", found["platform"]),
+        ("fabric", found["fabric"]),
         ("python", python and _joined(python["full"] or python["version"], python["interpreter"])),
         ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
         ("Debian", _count(found["debian_packages"], "packages; --packages lists them")),

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import offline_option, open_recipe, say
+from envbuild.cli.lock_builder import builder_faults, lock_builder
 from envbuild.cli.lock_conda import (
     EXPORTS,
     SOLVERS,
@@ -86,8 +87,8 @@ def lock_command(
     configuration says where packages come from; the recipe may add indexes.
 
     The base of container images has a lock of its own, made by --image or by the first image build: Debian
-    packages or an image's digest. From then on it is renewed when the recipe's [image] changes or by --upgrade
-    of everything.
+    packages or an image's digest. So has the image in which source-built layers ([layers]) are built. From then on
+    these are renewed when the recipe's [image] or [layers] change, or by --upgrade of everything.
 
     The conda packages of a recipe with [conda] have locks of their own, made by --conda or by the first conda build:
     conda-lock.yml, one file for the targets of an accelerator, and a file for what pip adds. From then on they are
@@ -150,6 +151,10 @@ def lock_command(
             loaded, target, environment,
             wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
         )  # fmt: skip
+        lock_builder(
+            loaded, target, environment,
+            wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
+        )  # fmt: skip
     conda = CondaWork(
         with_conda, upgrade, offline, not dry_run, solver,
         export if export in EXPORTS and not dry_run else None, export_dir,
@@ -166,12 +171,14 @@ def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:
 
 
 def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
+    from envbuild.compat.check import check_stack
     from envbuild.lock.accelerator import check_accelerator
     from envbuild.lock.manage import inspect_lock
 
     faults = []
     for loaded, target in work:
         faults += _image_faults(loaded, target)
+        faults += builder_faults(loaded, target)
         faults += conda_faults(loaded, target)
         if not has_wheels(loaded, target):
             continue
@@ -180,6 +187,7 @@ def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
             faults.append(f"{state.path}: {state.fault}")
             continue
         check_accelerator(target, state.lock.packages, str(state.path))
+        check_stack(loaded, target, {one.name: one.version for one in state.lock.packages}, say)
         say(f"{state.path}: current")
     if faults:
         raise LockError(

@@ -14,6 +14,7 @@ from envbuild.environment import load_environment
 if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
     from envbuild.lock.state import LockState
+    from envbuild.recipe.layers import LayerTable
 
 
 @click.command("list")
@@ -100,6 +101,10 @@ def show_command(recipe: str, as_json: bool) -> None:
         click.echo(f"  conda dependencies {', '.join(table.conda.dependencies)}")
         if table.conda.requirements:
             click.echo(f"  with pip {', '.join(table.conda.requirements)}")
+    if table.fabric != "any":
+        click.echo(f"  fabric {table.fabric}")
+    for name, layer in table.layers.items():
+        click.echo(f"  layer {name} {layer.version}: {_layer(name, layer)}")
     for name, target in table.targets.items():
         click.echo(f"  target {name}: {', '.join(target.requirements) or 'nothing more'}")
         for index in target.indexes:
@@ -128,6 +133,15 @@ def _states(locks: Mapping[str, LockState[Any]]) -> dict[str, dict[str, Any]]:
         }
         for name, state in locks.items()
     }
+
+
+def _layer(name: str, layer: LayerTable) -> str:
+    from envbuild.recipe.layers import kind_of
+
+    kind = kind_of(name, layer)
+    text = {"source": "built from source", "wheel": "the wheel in place of torch's"}.get(kind)
+    text = text or f"the nodes' {layer.path}"
+    return f"{text}, for {', '.join(layer.targets)}" if layer.targets else text
 
 
 def _conda_lock(state: LockState[CondaLock]) -> str:

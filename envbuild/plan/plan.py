@@ -11,6 +11,7 @@ from typing import Any
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
+from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 
@@ -23,7 +24,8 @@ class Layer:
 
     `kind` is "python" (an interpreter of version `version`), "base" (what an image is built on),
     "bytecode" (the interpreter that compiles modules for an image), "conda" (a locked conda package),
-    "wheel" (a locked distribution), "trainer" (the bundled ddp_train) or "config" (an image's settings).
+    "wheel" (a locked distribution), "source" (built from source), "host" (what the nodes have), "fabric" (the
+    network that must be in use), "trainer" (the bundled ddp_train) or "config" (an image's settings).
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Plan:
 
     `packages` are wheels; where there are `conda` packages they are what pip adds to those. `mtime` is the
     time of an image's files (seconds since 1970), `folder` the recipe's: paths of local base images begin there.
+    `sources` are built from source, in this order; `host_layers` are what the nodes have.
     """
 
     recipe: str
@@ -57,6 +60,9 @@ class Plan:
     mtime: int = 0
     folder: Path = Path()
     conda: tuple[CondaPackage, ...] = ()
+    sources: tuple[SourceLayer, ...] = ()
+    host_layers: tuple[HostLayer, ...] = ()
+    fabric: str = "any"
 
     @property
     def digest(self) -> str:
@@ -89,6 +95,7 @@ class Plan:
             "compile_bytecode": self.compile_bytecode,
             **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
+            "fabric": self.fabric,
             "layers": [asdict(layer) for layer in self.layers],
         }
 
@@ -115,8 +122,11 @@ def make_plan(
     compile_bytecode: bool = False,
     image: ImageInputs | None = None,
     folder: Path = Path(),
+    sources: tuple[SourceLayer, ...] = (),
+    host_layers: tuple[HostLayer, ...] = (),
 ) -> Plan:
-    """The plan of one artifact: interpreter or base, every locked package by name, then the trainer."""
+    """The plan of one artifact: interpreter or base, every locked package by name, what is built from source, then
+    the trainer."""
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
     layers = _base_layers(image) if image else []
@@ -133,6 +143,13 @@ def make_plan(
         Layer("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
         for package in wheels.packages
     ]
+    layers += [Layer("source", one.name, one.version, one.digest) for one in sources]
+    layers += [
+        Layer("host", one.name, one.version, _digest(["host", one.name, one.version, one.path]))
+        for one in host_layers
+    ]
+    if recipe.fabric != "any":  # what is built says which network it is for
+        layers.append(Layer("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
     layers.append(Layer("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
@@ -156,6 +173,9 @@ def make_plan(
         mtime=image.mtime if image else 0,
         folder=folder,
         conda=conda,
+        sources=sources,
+        host_layers=host_layers,
+        fabric=recipe.fabric,
     )
 
 

@@ -1,0 +1,111 @@
+"""The image in which source-built layers of images are built: a squashfs in the store, made once for each lock.
+
+builders/<digest>.sqsh     of the lock and of the rules by which packages become a tree
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from envbuild import limits
+from envbuild.artifacts.squash import composed, write_sqsh
+from envbuild.debian.defaults import rules_digest
+from envbuild.environment import Environment
+from envbuild.image.entry import Tree
+from envbuild.image.model import GOARCH
+from envbuild.image.squashfs.codec import codec_of
+from envbuild.layers.base import image_layers, locked_files
+from envbuild.layers.compose import FIXED_TIME, Part, key_of
+from envbuild.layers.made import alone
+from envbuild.layers.segments import MadeSegment, Segments
+from envbuild.lock.base_oci import pull
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.progress import transfer
+from envbuild.recipe.targets import Target
+from envbuild.room import check_room
+
+Say = Callable[[str], None]
+# Raise it when builders become other images though their locks do not change.
+FORMAT = 1
+# It is written once and read often, by whatever can mount it.
+_CODEC = "zstd:1"
+_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
+
+
+def builder_file(
+    lock: ImageLock, folder: Path, environment: Environment, say: Say, *, offline: bool
+) -> Path:
+    """The .sqsh of the builder that `lock` describes; `folder` is the recipe's.
+
+    Raises BuildError when no source has a part of it, or the store cannot be written.
+    """
+    key = hashlib.sha256(f"{FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
+    place = environment.store.folder("builders") / f"{key}.sqsh"
+    if place.is_file():
+        return place
+    try:
+        with alone(place.with_suffix(".lock")):
+            if not place.is_file():  # another process may just have made it
+                say(f"the builder of {lock.target} is made: {_title(lock)}")
+                _write(lock, folder, place, environment, say, offline)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    return place
+
+
+def _title(lock: ImageLock) -> str:
+    if isinstance(lock.base, OciLock):
+        return lock.base.reference
+    return f"Debian {lock.base.suite} with compilers, {len(lock.base.packages)} packages"
+
+
+def _write(
+    lock: ImageLock, folder: Path, place: Path, environment: Environment, say: Say, offline: bool
+) -> None:
+    codec, workers = codec_of(_CODEC), limits.workers(environment.variables)
+    maker = Segments(environment.store, codec, workers, say)
+    arch = Target.parse(lock.target).arch
+    layers, env = _layers(lock, folder, environment, maker, offline)
+    with environment.store.working("builders", "new") as made:
+        path = made / place.name
+        with (
+            path.open("x+b") as out,
+            composed(
+                layers,
+                {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}},
+                provenance=f"envbuild:builder:{lock.target}@{lock.digest}",
+                definition="",
+                arch=arch,
+                codec=codec,
+                mtime=FIXED_TIME,
+                workers=workers,
+                folder=environment.store.folder("segments"),
+            ) as root,
+        ):
+            check_room(made, root.size)
+            with transfer("writing the builder", None) as moved:
+                write_sqsh(root, out, moved)
+        path.chmod(0o644)
+        os.replace(path, place)
+
+
+def _layers(
+    lock: ImageLock, folder: Path, environment: Environment, maker: Segments, offline: bool
+) -> tuple[list[MadeSegment], list[str]]:
+    """The layers of the builder, and its variables."""
+    base = lock.base
+    if isinstance(base, OciLock):
+        arch = Target.parse(lock.target).arch
+        pulled = pull(base.reference, base.digest, arch, environment, folder)
+        config = pulled.config.get("config") or {}
+        return list(image_layers(pulled, base.reference, maker)), list(config.get("Env") or _ENV)
+
+    def tree() -> Tree:
+        return locked_files(base, FIXED_TIME, environment, offline=offline)
+
+    key = ["builder", FIXED_TIME, rules_digest()]
+    key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
+    return [maker.part(Part(_title(lock), key_of("debian", key), tree))], list(_ENV)

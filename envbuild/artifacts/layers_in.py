@@ -1,0 +1,242 @@
+"""Source-built layers into an environment: copied into a folder, or as layers of an image."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envbuild.artifacts.layer_files import (
+    LayerFile,
+    LayerList,
+    licences_of,
+    list_files,
+    list_path,
+    parse_list,
+    quick_lists,
+)
+from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.errors import BuildError
+from envbuild.files import write_atomically
+from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
+from envbuild.image.layer import with_parents
+from envbuild.layers.compose import Part, WheelFile, key_of
+from envbuild.layers.source_manifest import read_manifest
+from envbuild.layers.wheel import Scheme, wheel_paths
+from envbuild.names import normalise
+from envbuild.plan.sources import SourceLayer
+from envbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from envbuild.layers.conda_paths import CondaFile
+
+# ioctl_ficlone(2): share the blocks of a file; file systems that cannot say so.
+_FICLONE = 0x40049409
+_RECORD = re.compile(r"lib/python[^/]+/site-packages/([^/-]+)-([^/]+)\.dist-info/RECORD")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFolder:
+    """A layer that was built: what of `folder` goes below an environment's root is listed in `listed`."""
+
+    source: SourceLayer
+    folder: Path
+    listed: LayerList
+
+    @property
+    def title(self) -> str:
+        return f"{self.source.name} {self.source.version}"
+
+    @property
+    def built(self) -> BuiltLayer:
+        """The layer as the environment's record has it."""
+        one = self.source
+        return BuiltLayer(one.name, one.version, self.listed.digest, check=one.check)
+
+    @property
+    def distributions(self) -> set[tuple[str, str]]:
+        """(normalised name, version) of the Python distributions in it: what a wheel was built of."""
+        found = (_RECORD.fullmatch(one.path) for one in self.listed.files)
+        return {(normalise(match[1]), match[2]) for match in found if match}
+
+    def paths(self) -> list[str]:
+        """All paths that it brings, below the environment's root."""
+        return [*(one.path for one in self.listed.files), list_path(self.source.name)]
+
+
+def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
+    """The layer that was built into `folder`. Raises BuildError for one that cannot be installed."""
+    manifest = read_manifest(folder)
+    known = {path: what for path, what, _ in manifest.files} if manifest else {}
+    try:
+        files = list_files(folder, known)
+    except (OSError, ValueError) as error:
+        raise BuildError(f"layer {source.name}: {folder}: {error}") from error
+    if not files:
+        raise BuildError(
+            f"layer {source.name} {source.version}: its build installed nothing",
+            "look into its log; `make install` has to heed DESTDIR",
+        )
+    licences = licences_of(files, source.name)
+    listed = LayerList(source.name, source.version, source.sha256, licences, files)
+    return LayerFolder(source, folder, listed)
+
+
+def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLayer, ...]:
+    """Copy the layers below `root`, an environment that is being made.
+
+    Copies, not hard links: what is written to in the environment must not change in the store. Raises BuildError for a
+    path that is there already, OSError.
+    """
+    for layer in layers:
+        for one in layer.listed.files:
+            place = root / one.path
+            _free(place, one.path, layer, root)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if one.target:
+                place.symlink_to(one.target)
+            else:
+                _copy(layer.folder / one.path, place)
+                place.chmod(0o755 if one.executable else 0o644)
+        place = root / list_path(layer.source.name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(layer.listed.render())
+    return tuple(layer.built for layer in layers)
+
+
+def has_layers(root: Path, state: State) -> bool:
+    """Whether the environment at `root` has the layers of its `state`, judged quickly (by their lists' names)."""
+    wanted = {layer.name for layer in state.layers if layer.files}
+    return not wanted or wanted <= quick_lists(root)
+
+
+def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Raise BuildError where two layers, or a layer and one of `owners` (what it is, its paths below the environment's
+    root), have one path."""
+    taken: dict[str, str] = {}
+    for layer in layers:
+        for path in layer.paths():
+            if path in taken:
+                raise _clash(layer, path, taken[path])
+            taken[path] = f"layer {layer.title}"
+    by_title = {f"layer {layer.title}": layer for layer in layers}
+    for owner, paths in owners:
+        for path in paths:
+            if path in taken:
+                raise _clash(by_title[taken[path]], path, owner)
+
+
+def check_paths(
+    layers: Sequence[LayerFolder],
+    wheels: Sequence[WheelFile],
+    conda: Sequence[CondaFile],
+    scheme: Scheme,
+    store: Store,
+) -> None:
+    """Raise BuildError where a layer of an image has a path that a package of it has; the answer is kept, since reading
+    the lists of all packages takes a while."""
+    if not layers:
+        return
+    inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
+    inputs += [[one.name, one.sha256] for one in wheels]
+    inputs += [[one.name, one.package.sha256] for one in conda]
+    note = store.folder("layers") / f"{key_of('free', inputs)}.free"
+    if note.exists():
+        return
+    check_free(layers, _package_paths(wheels, conda, scheme))
+    write_atomically(note, "")
+
+
+def _package_paths(
+    wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme
+) -> Iterator[tuple[str, list[str]]]:
+    for wheel in wheels:
+        paths = wheel_paths(wheel.path, scheme)
+        start = f"{scheme.prefix}/"
+        yield f"{wheel.name} {wheel.version}", [path.removeprefix(start) for path in paths]
+    if conda:
+        from envbuild.layers.conda_package import read_info
+        from envbuild.layers.conda_paths import installed_paths
+
+        for one in conda:
+            listed = installed_paths(read_info(one.path), scheme, one.path.name)
+            yield f"conda package {one.name} {one.package.version}", listed
+
+
+def layer_parts(layers: Sequence[LayerFolder], prefix: str, mtime: int) -> list[Part]:
+    """A layer of an image for each of `layers`, its files below `prefix`, all with `mtime` and root's."""
+    return [_part(layer, prefix, mtime) for layer in layers]
+
+
+def _part(layer: LayerFolder, prefix: str, mtime: int) -> Part:
+    text = layer.listed.render()
+
+    def files() -> Tree:
+        for one in layer.listed.files:
+            yield from _item(layer, one, f"{prefix}/{one.path}", mtime)
+        place = f"{prefix}/{list_path(layer.source.name)}"
+        yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
+
+    key = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
+    return Part(layer.title, key_of("source", key), lambda: with_parents(files(), mtime))
+
+
+def _item(layer: LayerFolder, one: LayerFile, path: str, mtime: int) -> Tree:
+    if one.target:
+        yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
+        return
+    mode = 0o755 if one.executable else 0o644
+    with (layer.folder / one.path).open("rb") as stream:
+        yield Entry(path, FILE, mode, one.size, mtime=mtime), stream
+
+
+def _copy(source: Path, place: Path) -> None:
+    with source.open("rb") as one, place.open("xb") as other:
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(other.fileno(), _FICLONE, one.fileno())
+            return
+        shutil.copyfileobj(one, other, 4 << 20)
+
+
+def _free(place: Path, path: str, layer: LayerFolder, root: Path) -> None:
+    if os.path.lexists(place):
+        raise _clash(layer, path, _owner(root, path))
+
+
+def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
+    return BuildError(
+        f"layer {layer.title} and {other} both have {path}",
+        f"leave one of them out: the layer ([layers.{layer.source.name}] in the recipe), or what else brings it",
+    )
+
+
+def _owner(root: Path, path: str) -> str:
+    """What of the environment at `root` has `path`, for a message."""
+    return next(_owners(root, path), "the environment")
+
+
+def _owners(root: Path, path: str) -> Iterator[str]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for file in sorted((root / list_path("x")).parent.glob("*.json")):
+            known = parse_list(file.read_bytes())
+            if any(one.path == path for one in known.files):
+                yield f"layer {known.name} {known.version}"
+        for file in sorted((root / "conda-meta").glob("*.json")):
+            record: Mapping[str, object] = json.loads(file.read_bytes())
+            if path in record.get("files", ()):  # type: ignore[operator]
+                yield f"conda package {record['name']} {record['version']}"
+        for file in sorted(root.glob("lib/python*/site-packages/*.dist-info/RECORD")):
+            packages = file.parents[1]
+            for line in file.read_text(encoding="utf-8").splitlines():
+                if os.path.normpath(packages / line.partition(",")[0]) == os.path.normpath(
+                    root / path
+                ):
+                    yield file.parent.name.removesuffix(".dist-info").replace("-", " ", 1)

@@ -1,0 +1,114 @@
+"""The stage of a Dockerfile that builds source layers: `python -m envbuild.artifacts.layers_stage DESCRIPTION …`.
+
+With a description alone (layers.json, see layers/source_standalone.py) it prints the Debian packages that are
+missing here; with ARCHIVES and PREFIX too it builds all layers into PREFIX, each with the list of its files that
+artifacts hold.
+
+Runs in an image, beside MODULES: nothing but Python 3.11 is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from envbuild.artifacts.layer_files import LayerList, licences_of, list_files, list_path
+from envbuild.errors import BuildError, EnvbuildError, UsageError
+from envbuild.layers.source_standalone import build_one, read_description
+from envbuild.plan.sources import SourceLayer
+
+# The modules that this one needs, from the package's folder.
+MODULES = (
+    "__init__.py",
+    "errors.py",
+    "names.py",
+    "process.py",
+    "record.py",
+    "artifacts/__init__.py",
+    "artifacts/installed.py",
+    "artifacts/layer_files.py",
+    "artifacts/layers_stage.py",
+    "layers/__init__.py",
+    "layers/host_workshop.py",
+    "layers/relocate.py",
+    "layers/source_causes.py",
+    "layers/source_elf.py",
+    "layers/source_standalone.py",
+    "layers/source_steps.py",
+    "layers/source_unpack.py",
+    "layers/workshop.py",
+    "plan/__init__.py",
+    "plan/sources.py",
+)
+# Of use to every layer; a program of this name in PATH does as well.
+_ALWAYS = ("patchelf",)
+
+
+def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
+    """The Debian packages that `layers` need and this system lacks; none on a system without dpkg."""
+    if shutil.which("dpkg-query") is None:
+        return []
+    wanted = dict.fromkeys([*(one for layer in layers for one in layer.packages), *_ALWAYS])
+    done = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", *wanted],
+        capture_output=True,
+        text=True,
+    )  # exits with 1 where one is unknown
+    there = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("installed ")}
+    return [one for one in wanted if one not in there and shutil.which(one) is None]
+
+
+def build(description: Path, archives: Path, prefix: Path) -> None:
+    """Build the layers of `description` from the files in `archives` into `prefix`.
+
+    Raises EnvbuildError for what is missing or fails, OSError.
+    """
+    layers, hosts = read_description(description.read_text(encoding="utf-8"))
+    built: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory(prefix="envbuild-") as work:
+        for layer in layers:
+            tree = build_one(layer, built, hosts, archives, Path(work, layer.name))
+            files = list_files(tree)
+            licences = licences_of(files, layer.name)
+            listed = LayerList(layer.name, layer.version, layer.sha256, licences, files)
+            built[layer.name] = tree
+            both = next((one.path for one in files if os.path.lexists(prefix / one.path)), None)
+            if both is not None:
+                raise BuildError(
+                    f"layer {layer.name} {layer.version} and another one both have {both}",
+                    "leave one of them out of the recipe",
+                )
+            shutil.copytree(tree, prefix, symlinks=True, dirs_exist_ok=True)
+            place = prefix / list_path(layer.name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(listed.render())
+            print(f"{layer.name} {layer.version}: {len(files)} files", flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module; returns the exit status."""
+    try:
+        if len(arguments) == 1:
+            text = Path(arguments[0]).read_text(encoding="utf-8")
+            print(*missing_packages(read_description(text)[0]))
+        elif len(arguments) == 3:
+            build(*map(Path, arguments))
+        else:
+            raise UsageError("layers_stage DESCRIPTION [ARCHIVES PREFIX]")
+    except EnvbuildError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        print(f"error: {error.message}{hint}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BuildError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""`envbuild layers`."""
+
+from __future__ import annotations
+
+import click
+
+from envbuild.cli.common import (
+    json_option,
+    locked_option,
+    offline_option,
+    open_recipe,
+    print_json,
+    say,
+    target_option,
+)
+from envbuild.environment import load_environment
+
+
+@click.command("layers")
+@click.argument("recipe")
+@target_option
+@click.option(
+    "--for", "place", type=click.Choice(["image", "host"]), default="image", show_default=True,
+    help="image: in the image with compilers that images' layers are built in; host: by this host's compilers, for "
+    "venv and conda.",
+)  # fmt: skip
+@locked_option
+@offline_option
+@json_option
+def layers_command(
+    recipe: str, target: str | None, place: str, locked: bool, offline: bool, as_json: bool
+) -> None:
+    """Build the source-built layers of RECIPE ([layers]) alone, into the store, and print their folders.
+
+    Builds of artifacts do this by themselves. Layers for another architecture are built on a node that has it; where
+    the store is shared, images are then assembled anywhere.
+
+    \b
+    Examples:
+      envbuild layers pt_efa
+      srun -p arm envbuild layers gh200_cu126 --target cu126-aarch64
+      envbuild layers pt_efa --for host --json
+    """
+    from envbuild.make_layers import build_layers, in_image, on_host
+
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    wanted, _ = loaded.target(target)
+    if place == "image":
+        found = in_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
+    else:
+        found = on_host(loaded, wanted, environment)
+    built = build_layers(found, loaded.folder, environment, say, offline=offline)
+    if as_json:
+        layers = [
+            {
+                "name": one.source.name,
+                "version": one.source.version,
+                "digest": one.source.digest,
+                "files": one.listed.digest,
+                "path": str(one.folder),
+            }
+            for one in built
+        ]
+        print_json({"recipe": loaded.recipe.name, "target": wanted.name, "layers": layers})
+        return
+    if not built:
+        say(f"{loaded.recipe.name} builds nothing from source for {wanted.name}")
+    for one in built:
+        click.echo(one.folder)

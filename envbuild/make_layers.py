@@ -1,0 +1,210 @@
+"""Source-built layers on their way into an artifact: which there are, where they are built, their folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath, PurePosixPath
+
+from envbuild import process
+from envbuild.artifacts.layers_in import LayerFolder, check_free, layer_folder
+from envbuild.environment import Environment
+from envbuild.errors import HostError, UsageError
+from envbuild.layers.workshop import Workshop
+from envbuild.lock.image import ImageLock
+from envbuild.plan.sources import HostLayer, SourceLayer
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target, host_arch
+
+Say = Callable[[str], None]
+Workshops = Callable[[Path], AbstractContextManager[Workshop]]
+# In the folder it is told, the command; a shell ends with 127 where there is no such program.
+_IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a recipe's [layers] ask of one target. `builder` is the lock of the image in which `sources` are built,
+    None where this host builds them."""
+
+    sources: tuple[SourceLayer, ...] = ()
+    hosts: tuple[HostLayer, ...] = ()
+    builder: ImageLock | None = None
+
+
+def declared(loaded: LoadedRecipe, target: Target) -> Declared:
+    """The layers of `target`; nothing yet of where they are built. Raises RecipeError or UsageError."""
+    if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
+        return Declared()
+    from envbuild.layers.source_known import source_layers
+
+    return Declared(*source_layers(loaded, target))
+
+
+def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> Declared:
+    """The layers of an environment on this host, which builds them with its own compilers."""
+    found = declared(loaded, target)
+    if not found.sources:
+        return found
+    from envbuild.layers.host_workshop import host_identity
+
+    def identity(one: SourceLayer) -> str:
+        if target.arch != host_arch():
+            return f"a host of {target.arch}"  # a plan can be made anywhere
+        try:
+            return host_identity(one, environment.variables)
+        except HostError:  # no compiler: then building says so
+            return "unknown"
+
+    sources = (replace(one, environment=identity(one)) for one in found.sources)
+    return replace(found, sources=tuple(sources))
+
+
+def in_image(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    locked: bool,
+    offline: bool,
+    say: Say,
+) -> Declared:
+    """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
+    stale. Raises LockError when `locked` and there is none."""
+    found = declared(loaded, target)
+    if not found.sources:
+        return found
+    from envbuild.lock.build_base import ensure_build_lock
+
+    lock = ensure_build_lock(
+        loaded, target, found.sources, environment, locked=locked, offline=offline, say=say
+    )
+    return replace(
+        found,
+        sources=tuple(replace(one, environment=lock.digest) for one in found.sources),
+        builder=lock,
+    )
+
+
+def build_layers(
+    layers: Declared, folder: Path, environment: Environment, say: Say, *, offline: bool
+) -> list[LayerFolder]:
+    """Every source-built layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
+
+    Raises BuildError for a build that fails, HostError where none can run, UsageError for what cannot be built.
+    """
+    if not layers.sources:
+        return []
+    from envbuild.layers.source_build import build_layer
+
+    _check(layers)
+    workshop = workshops(layers, folder, environment, say, offline=offline)
+    hosts = {one.name: one.path for one in layers.hosts}
+    done: dict[str, LayerFolder] = {}
+    for source in layers.sources:
+        requires = {name: done[name].folder for name in source.requires if name in done}
+        built = build_layer(
+            source, requires, workshop, environment, say, offline=offline, hosts=hosts
+        )
+        done[source.name] = layer_folder(source, built)
+    check_free(list(done.values()), ())
+    return list(done.values())
+
+
+def _check(layers: Declared) -> None:
+    """Raise UsageError for a layer that neither this host nor an image can build."""
+    hosts = {one.name: one for one in layers.hosts}
+    for one in layers.sources:
+        outside = next((hosts[name] for name in one.requires if name in hosts), None)
+        if outside and layers.builder is not None:
+            raise UsageError(
+                f"layer {one.name} is built with {outside.name}, which only the nodes have ({outside.path}): "
+                "images are built without it",
+                f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
+                "that the nodes' can take the place of when the image is started; or build a venv on a node",
+            )
+        if one.system == "wheel":
+            raise UsageError(
+                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
+                "envbuild does not build such layers yet",
+                f"leave [layers.{one.name}] out, and have pip build it in the finished environment "
+                "(pip install --no-build-isolation)",
+            )
+
+
+def workshops(
+    layers: Declared, folder: Path, environment: Environment, say: Say, *, offline: bool
+) -> Workshops:
+    """Where `layers` are built; what it gives raises HostError when that cannot be here."""
+    arch = Target.parse(layers.sources[0].target).arch
+    if arch != host_arch():
+        return lambda work: _nowhere(layers.sources, arch)
+    if layers.builder is None:
+        from envbuild.layers.host_workshop import host_workshop
+
+        return lambda work: host_workshop(work, environment.variables)
+    return lambda work: image_workshop(layers, folder, environment, say, work, offline=offline)
+
+
+@contextmanager
+def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[Workshop]:
+    names = ", ".join(one.name for one in sources)
+    raise HostError(
+        f"the store has not all of {names} for {arch}, and this {host_arch()} host cannot build them",
+        f"run `envbuild layers RECIPE --target {sources[0].target} --for image` on an {arch} node with the same store "
+        "(ENVBUILD_STORE), then build here",
+    )
+    yield
+
+
+@contextmanager
+def image_workshop(
+    layers: Declared,
+    folder: Path,
+    environment: Environment,
+    say: Say,
+    work: Path,
+    *,
+    offline: bool,
+) -> Iterator[Workshop]:
+    """The builder of `layers`, started by enroot where that is installed, else in namespaces of our own; `work` is the
+    folder that it shares with this host. Raises HostError when neither can."""
+    from envbuild.artifacts.builder import builder_file
+    from envbuild.verify.image_file import open_image_file, passed
+    from envbuild.verify.runtimes import runtime_for
+
+    assert layers.builder is not None
+    path = builder_file(layers.builder, folder, environment, say, offline=offline)
+    # What the caller has set for a job's programs is nothing that a build may depend on.
+    kept = environment.variables.keys() - passed(environment.variables).keys()
+    plain = replace(environment, variables={name: environment.variables[name] for name in kept})
+    runtime = runtime_for(open_image_file(path), None, plain)
+    say(f"  layers are built in {path.name[:12]}… by {runtime.name}")
+    with runtime.open(work) as launch:
+        yield _InImage(work, PurePosixPath(runtime.work), launch)
+
+
+@dataclass(frozen=True, slots=True)
+class _InImage:
+    """See `Workshop`. `launch` is that of the runtime (verify/host.py)."""
+
+    work: Path
+    inside: PurePath
+    launch: Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
+
+    def run(
+        self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
+    ) -> int:
+        words = ["-c", _IN_FOLDER, "sh", os.fspath(cwd), *command]
+        line, own = self.launch("/bin/sh", words, variables)
+        with log.open("ab") as stream:
+            child = process.start(
+                line, env=own, cwd=self.work, stdout=stream.fileno(), stderr=stream.fileno()
+            )
+        try:
+            return child.wait()
+        except BaseException:
+            process.stop([child])
+            raise
