@@ -19,7 +19,8 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to train; `batch_size` is per rank, `dataset_size` None means all of a folder."""
+    """What to train; `batch_size` is per rank, `dataset_size` None means all of a folder, `bandwidth` None
+    that it is not measured."""
 
     total_epochs: int
     save_every: int
@@ -32,6 +33,7 @@ class Arguments:
     backend: str
     report: str | None
     seed: int
+    bandwidth: float | None = None
 
 
 _LAST_WORDS_S = 5.0
@@ -120,6 +122,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--report", type=_path, default=None, metavar="FILE", help="JSON report")
     parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument(
+        "--bandwidth",
+        type=_rate,
+        default=None,
+        metavar="SECONDS",
+        help="after training, measure the all-reduce bus bandwidth over sizes for about SECONDS",
+    )
     return parser
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .args import Arguments
+from .bandwidth import bandwidth_table, measure_bandwidth
 from .data import DataSet, load_data
 from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
@@ -20,7 +21,7 @@ from .files import require_writable
 from .models import batch_loss, build_model, build_optimizer
 from .output import complain, say
 from .place import Place
-from .report import FORMAT, describe_rank, rank_table, write_report
+from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
 from .selfcheck import check_allreduce, require_exact
 from .snapshot import Found, SnapshotFile, apply_snapshot, from_bytes, make_snapshot, to_bytes
 from .tensors import model_digest
@@ -206,6 +207,15 @@ def _saver(trainer: Trainer, store: SnapshotFile, epoch: int) -> Callable[[], No
     return save
 
 
+def _bandwidth(arguments: Arguments, group: Group) -> list[dict[str, Any]]:
+    if arguments.bandwidth is None:
+        return []
+    rows = measure_bandwidth(group, arguments.bandwidth)
+    if group.leads:
+        say(bandwidth_table(rows) if rows else "No bandwidth to measure: this is one process")
+    return rows
+
+
 def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
     """Everything up to the report; returns the group, which is still joined.
 
@@ -226,6 +236,8 @@ def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
     losses, saved = _train(trainer, store, start)
     clock.train = time.perf_counter() - began
     entry["parameters_digest"] = model_digest(model)
+    bandwidth = _bandwidth(arguments, group)
+    entry.update(describe_network(group))
     ranks = group.gather(entry)
     report = {
         "format": FORMAT,
@@ -245,6 +257,7 @@ def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
         "total_epochs": arguments.total_epochs,
         "losses": losses,
         "snapshots": saved,
+        "bandwidth": bandwidth,
         "seconds": clock.as_report(),
     }
     if arguments.report is not None:

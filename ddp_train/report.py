@@ -14,6 +14,7 @@ import torch
 from . import __file__ as package_file
 from .distributed import Group
 from .files import replace_file
+from .loaded import connections, interfaces, mapped_libraries
 
 FORMAT = 1
 
@@ -39,6 +40,25 @@ def describe_rank(group: Group) -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "ddp_train_file": str(Path(package_file).resolve()),
         "gloo_ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+def describe_network(group: Group) -> dict[str, Any]:
+    """What this rank has used by now to reach the others: libraries, connections, NCCL's version as loaded."""
+    nccl = None
+    if group.backend == "nccl":
+        nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
+    where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    log = os.environ.get("NCCL_DEBUG_FILE")
+    if log is not None:  # as NCCL expands it: the host's name up to its first dot
+        log = log.replace("%h", group.place.host.split(".")[0]).replace("%p", str(os.getpid()))
+    return {
+        "libraries": mapped_libraries(),
+        "sockets": connections(),
+        "interfaces": interfaces(),
+        "store": f"{where[0]}:{where[1]}" if all(where) else None,
+        "nccl": nccl,
+        "nccl_log": log,
     }
 
 

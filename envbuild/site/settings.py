@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
 
 def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
+
+
+def _fabric_problem(name: str) -> str | None:
+    # As in recipe/layers.py, which is a room further left.
+    known = ("any", "socket", "ib", "efa", "cxi", "tcp-ofi")
+    return None if name in known else f"no fabric is called {name!r}; there are {', '.join(known)}"
+
+
+def _variable_problem(name: str) -> str | None:
+    # They are named in receipts and messages: nothing that may be secret (a proxy with its password) belongs here.
+    if re.fullmatch(r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+", name):
+        return None
+    return f"{name!r} is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)"
+
+
+def _value_problem(value: str) -> str | None:
+    return None if value.isprintable() else "a variable's value is text on one line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,37 @@ class DebianTable:
 
 
 @dataclass(frozen=True, slots=True)
+class FabricTable:
+    """`[fabric]`: the network between this site's nodes, as verification uses it."""
+
+    interface: str = field(
+        default="",
+        metadata={
+            "doc": "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
+            "pattern": r"^(\S*)$",
+            "example": "hsn0,hsn1,hsn2,hsn3",
+        },
+    )
+    busbw_floor: dict[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
+            " A recipe's own busbw_floor goes over it.",
+            "key_check": _fabric_problem,
+            "minimum": 0,
+        },
+    )
+    variables: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Variables of every job on GPUs, over those that the fabric needs.",
+            "key_check": _variable_problem,
+            "check": _value_problem,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SiteFile:
     """What one site.toml says."""
 
@@ -81,6 +130,9 @@ class SiteFile:
     debian: DebianTable = field(
         default_factory=DebianTable, metadata={"doc": "Where Debian packages come from."}
     )
+    fabric: FabricTable = field(
+        default_factory=FabricTable, metadata={"doc": "The network between nodes with GPUs."}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +144,7 @@ class Site:
     mirrors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     registries: tuple[tuple[str, RegistryTable], ...] = ()
     debian: DebianTable = DebianTable()
+    fabric: FabricTable = FabricTable()
 
     def registry(self, host: str) -> RegistryTable:
         """How this site reaches the image registry `host`."""
@@ -124,6 +177,7 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
     mirrors: dict[str, tuple[str, ...]] = {}
     registries: dict[str, RegistryTable] = {}
     debian = DebianTable()
+    fabric = FabricTable()
     for document in documents:
         settings = decode(document, SiteFile)
         if settings.store is not None:
@@ -135,6 +189,8 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
             keyring = settings.debian.keyring
             place = str(_path(keyring, document, home)) if keyring else ""
             debian = replace(settings.debian, keyring=place)
+        if settings.fabric != FabricTable():
+            fabric = settings.fabric
     if chosen := env.get("ENVBUILD_STORE"):
         store = Path(chosen)
     if store is None:
@@ -145,6 +201,7 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
         tuple(mirrors.items()),
         tuple(registries.items()),
         debian,
+        fabric,
     )
 
 

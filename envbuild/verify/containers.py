@@ -173,13 +173,15 @@ class ContainerNodes:
 
 @contextmanager
 def container_nodes(
-    client: Any, image: str, count: int, lifetime_s: float
+    client: Any, image: str, count: int, lifetime_s: float, *, gpus: bool = False
 ) -> Iterator[ContainerNodes]:
-    """`count` containers of `image` on a network of their own, removed at the end.
+    """`count` containers of `image` on a network of their own, removed at the end; with `gpus` each has all of the
+    host's.
 
     Raises HostError when the daemon cannot run them.
     """
     from docker.errors import DockerException
+    from docker.types import DeviceRequest
 
     name = f"envbuild-verify-{uuid.uuid4().hex[:12]}"
     until = {LABEL: str(int(time.time() + lifetime_s))}
@@ -206,6 +208,9 @@ def container_nodes(
                     detach=True,
                     init=True,
                     shm_size="1g",
+                    device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
+                    if gpus
+                    else None,
                 )
                 containers[node] = container
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from envbuild.verify.nccl_log import parse_nccl_log
+
 # Order matters: the first that matches is the deeper cause. Each was seen in real runs of torch 2.13.
 _KNOWN = (
     (r"No space left on device|Disk quota exceeded", "the disk is full"),
@@ -21,12 +23,20 @@ _KNOWN = (
     (r"Unable to find address for: |Unable to find interface", "GLOO_SOCKET_IFNAME names no interface of this host"),
     (r"terminate called without an active exception", "torch aborted while leaving: see docs/verification.md"),
     (r"Killed|signal 9 \(SIGKILL\)", "a process was killed: memory limit of the job or node, or somebody's kill -9"),
+    (r"ddp_train: error: unrecognized arguments: --bandwidth", "the artifact was built by an older envbuild, whose "
+     "trainer cannot measure the network: build it again"),
+    (r"ddp_train: error: --backend nccl:", "this host has no usable GPU for each rank of a node: verify on a node with "
+     "GPUs, with --nproc-per-node no larger than their number"),
     (r"ddp_train: error: (.*)", "the trainer refused its input, see the line above"),
 )  # fmt: skip
 
 
 def usual_cause(log: str) -> str:
     """What usually causes a launch to end with this log."""
+    nccl = parse_nccl_log(log)
+    if fatal := nccl.having("fatal"):
+        # A network that is not there is the end of a plugin that failed before.
+        return next((f.cause for f in nccl.having("plugin failed") if f.cause), fatal[0].cause)
     for pattern, cause in _KNOWN:
         if re.search(pattern, log):
             return cause

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envbuild.verify.nccl_log import parse_nccl_log
 from envbuild.verify.nodes import Agent, Nodes
 
 _POLL_S = 0.05
 _GRACE_S = 10.0
+_NCCL_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,14 @@ class Running:
         ]
         return "\n".join(texts)
 
+    def nccl_faults(self) -> str:
+        """What NCCL complained about in the logs that it wrote for this job, once each, as lines of a log."""
+        found: dict[str, None] = {}
+        for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt")):
+            for fault in parse_nccl_log(_read(path)).faults:
+                found.setdefault(f"NCCL WARN {fault.text}")
+        return "\n".join(list(found)[:_NCCL_LINES])
+
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
         """Wait for every node. Past the job's time, a while after the first node failed, or after an
         interruption, those still running are stopped.
@@ -96,10 +106,11 @@ class Running:
         finally:
             self.nodes.stop(self.children)
         self.nodes.collect(self.work)
+        codes = [child.returncode for child in self.children]
         return Outcome(
-            returncodes=[child.returncode for child in self.children],
+            returncodes=codes,
             reports=self._reports(),
-            log=self.log(),
+            log="\n".join([self.log(), *([self.nccl_faults()] if any(codes) else [])]),
             seconds=time.monotonic() - self.started,
             timed_out=timed_out and not failing,
             command=self.command,
@@ -115,12 +126,20 @@ class Running:
         return found
 
 
-def start_job(job: Job, nodes: Nodes, work: Path) -> Running:
-    """Start `job` on `nodes`: a torchrun agent each, or the bare trainer on one when `job.nodes` is 0."""
+def start_job(
+    job: Job,
+    nodes: Nodes,
+    work: Path,
+    of_node: Callable[[int], Mapping[str, str]] = lambda _: {},
+) -> Running:
+    """Start `job` on `nodes`: a torchrun agent each, or the bare trainer on one when `job.nodes` is 0.
+
+    `of_node` gives variables of one node, besides those that every launch needs.
+    """
     run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
     running = Running(job, run_id, work, time.monotonic(), [], nodes)
     endpoint = f"{nodes.address(0)}:{nodes.free_port()}"
-    variables = _variables(nodes)
+    common = _variables(nodes)
     try:
         for node in range(max(1, job.nodes)):
             report = nodes.work / f"{job.name}-report{node}.json"
@@ -129,6 +148,7 @@ def start_job(job: Job, nodes: Nodes, work: Path) -> Running:
             agent = _agent(job, node, endpoint, run_id, nodes.address(node)) if job.nodes else []
             running.command = running.command or [program, *agent, *trainer]
             log = work / f"{job.name}-node{node}.log"
+            variables = {**common, **of_node(node)}
             running.children.append(nodes.start(node, program, [*agent, *trainer], variables, log))
     except BaseException:
         nodes.stop(running.children)

@@ -24,7 +24,10 @@ def receipt_path(artifact: Path) -> Path:
 
 
 def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[str, Any]:
-    """The receipt of `subject`, whose final place (or name, in a daemon) is `path`. Holds no environment variables."""
+    """The receipt of `subject`, whose final place (or name, in a daemon) is `path`.
+
+    Holds no environment variables but those that a fabric needs.
+    """
     state = subject.state
     versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
     return {

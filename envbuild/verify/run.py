@@ -9,10 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
+from envbuild.verify.cuda_checks import check_accelerator
 from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
+from envbuild.verify.judgement import Launches, judge_launches
 from envbuild.verify.launch import Job, Outcome, Running, start_job
 from envbuild.verify.model import FAIL, Check, blocked
+from envbuild.verify.network import Network, network_of
+from envbuild.verify.network_checks import check_layer
 from envbuild.verify.nodes import Nodes
 from envbuild.verify.static_checks import check_architecture, check_installed
 from envbuild.verify.subject import Subject
@@ -21,6 +26,8 @@ Say = Callable[[str], None]
 # Long enough that a rank can be killed in the middle of it, on a fast machine too.
 _FAULT_EPOCHS = 40
 _STEPS = 16
+# Seconds for the all-reduces that are timed: gloo's are slow and say little, NCCL's go up to 1 GiB.
+_BANDWIDTH_S = {False: "1", True: "10"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class Settings:
     timeout_s: float = 600
     loss_tolerance: float = 1e-4
     faults: bool = False
+    busbw_floor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,12 @@ def verify(
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="envbuild-verify-"))
     try:
+        site = load_site(env).fabric
         with subject.nodes(work, settings.nodes, env) as nodes:
-            checks = _checks(subject, settings, _Bench(nodes, work, settings, subject), say)
+            shape = (settings.nodes, settings.nproc_per_node)
+            network = network_of(subject, nodes, shape, env, site)
+            bench = _Bench(nodes, work, settings, subject, network)
+            checks = _checks(bench, *_floor(subject, settings, site), say)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
     finally:
@@ -80,6 +92,7 @@ class _Bench:
     work: Path
     settings: Settings
     subject: Subject
+    network: Network
 
     def start(
         self,
@@ -89,6 +102,7 @@ class _Bench:
         nodes: int | None = None,
         snapshot: str | None = None,
         max_restarts: int = 0,
+        bandwidth: bool = False,
     ) -> Running:
         """Start the trainer. One process (`nodes` 0) takes the whole global batch of all ranks."""
         settings = self.settings
@@ -100,8 +114,9 @@ class _Bench:
             "--dataset_size", str(settings.batch_size * world * _STEPS),
             "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
         )  # fmt: skip
-        if not self.subject.target.is_cuda:
-            arguments += ("--backend", "gloo")
+        arguments += ("--backend", "nccl" if self.network.cuda else "gloo")
+        if bandwidth:
+            arguments += ("--bandwidth", _BANDWIDTH_S[self.network.cuda])
         job = Job(
             name,
             arguments,
@@ -110,134 +125,56 @@ class _Bench:
             timeout_s=settings.timeout_s,
             max_restarts=max_restarts,
         )
-        return start_job(job, self.nodes, self.work)
+        work = str(self.nodes.work)
+        return start_job(
+            job, self.nodes, self.work, lambda node: self.network.of_node(node, name, work)
+        )
 
 
-def _checks(subject: Subject, settings: Settings, bench: _Bench, say: Say) -> list[Check]:
+def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]:
+    subject, settings = bench.subject, bench.settings
     half = max(1, settings.epochs // 2)
     say(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
     )
+    for name, (theirs, ours) in bench.network.replaced.items():
+        say(
+            f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
+            "used here: change it in your job scripts"
+        )
     reference = bench.start("reference", _reference_epochs(settings), nodes=0)
     with reference:
-        with bench.start("train", half) as first:
+        with bench.start("train", half, bandwidth=True) as first:
             survey = subject.survey(bench.nodes)
-            checks = [check_installed(subject, survey), check_architecture(subject, survey)]
+            checks = [
+                check_installed(subject, survey),
+                check_architecture(subject, survey),
+                check_accelerator(subject, survey),
+            ]
+            checks += [
+                check_layer(layer, bench.nodes, bench.work)
+                for layer in subject.state.layers
+                if layer.check
+            ]
             first_outcome = first.wait()
         reference_outcome = reference.wait()
     second = first_outcome
     if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
         say(f"resuming from the snapshot of epoch {half} …")
         second = bench.start("resume", settings.epochs, snapshot="train").wait()
-    checks += _training_checks(
-        subject, settings, bench.work, half, [first_outcome, second], first.job, reference_outcome
-    )
+    checks += judge_launches(
+        Launches(
+            subject, bench.work, first.job, first_outcome, second, reference_outcome, half, settings.epochs,
+            settings.loss_tolerance, bench.network, bench.nodes.interface, floor, floor_of,
+        )
+    )  # fmt: skip
     if settings.faults and first_outcome.finished:
         say("killing a rank in the middle of training …")
         checks.append(_fault_check(bench, reference_outcome))
     elif settings.faults:
         checks.append(blocked("restart", RESTART_TITLE, "launch"))
     return checks
-
-
-def _training_checks(
-    subject: Subject,
-    settings: Settings,
-    work: Path,
-    half: int,
-    outcomes: list[Outcome],
-    job: Job,
-    reference: Outcome,
-) -> list[Check]:
-    """Judge the launches. A check that a failed one makes meaningless is blocked by it."""
-    checks: list[Check] = []
-
-    def add(name: str, title: str, make: Callable[[], Check], *needs: str) -> None:
-        failed = [check.name for check in checks if check.status != "pass"]
-        by = next((need for need in needs if need in failed), None)
-        checks.append(blocked(name, title, by) if by else make())
-
-    first, second = outcomes
-    snapshot = work / "train.pt"
-    add(
-        "launch",
-        "torchrun on every node",
-        lambda: training.check_launch("launch", "torchrun on every node", [first]),
-    )
-    add(
-        "world",
-        "ranks form the world asked for",
-        lambda: training.check_world(job, first.reports),
-        "launch",
-    )
-    add(
-        "versions",
-        "interpreter and torch as loaded",
-        lambda: training.check_versions(subject, first.reports),
-        "launch",
-    )
-    add(
-        "allreduce",
-        "all-reduce of known tensors",
-        lambda: training.check_allreduce(first.reports[0]),
-        "launch",
-        "world",
-    )
-    add(
-        "parameters",
-        "parameters bit-equal on all ranks",
-        lambda: training.check_parameters(first.reports[0]),
-        "launch",
-        "world",
-    )
-    add(
-        "snapshot",
-        "snapshot written",
-        lambda: training.check_snapshot(first.reports[0], snapshot, half),
-        "launch",
-        "world",
-    )
-    add(
-        "relaunch",
-        "a second launch",
-        lambda: training.check_launch("relaunch", "a second launch", [second]),
-        "launch",
-        "world",
-        "snapshot",
-    )
-    add(
-        "resume",
-        "training resumes from the snapshot",
-        lambda: training.check_resume(second.reports[0], half, settings.epochs),
-        "launch",
-        "world",
-        "snapshot",
-        "relaunch",
-    )
-    add(
-        "reference",
-        "training in one process",
-        lambda: training.check_launch("reference", "training in one process", [reference]),
-        "launch",
-    )
-
-    losses = _losses(checks, first, second)
-    add(
-        "loss", "loss falls", lambda: training.check_loss_falls(losses), "launch", "world", "resume"
-    )
-    add("curve", "loss curve equals one process's",
-        lambda: training.check_curve(
-            losses, training.losses_of(reference.reports[0])[: settings.epochs], settings.loss_tolerance),
-        "launch", "world", "parameters", "resume", "reference", "loss")  # fmt: skip
-    return checks
-
-
-def _losses(checks: list[Check], first: Outcome, second: Outcome) -> list[float]:
-    """The curve over both launches; of the first alone when the second did not continue it."""
-    passed = {check.name for check in checks if check.status == "pass"}
-    losses = training.losses_of(first.reports[0]) if {"launch", "world"} <= passed else []
-    return losses + training.losses_of(second.reports[0]) if "resume" in passed else losses
 
 
 def _fault_check(bench: _Bench, reference: Outcome) -> Check:
@@ -251,6 +188,13 @@ def _fault_check(bench: _Bench, reference: Outcome) -> Check:
     return check_restart(running.job, outcome, killer.killed, losses, settings.loss_tolerance)
 
 
+def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[float, str]:
+    """The bus bandwidth to reach, in GB/s, and who asks for it."""
+    if settings.busbw_floor:
+        return settings.busbw_floor, "the recipe"
+    return site.busbw_floor.get(subject.state.fabric, 0.0), "the site"
+
+
 def _reference_epochs(settings: Settings) -> int:
     return max(settings.epochs, _FAULT_EPOCHS) if settings.faults else settings.epochs
 
@@ -259,6 +203,6 @@ def _keep(work: Path, logs: Path) -> Path:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     for path in sorted(work.iterdir()):
-        if path.suffix in (".log", ".json"):
+        if path.suffix in (".log", ".json", ".txt"):
             shutil.copy(path, logs / path.name)
     return logs

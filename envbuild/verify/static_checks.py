@@ -22,6 +22,13 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             wrong.append(f"{name}: locked {version}, installed {now.version if now else 'nothing'}")
         elif now.record != record:
             wrong.append(f"{name} {version}: its RECORD is not the one that was installed")
+    for layer in subject.state.layers:
+        if layer.files and survey.layers.get(layer.name) != layer.files:
+            wrong.append(
+                f"layer {layer.name}: the list of its files is not the one that was installed"
+            )
+    built = {layer.name for layer in subject.state.layers if layer.files}
+    wrong += [f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built)]
     files = survey.files
     for what, paths in (
         ("altered", files.altered),
@@ -36,7 +43,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
         "installed = locked",
         not wrong,
         seen="; ".join(wrong)
-        or f"{len(found)} packages, {files.files} files, {files.bytes} bytes, all as locked",
+        or f"{len(found)} packages{_layers(survey)}, {files.files} files, {files.bytes} bytes, all as locked",
         expected=f"{len(wanted)} packages exactly as locked, every file with its recorded sha256",
         cause="something was installed, upgraded or edited after the build (pip install inside the venv, a "
         "partial copy, a full disk); build it again, and put additions into the recipe",
@@ -49,6 +56,11 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             "unowned": files.unowned[:50],
         },
     )
+
+
+def _layers(survey: Survey) -> str:
+    count = len(survey.layers)
+    return f", {count} source-built layer{'s' if count > 1 else ''}" if count else ""
 
 
 def check_architecture(subject: Subject, survey: Survey) -> Check:

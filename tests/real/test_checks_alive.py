@@ -228,7 +228,7 @@ def test_a_package_that_is_not_the_locked_one(
     else:
         (packages / "startup.pth").write_text("import os")
     done = envbuild("verify", "v", "--nodes", "1", "--epochs", "2")
-    assert done.returncode == 5 and "1 of 13 checks failed\n  installed" in done.stderr, done.stderr
+    assert done.returncode == 5 and "1 of 16 checks failed\n  installed" in done.stderr, done.stderr
 
 
 def test_a_library_of_another_architecture(
@@ -253,6 +253,6 @@ def test_a_library_of_another_architecture(
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}"
     done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=links)
     assert done.returncode == 5, done.stderr
-    assert "1 of 13 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
+    assert "1 of 16 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
     assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/torchrun").exists()
     assert (tmp_path / "v.failed.receipt.json").exists()

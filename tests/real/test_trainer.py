@@ -153,6 +153,52 @@ def test_two_ranks_follow_the_curve_of_one_process(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+def test_bandwidth_and_connections_are_in_the_report(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    options = ["--bandwidth", "0.5", "--backend", "gloo", "--report", "report.json"]
+    job = start(local(3, "1", "1", *options), GLOO_SOCKET_IFNAME="lo")
+    assert job.end() == 0, job.output
+    report = report_at(tmp_path / "report.json")
+    rows = report["bandwidth"]
+    assert [row["bytes"] for row in rows] == [2**16 * 4**n for n in range(len(rows))] and rows
+    for row in rows:
+        assert row["algbw"] == pytest.approx(
+            row["bytes"] / row["seconds"] / 1e9, rel=0.01, abs=2e-6
+        )
+        assert row["busbw"] == pytest.approx(row["algbw"] * 2 * 2 / 3, rel=0.01, abs=2e-6)
+    assert job.output.count("busbw (GB/s)") == 1, "rank 0 alone shows the table"
+    sockets = [{tuple(pair) for pair in rank["sockets"]} for rank in report["ranks"]]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert {(b, a) for a, b in sockets[one]} & sockets[other], "every two ranks are connected"
+    port = report["ranks"][0]["store"].rpartition(":")[2]
+    assert any(end.endswith(f":{port}") for pair in sockets[1] for end in pair)
+
+
+def test_a_slow_network_ends_the_measurement_in_time(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Each all-reduce takes a quarter of a second more: one size must be enough."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    import torch\n"
+        "    reduce = torch.distributed.all_reduce\n"
+        "    def late(tensor, *args, **kwargs):\n"
+        "        if tensor.numel() >= 1 << 14:\n"
+        "            time.sleep(0.25)\n"
+        "        return reduce(tensor, *args, **kwargs)\n"
+        "    torch.distributed.all_reduce = late\n"
+    )
+    options = ["--bandwidth", "0.5", "--backend", "gloo", "--report", "report.json"]
+    job = start(local(2, "1", "1", *options), PYTHONPATH=f"{slow}:{ROOT}")
+    assert job.end() == 0, job.output
+    rows = report_at(tmp_path / "report.json")["bandwidth"]
+    assert len(rows) == 1 and rows[0]["seconds"] >= 0.25
+
+
 def test_damaged_snapshot_falls_back_on_all_ranks(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def write_receipt(path: Path, digest: str, **changes: Any) -> None:
         ({"settings": {"nodes": 1, "nproc_per_node": 4}}, False, False),
         ({"settings": {"nodes": 3, "nproc_per_node": 1}}, False, False),
         ({"settings": {"model": "linear"}}, False, False),
+        ({"settings": {"busbw_floor": 40.0}}, False, True),
         ({"passed": False}, False, False),
         ({"format": 2}, False, False),
         ({"artifact": {"digest": "sha256:other"}}, False, False),

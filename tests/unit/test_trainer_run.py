@@ -21,11 +21,12 @@ RANK_KEYS = {
     "rank", "local_rank", "group_rank", "local_world_size", "world_size", "host", "pid", "device",
     "allreduce", "parameters_digest", "restart_count", "sys_executable", "sys_prefix",
     "python_version", "torch_version", "torch_file", "torch_cuda", "ddp_train_file", "gloo_ifname",
+    "libraries", "sockets", "interfaces", "store", "nccl", "nccl_log",
 }  # fmt: skip
 REPORT_KEYS = {
     "format", "status", "world_size", "backend", "ranks", "model", "data", "seed", "batch_size",
     "dataset_size", "steps_per_epoch", "start_epoch", "resumed_from", "rejected_snapshots",
-    "total_epochs", "losses", "snapshots", "seconds",
+    "total_epochs", "losses", "snapshots", "bandwidth", "seconds",
 }  # fmt: skip
 
 

@@ -1,0 +1,94 @@
+"""How fast is the network? All-reduces of growing size, timed.
+
+algbw is bytes over seconds, busbw is algbw × 2(n-1)/n: what each rank's link must carry, whatever the number of
+ranks, so that it can be compared with the hardware. Source: nccl-tests, doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from .distributed import Group
+
+_SMALLEST = 1 << 16
+_STEP = 4
+_LARGEST = {"cpu": 1 << 26, "cuda": 1 << 30}
+_ROUNDS = 10
+
+
+def measure_bandwidth(group: Group, seconds: float) -> list[dict[str, Any]]:
+    """One entry per size, as large as fits into about `seconds`: `bytes`, `seconds` (the median of rounds, each of
+    the slowest rank), `algbw` and `busbw` (GB/s, 10⁹ bytes). Empty for one process. All ranks call it."""
+    world = group.place.world_size
+    if group.backend is None or world < 2:
+        return []
+    results: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    size = _SMALLEST
+    while size <= _LARGEST.get(group.device.type, _LARGEST["cpu"]):
+        try:
+            tensor = torch.ones(size // 4, dtype=torch.float32, device=group.device)
+        except RuntimeError:  # no memory for it: what was measured counts
+            fits = 0.0
+        else:
+            fits = 1.0
+        # Every decision is the slowest rank's, so that all take the same.
+        if _slowest(group, 1.0 - fits) > 0:
+            break
+        warm = _slowest(group, _timed(group, tensor))
+        left = seconds - _slowest(group, time.perf_counter() - started)
+        rounds = max(1, min(_ROUNDS, int(left / _STEP / max(warm, 1e-6))))
+        times = [_slowest(group, _timed(group, tensor)) for _ in range(rounds)]
+        middle = max(statistics.median(times), 1e-9)
+        results.append(
+            {
+                "bytes": size,
+                "seconds": round(middle, 9),
+                "algbw": round(size / middle / 1e9, 6),
+                "busbw": round(size / middle / 1e9 * 2 * (world - 1) / world, 6),
+            }
+        )
+        del tensor
+        left = seconds - _slowest(group, time.perf_counter() - started)
+        if left < middle * _STEP * 2:  # a warm-up and one round of the next size
+            break
+        size *= _STEP
+    return results
+
+
+def bandwidth_table(rows: list[dict[str, Any]]) -> str:
+    """The measurements, one a line."""
+    lines = ["       bytes     time (us)  algbw (GB/s)  busbw (GB/s)"]
+    lines += [
+        f"{row['bytes']:>12}  {row['seconds'] * 1e6:>12.1f}  {row['algbw']:>12.3f}  {row['busbw']:>12.3f}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _timed(group: Group, tensor: Any) -> float:
+    """Seconds that one all-reduce takes on this rank."""
+    _wait(group)
+    before = time.perf_counter()
+    torch.distributed.all_reduce(tensor)
+    _wait(group)
+    # Else the sums grow to infinity, which some processors add more slowly.
+    elapsed = time.perf_counter() - before
+    tensor.fill_(1.0)
+    return elapsed
+
+
+def _wait(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def _slowest(group: Group, value: float) -> float:
+    """The largest `value` of all ranks."""
+    tensor = torch.tensor([value], dtype=torch.float64, device=group.device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return float(tensor.item())

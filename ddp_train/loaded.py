@@ -1,0 +1,122 @@
+"""What this process really uses: the network libraries that are mapped, and its TCP connections.
+
+Sources: proc_pid_maps(5), proc_pid_net(5) and the kernel's Documentation/networking/proc_net_tcp.rst, getifaddrs(3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+# What carries the ranks' traffic, or is used on its way.
+_LIBRARY = re.compile(
+    r"lib(nccl|torch_cuda|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?"
+)
+_ESTABLISHED = "01"
+_PROC = Path("/proc/self")
+
+
+def mapped_libraries(proc: Path = _PROC) -> list[str]:
+    """The paths of the NCCL, plugin, libfabric and CUDA torch libraries that are mapped, sorted."""
+    found = set()
+    for line in _lines(proc / "maps"):
+        path = line.rstrip("\n").split(None, 5)[5:]
+        if path and _LIBRARY.fullmatch(os.path.basename(path[0]).replace(" (deleted)", "")):
+            found.add(path[0])
+    return sorted(found)
+
+
+def connections(proc: Path = _PROC) -> list[list[str]]:
+    """[own address, peer's address], each `address:port`, of this process's established TCP connections."""
+    own = set()
+    for entry in _listed(proc / "fd"):
+        try:
+            target = os.readlink(entry)
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in _lines(proc / "net" / name)[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _ESTABLISHED and fields[9] in own:
+                found.add((_address(fields[1]), _address(fields[2])))
+    return [list(pair) for pair in sorted(found)]
+
+
+class _SockAddr(ctypes.Structure):
+    _fields_ = [("family", ctypes.c_uint16), ("data", ctypes.c_uint8 * 26)]
+
+
+class _IfAddrs(ctypes.Structure):
+    pass
+
+
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SockAddr)),
+    ("netmask", ctypes.c_void_p),
+    ("other", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of each network interface; empty where the C library does not tell."""
+    found: dict[str, list[str]] = {}
+    first = ctypes.POINTER(_IfAddrs)()
+    try:
+        libc = ctypes.CDLL(None)
+        if libc.getifaddrs(ctypes.byref(first)) != 0:
+            return {}
+    except (OSError, AttributeError):
+        return {}
+    try:
+        entry = first
+        while entry:
+            one = entry.contents
+            if one.address:
+                family, data = one.address.contents.family, bytes(one.address.contents.data)
+                name = one.name.decode(errors="replace")
+                # After the family: a port, and for IPv6 the flow; then the address.
+                if family == socket.AF_INET:
+                    found.setdefault(name, []).append(str(ipaddress.ip_address(data[2:6])))
+                elif family == socket.AF_INET6:
+                    found.setdefault(name, []).append(str(ipaddress.ip_address(data[6:22])))
+            entry = one.next
+    finally:
+        libc.freeifaddrs(first)
+    return found
+
+
+def _address(text: str) -> str:
+    """`address:port` from the kernel's `0100007F:1F90`: 32-bit words in this machine's byte order."""
+    words, port = text.split(":")
+    raw = b"".join(
+        int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
+    )
+    address = ipaddress.ip_address(raw)
+    plain = getattr(address, "ipv4_mapped", None) or address
+    return f"[{plain}]:{int(port, 16)}" if plain.version == 6 else f"{plain}:{int(port, 16)}"
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

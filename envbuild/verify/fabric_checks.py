@@ -1,0 +1,194 @@
+"""Checks on the network that the ranks really used, from NCCL's logs and from the ranks' own connections."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envbuild.verify.fabrics import Fabric
+from envbuild.verify.model import Check, judge
+from envbuild.verify.nccl_log import Kind, NcclLog, parse_nccl_log
+
+TITLE = "network in use"
+Report = Mapping[str, Any]
+_MAX_LOG = 16 << 20
+
+
+def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
+    """NCCL's log of each rank that wrote one into the folder `work`."""
+    found = {}
+    for rank in report["ranks"]:
+        path = work / posixpath.basename(rank.get("nccl_log") or "-")
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as stream:
+                found[rank["rank"]] = parse_nccl_log(stream.read(_MAX_LOG))
+    return found
+
+
+def check_nccl(
+    fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]
+) -> Check:
+    """NCCL used `fabric` on every rank, and between nodes its channels go over it.
+
+    `variables` are those that the job was given for it, as evidence.
+    """
+    ranks = report["ranks"]
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank["group_rank"], []).append(rank["rank"])
+    wrong: dict[str, list[int]] = {}
+    for rank in ranks:
+        for text in _rank_problems(fabric, rank, logs.get(rank["rank"])):
+            wrong.setdefault(text, []).append(rank["rank"])
+    for node, members in sorted(nodes.items()) if len(nodes) > 1 else ():
+        seen = {name for member in members if member in logs for name in logs[member].transports}
+        names = fabric.names or tuple(n for m in members if m in logs for n in logs[m].networks)
+        if not wrong and not seen & {f"NET/{name}" for name in names}:
+            text = f"node {node} has no channel over {names[0] if names else 'any network'}"
+            wrong.setdefault(f"{text} (its channels: {', '.join(sorted(seen)) or 'none'})", [])
+    used = sorted({name for log in logs.values() for name in log.networks})
+    providers = sorted({name for log in logs.values() for name in log.providers})
+    return judge(
+        "fabric",
+        TITLE,
+        not wrong,
+        seen="; ".join(_of_ranks(numbers) + text for text, numbers in wrong.items())
+        or f"NCCL over {', '.join(used)}{_by(providers)} on all {len(ranks)} ranks{_left_out(logs.values())}",
+        expected=_expected(fabric, len(nodes)),
+        cause=_cause(fabric, logs.values()),
+        evidence={
+            "fabric": fabric.name,
+            "backend": report.get("backend"),
+            "variables": dict(variables),
+            "ranks": [
+                {"rank": number, "version": log.version, "networks": log.networks,
+                 "providers": log.providers, "plugins": log.plugins, "transports": log.transports,
+                 "notes": [fault.text for fault in log.faults][:20]}
+                for number, log in sorted(logs.items())
+            ],
+        },
+    )  # fmt: skip
+
+
+def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None) -> list[str]:
+    if rank.get("nccl") is None:
+        return ["NCCL was not used: the ranks trained with gloo"]
+    if log is None or not log.networks:
+        return ["NCCL's log names no network"]
+    problems = []
+    other = [name for name in log.networks if fabric.names and name not in fabric.names]
+    if other:
+        why = log.having(*_telling(fabric))
+        lines = "".join(f"\n      {fault.text}" for fault in why[:3])
+        problems.append(f"NCCL used {', '.join(other)}, not {fabric.names[0]}{lines}")
+    if fabric.provider and not other:
+        # "tcp;ofi_rxm" is tcp with a layer over it.
+        bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
+        if bad or not log.providers:
+            problems.append(
+                f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}"
+            )
+    return problems
+
+
+def _telling(fabric: Fabric) -> tuple[Kind, ...]:
+    """The kinds of faults that tell why NCCL did not take `fabric`."""
+    if fabric.by_plugin:
+        return ("plugin failed", "plugin missing", "fatal")
+    return ("no adapter", "fatal") if fabric.name == "ib" else ("fatal",)
+
+
+def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
+    """What is behind it, by the first line of a log that tells."""
+    for log in logs:
+        for fault in log.having(*_telling(fabric)):
+            if fault.cause:
+                return fault.cause
+    if fabric.by_plugin:
+        return (
+            "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
+            "environment, a plugin that does not work with this provider), or all ranks are on one host"
+        )
+    return "NCCL found another network first; see the nodes' logs and docs/fabrics.md"
+
+
+def _expected(fabric: Fabric, nodes: int) -> str:
+    if not fabric.names:
+        return "NCCL on every rank" + (", with channels between nodes" if nodes > 1 else "")
+    text = f"NCCL over {fabric.names[0]} on every rank"
+    if fabric.provider:
+        text += f", by libfabric's provider {fabric.provider}"
+    return text + (", and channels over it between nodes" if nodes > 1 else "")
+
+
+def check_gloo(interface: str, report: Report) -> Check:
+    """gloo's connections between ranks are on `interface`, as every rank itself sees its addresses."""
+    links = _links(report["ranks"])
+    wrong: list[str] = []
+    for rank in report["ranks"]:
+        own = sorted({local for one, _, local in links if one == rank["rank"]})
+        if rank.get("gloo_ifname") != interface:
+            wrong.append(
+                f"rank {rank['rank']}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}"
+            )
+        allowed = rank.get("interfaces", {}).get(interface, [])
+        for address in own:
+            if address not in allowed and not (interface == "lo" and address.startswith("127.")):
+                name = next((n for n, a in rank.get("interfaces", {}).items() if address in a), "?")
+                wrong.append(f"rank {rank['rank']} talks over {address} ({name}), not {interface}")
+        if not own and report["world_size"] > 1:
+            wrong.append(f"rank {rank['rank']} has no connection to another rank")
+    return judge(
+        "fabric",
+        TITLE,
+        not wrong,
+        seen="; ".join(wrong[:6]) or f"gloo over {interface}: {len(links) // 2} connections between"
+        f" {report['world_size']} ranks",
+        expected=f"every rank's connections on {interface}",
+        cause="GLOO_SOCKET_IFNAME is changed in the environment's start-up (sitecustomize, a module) or names another "
+        "network on some nodes",
+        evidence={
+            "backend": report.get("backend"),
+            "interface": interface,
+            "connections": [f"rank {one} to {other}: {address}" for one, other, address in links][:200],
+        },
+    )  # fmt: skip
+
+
+def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
+    """(rank, other rank, the rank's own address) of each connection between two ranks, the rendezvous store's left
+    out: that one goes where the launcher says."""
+    ends: dict[tuple[str, str], int] = {}
+    stores = {_port(rank["store"]) for rank in ranks if rank.get("store")}
+    for rank in ranks:
+        for local, peer in rank.get("sockets", ()):
+            if not {_port(local), _port(peer)} & stores:
+                ends[local, peer] = rank["rank"]
+    return sorted(
+        (number, ends[peer, local], local.rpartition(":")[0].strip("[]"))
+        for (local, peer), number in ends.items()
+        if (peer, local) in ends and ends[peer, local] != number
+    )
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _left_out(logs: Iterable[NcclLog]) -> str:
+    """What to say of a plugin that failed where any network is good."""
+    said = next((fault.text for log in logs for fault in log.having("plugin failed")), None)
+    return f"; its plugin did not start: {said}" if said else ""
+
+
+def _by(providers: Sequence[str]) -> str:
+    return f" by provider {', '.join(providers)}" if providers else ""
+
+
+def _of_ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}: "

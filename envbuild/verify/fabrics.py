@@ -1,0 +1,147 @@
+"""What each fabric needs of its jobs: data/fabrics.toml, and the variables of a launch in an artifact.
+
+How NCCL finds its plugin: from 2.21 on NCCL_NET_PLUGIN may be a path (dlopen; up to 254 characters from 2.26 on),
+before, only the end of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl, src/net.cc of v2.18.5-1
+and v2.21.5-1, src/plugin/plugin_open.cc and src/plugin/net.cc of v2.26.2-1 to v2.29.7-1. The plugin is
+libnccl-net.so before aws-ofi-nccl 1.15 and libnccl-net-ofi.so since; it answers to NCCL_NET="AWS Libfabric" in every
+version (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePath
+
+from envbuild.artifacts.state import BuiltLayer
+from envbuild.errors import UsageError
+from envbuild.site.settings import FabricTable
+
+PLUGIN = "aws-ofi-nccl"
+# NCCL keeps a plugin's name in 255 bytes, with the NUL.
+_LONGEST_NAME = 254
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable that a fabric needs; `source` is the address that says so, `date` when it was read or written."""
+
+    name: str
+    value: str
+    why: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A network between nodes. `nccl_net` is for NCCL_NET, "" leaves NCCL its choice; `names` are those by which
+    NCCL's log may call it; `provider` is libfabric's, "" without libfabric; `run_on` the hardware on which the
+    settings were run, "" for none."""
+
+    name: str
+    title: str
+    provider: str
+    nccl_net: str
+    names: tuple[str, ...]
+    rows: tuple[Variable, ...] = ()
+    notes: tuple[str, ...] = ()
+    run_on: str = ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Name → value, as the data has them ({interface} stands for the site's)."""
+        return {row.name: row.value for row in self.rows}
+
+    @property
+    def by_plugin(self) -> bool:
+        """Whether NCCL needs its libfabric plugin for it."""
+        return bool(self.provider)
+
+
+@functools.cache
+def load_fabrics() -> Mapping[str, Fabric]:
+    """data/fabrics.toml, by name."""
+    text = resources.files("envbuild.data").joinpath("fabrics.toml").read_text(encoding="utf-8")
+    return {
+        name: Fabric(
+            name=name,
+            title=table["title"],
+            provider=table["provider"],
+            nccl_net=table["nccl_net"],
+            names=tuple(table["names"]),
+            rows=tuple(Variable(**row) for row in table.get("variables", ())),
+            notes=tuple(table.get("notes", ())),
+            run_on=table["run_on"],
+        )
+        for name, table in tomllib.loads(text)["fabrics"].items()
+    }
+
+
+def fabric_called(name: str) -> Fabric:
+    """The fabric of that name. Raises UsageError for an artifact whose fabric this envbuild does not know."""
+    known = load_fabrics()
+    if name not in known:
+        raise UsageError(
+            f"no fabric is called {name!r}; known are {', '.join(known)}",
+            "verify the artifact with the envbuild that built it, or a newer one",
+        )
+    return known[name]
+
+
+def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
+    """What a job on GPUs is given: NCCL_NET, the fabric's variables, the site's interface, and last, over all of
+    them, the site's own variables."""
+    found = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
+    if site.interface:
+        found["NCCL_SOCKET_IFNAME"] = site.interface
+    for name, value in fabric.variables.items():
+        if "{interface}" not in value:
+            found[name] = value
+        elif site.interface:
+            found[name] = value.replace("{interface}", site.interface)
+    return {**found, **site.variables}
+
+
+def plugin_variables(
+    layers: Sequence[BuiltLayer], root: PurePath, nccl: str, path: str = ""
+) -> dict[str, str]:
+    """How NCCL of version `nccl` ("" if unknown) finds the plugin in the environment at `root`, and the plugin the
+    host's libfabric. `path` is what LD_LIBRARY_PATH would be without. Empty for an artifact without them."""
+    by_name = {layer.name: layer for layer in layers}
+    folders: list[str] = []
+    found: dict[str, str] = {}
+    if plugin := by_name.get(PLUGIN):
+        folder = PurePath(plugin.path) / "lib" if plugin.path else root / "lib"
+        name = "libnccl-net-ofi.so" if _at_least(plugin.version, (1, 15)) else "libnccl-net.so"
+        whole = str(folder / name)
+        if _at_least(nccl, (2, 21)) and len(whole.encode()) <= _LONGEST_NAME:
+            found["NCCL_NET_PLUGIN"] = whole
+        else:
+            folders.append(str(folder))
+            if name != "libnccl-net.so":
+                found["NCCL_NET_PLUGIN"] = "ofi"
+    if (host := by_name.get("libfabric")) and host.path:
+        folders += [f"{host.path}/lib64", f"{host.path}/lib"]
+    if folders:
+        found["LD_LIBRARY_PATH"] = ":".join([*folders, *([path] if path else [])])
+    return found
+
+
+def differing(wanted: Mapping[str, str], env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Variables that the caller's environment has with another value: name → (the caller's, the wanted one)."""
+    return {
+        name: (env[name], value)
+        for name, value in wanted.items()
+        if name != "LD_LIBRARY_PATH" and env.get(name, value) != value
+    }
+
+
+def _at_least(version: str, least: tuple[int, ...]) -> bool:
+    """Whether `version` is `least` or newer; an unknown one is taken for new."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[: len(least)])
+    return not numbers or numbers >= least

@@ -1,0 +1,96 @@
+"""How a verification's job reaches its ranks: the variables of every node.
+
+Simulated nodes of one host are hosts of their own to NCCL by NCCL_HOSTID (NVIDIA/nccl, src/misc/utils.cc), so that
+their traffic goes over the network and not through shared memory; ranks of different nodes may then share a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from envbuild.site.settings import FabricTable
+from envbuild.verify.fabrics import (
+    Fabric,
+    differing,
+    fabric_called,
+    fabric_variables,
+    plugin_variables,
+)
+from envbuild.verify.network_checks import nccl_version
+from envbuild.verify.nodes import Nodes
+from envbuild.verify.subject import Subject
+
+_DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET"}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """`variables` are every node's, `gpus` those that each node may use, () for all of them. `replaced` tells which
+    variables of the caller's environment have another value in the job: name → (the caller's, the job's)."""
+
+    fabric: Fabric
+    cuda: bool
+    variables: Mapping[str, str] = field(default_factory=dict)
+    gpus: tuple[tuple[str, ...], ...] = ()
+    replaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def of_node(self, node: int, name: str, work: str) -> dict[str, str]:
+        """The variables of one node in the job called `name`, whose NCCL writes its logs into the folder `work`."""
+        if not self.cuda:
+            return {}
+        found = dict(self.variables)
+        found["NCCL_HOSTID"] = f"envbuild-{name}-{node}"
+        if self.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])
+        return {**found, **_DEBUG, "NCCL_DEBUG_FILE": f"{work}/{name}-nccl{node}.%h.%p.txt"}
+
+
+def network_of(
+    subject: Subject,
+    nodes: Nodes,
+    shape: tuple[int, int],
+    env: Mapping[str, str],
+    site: FabricTable,
+) -> Network:
+    """The network of a job of `shape` (nodes, ranks of each) in the artifact. Raises UsageError for a fabric that
+    is not known."""
+    fabric = fabric_called(subject.state.fabric)
+    if not subject.target.is_cuda:
+        return Network(fabric, cuda=False)
+    shared = (
+        nodes.interface == "lo"
+    )  # the nodes have this host's network, with the site's interface
+    variables = {"NCCL_SOCKET_IFNAME": f"={nodes.interface}"}
+    variables |= fabric_variables(fabric, site)
+    if site.interface and not shared:
+        variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
+    path = "" if subject.alone else env.get("LD_LIBRARY_PATH", "")
+    variables |= plugin_variables(
+        subject.state.layers, PurePath(subject.roots[0]), nccl_version(subject.state), path
+    )
+    named = {name: value for name, value in variables.items() if name != "NCCL_SOCKET_IFNAME"}
+    gpus = visible_gpus(env)
+    count, each = shape
+    split = tuple(tuple(gpus[node * each : (node + 1) * each]) for node in range(count))
+    return Network(
+        fabric,
+        True,
+        variables,
+        split if shared and count > 1 and len(gpus) >= count * each else (),
+        differing(named, env),
+    )
+
+
+def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
+    """The GPUs that a process with `env` may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = env.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [part.strip() for part in given.split(",") if part.strip()]
+    try:
+        found = [path.name for path in dev.iterdir() if re.fullmatch(r"nvidia\d+", path.name)]
+    except OSError:
+        return []
+    return [str(number) for number in range(len(found))]

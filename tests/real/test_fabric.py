@@ -1,0 +1,224 @@
+"""The network in use: wrong interfaces, floors that are not reached, layers' own checks, NCCL's real library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_train.loaded import interfaces
+from envbuild.artifacts.state import BuiltLayer
+from envbuild.environment import load_environment
+from envbuild.recipe.targets import host_arch
+from envbuild.store.fetch import Wanted, locate_wheels
+from envbuild.verify.diagnose import usual_cause
+from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
+from envbuild.verify.subject import Subject, open_subject
+
+from .conftest import REPOSITORY, Command
+from .test_checks_alive import SETTINGS, failed, run_checks
+
+# The ranks meet over another interface than the one that they were given.
+ASTRAY = """
+    if rank is not None:
+        import torch.distributed as dist
+        init = dist.init_process_group
+        def astray(*args, **kwargs):
+            os.environ["GLOO_SOCKET_IFNAME"] = "{name}"
+            init(*args, **kwargs)
+            os.environ["GLOO_SOCKET_IFNAME"] = "{shown}"
+        dist.init_process_group = astray
+"""
+
+
+@pytest.fixture
+def subject(pt_cpu: dict[str, Any]) -> Subject:
+    return open_subject(Path(pt_cpu["path"]))
+
+
+def other_interface() -> tuple[str, str]:
+    """An interface of this host besides lo, and its IPv4 address."""
+    for name, addresses in interfaces().items():
+        for address in addresses:
+            if name != "lo" and ":" not in address:
+                return name, address
+    pytest.skip("this host has no network interface with an IPv4 address besides lo")
+
+
+def test_gloo_is_on_the_interface_that_was_asked_for(pt_cpu: dict[str, Any]) -> None:
+    receipt = json.loads(Path(pt_cpu["receipt"]).read_text())
+    checks = {check["name"]: check for check in receipt["checks"]}
+    assert checks["fabric"]["status"] == "pass"
+    assert checks["fabric"]["evidence"]["interface"] == "lo"
+    # A connection has two ends: four ranks have six of them.
+    assert len(checks["fabric"]["evidence"]["connections"]) == 12
+    table = checks["bandwidth"]["evidence"]["table"]
+    assert checks["bandwidth"]["status"] == "pass" and table[-1]["busbw"] > 0
+    assert "libraries" not in checks, "for CUDA targets"
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_ranks_on_another_interface_are_seen(
+    honest: bool, subject: Subject, tmp_path: Path
+) -> None:
+    """By the variable, or by the connections alone where the variable was put right again."""
+    name, address = other_interface()
+    code = ASTRAY.format(name=name, shown=name if honest else "lo")
+    checks = run_checks(subject, tmp_path, code)
+    assert failed(checks) == ["fabric"], [(c.name, c.seen) for c in checks]
+    check = next(c for c in checks if c.name == "fabric")
+    assert f"rank 1 talks over {address} ({name}), not lo" in check.seen, check.seen
+    assert ("GLOO_SOCKET_IFNAME is" in check.seen) is honest
+
+
+def test_one_rank_with_another_interface_is_seen(subject: Subject, tmp_path: Path) -> None:
+    """Whether its address is used depends on which rank calls which: the variable tells in any case."""
+    name, _ = other_interface()
+    code = f"""
+    if rank == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "{name}"
+    """
+    checks = run_checks(subject, tmp_path, code)
+    assert failed(checks) == ["fabric"], [(c.name, c.seen) for c in checks]
+    assert f"rank 1: GLOO_SOCKET_IFNAME is {name}" in next(
+        c.seen for c in checks if c.name == "fabric"
+    )
+
+
+@pytest.fixture
+def unverified(envbuild: Command, pt_cpu: dict[str, Any]) -> Command:
+    """The command in a folder with the environment `v`."""
+    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
+    return envbuild
+
+
+def test_a_floor_that_is_not_reached_fails(unverified: Command, tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("[fabric.busbw_floor]\nany = 100000\n")
+    done = unverified("verify", "v", "--epochs", "2", ENVBUILD_SITE=str(site))
+    assert done.returncode == 5, done.stderr
+    assert "1 of 16 checks failed\n  bandwidth" in done.stderr
+    assert "at least 100000 GB/s (the site's busbw_floor)" in done.stderr
+
+
+def test_layers_commands_are_run_in_the_artifact_and_the_recipe_s_floor_goes_over_the_site_s(
+    subject: Subject, tmp_path: Path
+) -> None:
+    commands = {
+        "good": ("python", "-c", "print('fine')"),
+        "broken": ("python", "-c", "import sys; sys.exit('libown.so: no such file')"),
+        "absent": ("own-tool", "--version"),
+    }
+    layers = tuple(BuiltLayer(name, "1.0", "", check=check) for name, check in commands.items())
+    changed = dataclasses.replace(subject, state=dataclasses.replace(subject.state, layers=layers))
+    settings = dataclasses.replace(SETTINGS, epochs=2, busbw_floor=1e5)
+    checks = run_checks(changed, tmp_path, settings=settings)
+    assert failed(checks) == ["layer:broken", "layer:absent", "bandwidth"]
+    by_name = {check.name: check for check in checks}
+    assert by_name["layer:good"].seen == "good 1.0: exit 0"
+    assert "exit 1\n    libown.so: no such file" in by_name["layer:broken"].seen
+    assert "own-tool" in by_name["layer:absent"].seen
+    assert "the recipe's busbw_floor" in by_name["bandwidth"].expected
+
+
+# nvidia-nccl-cu12 as PyPI has it: the oldest that a recipe here names, and a newer one.
+NCCL_WHEELS = {
+    ("2.26.2", "x86_64"): "694cf3879a206553cc9d7dbda76b13efaf610fdb70a50cba303de1b0d1530ac6",
+    ("2.26.2", "aarch64"): "5c196e95e832ad30fbbb50381eb3cbd1fadd5675e587a548563993609af19522",
+    ("2.29.7", "x86_64"): "ecd0a012051abc20c1aa87328841efa8cade3ced65803046e38c2f03c0891fea",
+    ("2.29.7", "aarch64"): "0cf032ee22b560447daf0456108a75e32bd74a4de6c6b64725637a359fa48cd8",
+}
+VERSIONS = sorted({version for version, _ in NCCL_WHEELS})
+# Starts NCCL as far as it goes without a GPU: its bootstrap network, then a communicator.
+START = """
+import ctypes, sys
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+nccl, unique, comm = ctypes.CDLL(sys.argv[1]), Id(), ctypes.c_void_p()
+version = ctypes.c_int()
+nccl.ncclGetVersion(ctypes.byref(version))
+print(version.value)
+if nccl.ncclGetUniqueId(ctypes.byref(unique)) == 0:
+    nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int]
+    nccl.ncclCommInitRank(ctypes.byref(comm), 1, unique, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """libnccl.so.2 of each version."""
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
+    wanted = {
+        version: Wanted("nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]}))
+        for version in VERSIONS
+    }
+    found = locate_wheels(
+        list(wanted.values()), environment.store, environment.pip, environment.site, (),
+        offline=False, env=environment.variables, default_index=environment.default_index,
+    )  # fmt: skip
+    libraries = {}
+    for version, wheel in wanted.items():
+        with zipfile.ZipFile(found[wheel]) as archive:
+            member = next(name for name in archive.namelist() if name.endswith("libnccl.so.2"))
+            libraries[version] = Path(archive.extract(member, tmp_path_factory.mktemp("nccl")))
+    return libraries
+
+
+def test_what_the_patterns_look_for_is_what_nccl_prints(nccl: dict[str, Path]) -> None:
+    """Each constant text is in one of the libraries, and those of all releases are in both."""
+    has: dict[str, list[str]] = {}
+    for version, library in nccl.items():
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            for pattern in (one for one in PATTERNS if one.of == "nccl"):
+                for text in pattern.texts:
+                    if data.find(text.encode()) >= 0:
+                        has.setdefault(text, []).append(version)
+    for pattern in (one for one in PATTERNS if one.of == "nccl"):
+        for text in pattern.texts:
+            everywhere = "[2.18.5" in pattern.source and "2.29.7]" in pattern.source
+            assert has.get(text) == VERSIONS if everywhere else has.get(text), (text, has.get(text))
+
+
+def started(library: Path, log: Path, **env: str) -> NcclLog:
+    """What NCCL logs when it starts here; GPUs are hidden, so that it is the same on every host."""
+    subprocess.run(
+        [sys.executable, "-c", START, str(library)],
+        env={**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log),
+             "CUDA_VISIBLE_DEVICES": "", **env},
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    return parse_nccl_log(log.read_text())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_real_lines_of_nccl_are_understood(
+    version: str, nccl: dict[str, Path], tmp_path: Path
+) -> None:
+    log = tmp_path / "nccl.txt"
+    without = started(nccl[version], log, NCCL_SOCKET_IFNAME="lo")
+    assert [fault.kind for fault in without.having("fatal")] == ["fatal"] * len(without.faults)
+    assert "no GPU is visible" in usual_cause(log.read_text()), log.read_text()
+    astray = started(nccl[version], log, NCCL_SOCKET_IFNAME="nosuch0")
+    assert [fault.text for fault in astray.faults] == ["Bootstrap : no socket interface found"]
+    assert "NCCL_SOCKET_IFNAME names no interface" in usual_cause(log.read_text())
+
+
+def test_libraries_of_nccl_are_named_when_they_are_mapped(nccl: dict[str, Path]) -> None:
+    code = (
+        "import ctypes, sys; from ddp_train.loaded import mapped_libraries\n"
+        "kept = [ctypes.CDLL(path) for path in sys.argv[1:]]; print(*mapped_libraries(), sep='\\n')"
+    )
+    paths = sorted(str(library) for library in nccl.values())
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == paths

@@ -1,0 +1,301 @@
+"""What fabrics need, what a job is given for them, and how the checks judge what the ranks reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from envbuild import make
+from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.errors import RecipeError, UsageError
+from envbuild.recipe.layers import FABRICS
+from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.recipe.targets import Target
+from envbuild.site.settings import FabricTable, load_site
+from envbuild.toml.decode import hints_of
+from envbuild.verify.fabric_checks import check_gloo
+from envbuild.verify.fabrics import (
+    differing,
+    fabric_called,
+    fabric_variables,
+    load_fabrics,
+    plugin_variables,
+)
+from envbuild.verify.network import network_of, visible_gpus
+from envbuild.verify.network_checks import check_bandwidth, check_libraries, nccl_version
+from envbuild.verify.subject import Subject
+
+ROOT = Path("/env")
+PLUGIN = BuiltLayer("aws-ofi-nccl", "1.21.1", "f")
+OLD_PLUGIN = BuiltLayer("aws-ofi-nccl", "1.14.2", "f")
+LIBFABRIC = BuiltLayer("libfabric", "2.1.0", "f")
+CRAY = BuiltLayer("libfabric", "1.22.0", "", path="/opt/cray/libfabric/1.22.0")
+
+
+def test_every_fabric_of_recipes_is_known_and_every_value_has_its_source() -> None:
+    assert set(load_fabrics()) == set(FABRICS) == set(get_args(hints_of(Recipe)["fabric"]))
+    for fabric in load_fabrics().values():
+        assert fabric.title and fabric.by_plugin is ("ofi" in fabric.name or bool(fabric.provider))
+        assert not fabric.nccl_net or fabric.nccl_net in fabric.names
+        for row in fabric.rows:
+            assert row.source.startswith("https://") and row.why
+            assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date)
+    with pytest.raises(UsageError, match="no fabric is called 'roce'; known are any"):
+        fabric_called("roce")
+
+
+def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> None:
+    fabrics = load_fabrics()
+    assert fabric_variables(fabrics["any"], FabricTable()) == {}
+    assert fabric_variables(fabrics["socket"], FabricTable()) == {"NCCL_NET": "Socket"}
+    assert fabric_variables(fabrics["ib"], FabricTable()) == {"NCCL_NET": "IB"}
+    efa = fabric_variables(fabrics["efa"], FabricTable("eth0"))
+    assert efa == {"NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "eth0"}
+    site = FabricTable(
+        "hsn0,hsn1", variables={"FI_MR_CACHE_MONITOR": "kdreg2", "NCCL_IB_GID_INDEX": "3"}
+    )
+    cxi = fabric_variables(fabrics["cxi"], site)
+    assert cxi["FI_PROVIDER"] == "cxi" and cxi["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1"
+    assert cxi["FI_MR_CACHE_MONITOR"] == "kdreg2" and cxi["NCCL_IB_GID_INDEX"] == "3"
+    assert "FI_TCP_IFACE" not in fabric_variables(fabrics["tcp-ofi"], FabricTable())
+    assert fabric_variables(fabrics["tcp-ofi"], FabricTable("ib0"))["FI_TCP_IFACE"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("layers", "root", "nccl", "expected"),
+    [
+        ((), ROOT, "2.26.2", {}),
+        ((LIBFABRIC,), ROOT, "2.26.2", {}),
+        ((LIBFABRIC, PLUGIN), ROOT, "2.26.2", {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so"}),
+        ((PLUGIN,), ROOT, "", {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so"}),
+        ((OLD_PLUGIN,), ROOT, "2.21.5", {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net.so"}),
+        ((PLUGIN,), ROOT, "2.20.5", {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": "/env/lib:/host"}),
+        ((OLD_PLUGIN,), ROOT, "2.20.5", {"LD_LIBRARY_PATH": "/env/lib:/host"}),
+        ((PLUGIN,), ROOT / ("x" * 240), "2.26.2",
+         {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": f"/env/{'x' * 240}/lib:/host"}),
+        ((CRAY, PLUGIN), ROOT, "2.26.2",
+         {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so",
+          "LD_LIBRARY_PATH": f"{CRAY.path}/lib64:{CRAY.path}/lib:/host"}),
+        ((dataclasses.replace(PLUGIN, files="", path="/opt/ofi"),), ROOT, "2.26.2",
+         {"NCCL_NET_PLUGIN": "/opt/ofi/lib/libnccl-net-ofi.so"}),
+    ],
+)  # fmt: skip
+def test_nccl_is_told_where_its_plugin_is(
+    layers: tuple[BuiltLayer, ...], root: Path, nccl: str, expected: dict[str, str]
+) -> None:
+    assert plugin_variables(layers, root, nccl, "/host") == expected
+
+
+def test_what_the_environment_has_otherwise_is_named() -> None:
+    """Seed 003's users: FI_PROVIDER=efa in the job script of a Slingshot system."""
+    wanted = fabric_variables(load_fabrics()["cxi"], FabricTable("hsn0"))
+    theirs = {"FI_PROVIDER": "efa", "NCCL_CROSS_NIC": "1", "HOME": "/h"}
+    assert differing(wanted, theirs) == {"FI_PROVIDER": ("efa", "cxi")}
+
+
+def state(**changes: Any) -> State:
+    plain = State("venv", "r", "d", "d", "d", "cu126-x86_64", "3.11", "3.11.7", "python",
+                  (("nvidia-nccl-cu12", "2.26.2", "d"), ("torch", "2.7.1+cu126", "d")), fabric="efa",
+                  layers=(LIBFABRIC, PLUGIN))  # fmt: skip
+    return dataclasses.replace(plain, **changes)
+
+
+def subject(of: State, **changes: Any) -> Subject:
+    made = Subject(ROOT, ROOT, of, Target.parse(of.target), "d", "host", NotImplemented, NotImplemented)  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+class Nodes:
+    def __init__(self, interface: str) -> None:
+        self.interface = interface
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split"), [("0,1,2,3", ["0,1", "2,3"]), ("0,1", [None, None]), ("", [None, None])]
+)
+def test_simulated_nodes_are_hosts_of_their_own_with_gpus_of_their_own_where_there_are_enough(
+    gpus: str, split: list[str | None]
+) -> None:
+    nodes: Any = Nodes("lo")
+    env = {"CUDA_VISIBLE_DEVICES": gpus, "FI_PROVIDER": "tcp"}
+    network = network_of(subject(state()), nodes, (2, 2), env, FabricTable())
+    first, second = (network.of_node(node, "train", "/shared") for node in (0, 1))
+    assert [first.get("CUDA_VISIBLE_DEVICES"), second.get("CUDA_VISIBLE_DEVICES")] == split
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert first["NCCL_DEBUG_FILE"] != second["NCCL_DEBUG_FILE"]
+    assert first["NCCL_NET"] == "AWS Libfabric" and first["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert first["NCCL_NET_PLUGIN"] == "/env/lib/libnccl-net-ofi.so"
+    assert network.replaced == {}  # efa needs no FI_PROVIDER
+
+
+def test_containers_have_an_interface_of_their_own_and_cpu_targets_no_nccl() -> None:
+    nodes: Any = Nodes("eth0")
+    site = FabricTable("hsn0")
+    inside = network_of(subject(state(), alone=True), nodes, (2, 1), {}, site)
+    assert inside.variables["NCCL_SOCKET_IFNAME"] == "=eth0"
+    plain = network_of(subject(state(target="cpu-x86_64")), nodes, (2, 1), {}, site)
+    assert plain.of_node(0, "train", "/w") == {}
+
+
+def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, tmp_path) == ["GPU-a", "GPU-b"]
+    assert visible_gpus({}, tmp_path / "none") == []
+
+
+def gloo_report(address: str = "127.0.0.1", *, links: int = 1, **changes: Any) -> dict[str, Any]:
+    """Two ranks with `links` connections between them, and both with one to the rendezvous store on rank 0."""
+    here = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.0.2.2"]}
+    common = {"gloo_ifname": "lo", "interfaces": here, "store": "127.0.0.1:500", **changes}
+    store = ["127.0.0.1:500", "127.0.0.1:77"]
+    ends = [f"{address}:10", f"{address}:20"]
+    return {
+        "world_size": 2,
+        "backend": "gloo",
+        "ranks": [
+            {**common, "rank": 0, "sockets": [*[ends] * links, store]},
+            {**common, "rank": 1, "sockets": [*[ends[::-1]] * links, store[::-1],
+                                              ["192.0.2.2:9", "203.0.113.1:443"]]},
+        ],
+    }  # fmt: skip
+
+
+def test_gloo_on_the_interface_asked_for_passes() -> None:
+    check = check_gloo("lo", gloo_report())
+    assert check.status == "pass" and check.seen == "gloo over lo: 1 connections between 2 ranks"
+    assert check_gloo("lo", gloo_report("127.1.2.3")).status == "pass"
+    assert check_gloo("eth0", gloo_report("192.0.2.2", gloo_ifname="eth0")).status == "pass"
+    one = {
+        **gloo_report(),
+        "world_size": 1,
+        "ranks": [{**gloo_report()["ranks"][0], "sockets": []}],
+    }
+    assert check_gloo("lo", one).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("report", "seen"),
+    [
+        (gloo_report("192.0.2.2"), "rank 0 talks over 192.0.2.2 (eth0), not lo"),
+        (gloo_report(gloo_ifname="eth0"), "rank 0: GLOO_SOCKET_IFNAME is eth0"),
+        (gloo_report(gloo_ifname=None), "GLOO_SOCKET_IFNAME is not set"),
+        (gloo_report(links=0), "rank 0 has no connection to another rank"),
+    ],
+)
+def test_gloo_on_another_interface_fails(report: dict[str, Any], seen: str) -> None:
+    check = check_gloo("lo", report)
+    assert check.status == "fail" and seen in check.seen and check.cause
+
+
+def nccl_report(nccl: str | None = "2.26.2", *more: str) -> dict[str, Any]:
+    paths = ["/env/lib/python3.11/site-packages/torch/lib/libtorch_cuda.so", *more]
+    return {"ranks": [{"rank": rank, "nccl": nccl, "libraries": paths} for rank in range(2)]}
+
+
+NCCL = "/env/lib/python3.11/site-packages/nvidia/nccl/lib/libnccl.so.2"
+OWN_PLUGIN, OWN_FABRIC = "/env/lib/libnccl-net-ofi.so", "/env/lib/libfabric.so.1.28.0"
+OWN = (OWN_PLUGIN, OWN_FABRIC)
+
+
+@pytest.mark.parametrize(
+    ("changes", "report", "seen"),
+    [
+        ({}, nccl_report("2.26.2", NCCL, *OWN), None),
+        ({"layers": (CRAY, PLUGIN)}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, f"{CRAY.path}/lib64/libfabric.so.1"),
+         None),
+        ({"fabric": "any"}, nccl_report("2.26.2", NCCL), None),
+        ({"packages": (("nccl", "2.26.2.1", "d"),)}, nccl_report("2.26.2", "/env/lib/libnccl.so.2.26.2", *OWN), None),
+        ({"packages": ()}, nccl_report("2.20.5", *OWN), None),
+        ({}, nccl_report("2.21.5", NCCL, *OWN), "NCCL 2.21.5 is loaded, 2.26.2 was locked (ranks 0, 1)"),
+        ({}, nccl_report("2.26.2", "/usr/lib/libnccl.so.2", *OWN), "outside of the artifact"),
+        ({}, nccl_report("2.26.2", NCCL, "/usr/lib/libnccl.so.2", *OWN), "two copies of NCCL"),
+        ({}, nccl_report("2.26.2", *OWN), "no libnccl is mapped"),
+        ({}, nccl_report("2.26.2", NCCL), "aws-ofi-nccl is not mapped"),
+        ({}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/opt/amazon/efa/lib/libfabric.so.1"),
+         "libfabric is /opt/amazon/efa/lib/libfabric.so.1, not the one built for the artifact"),
+        ({"layers": (CRAY, PLUGIN)}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/usr/lib64/libfabric.so.1"),
+         f"not {CRAY.path}"),
+        ({"layers": (BuiltLayer("nccl", "2.29.7-1", "f"),), "fabric": "any"}, nccl_report("2.26.2", NCCL),
+         "2.29.7 was locked"),
+        ({}, nccl_report(None), "NCCL was not used"),
+    ],
+)  # fmt: skip
+def test_the_libraries_must_be_the_artifact_s(
+    changes: dict[str, Any], report: dict[str, Any], seen: str | None
+) -> None:
+    of = state(**changes)
+    check = check_libraries(subject(of), load_fabrics()[of.fabric], report)
+    assert check.status == ("fail" if seen else "pass"), check.seen
+    assert (seen or "NCCL 2.") in check.seen
+
+
+def test_an_image_s_plugin_must_be_the_one_that_was_built_though_all_files_are_the_image_s() -> (
+    None
+):
+    of = state()
+    image = subject(of, alone=True)
+    good = nccl_report("2.26.2", NCCL, *OWN)
+    assert check_libraries(image, load_fabrics()["efa"], good).status == "pass"
+    other = nccl_report("2.26.2", NCCL, "/opt/amazon/ofi-nccl/lib/libnccl-net.so", OWN_FABRIC)
+    assert check_libraries(image, load_fabrics()["efa"], other).status == "fail"
+
+
+def test_nccl_s_version_is_the_layer_s_or_the_package_s() -> None:
+    assert nccl_version(state()) == "2.26.2"
+    assert nccl_version(state(layers=(BuiltLayer("nccl", "2.29.7-1", "f"),))) == "2.29.7"
+    assert nccl_version(state(packages=())) == ""
+
+
+def test_the_largest_all_reduce_is_held_against_the_floor() -> None:
+    rows = [{"bytes": 65536, "busbw": 9.0}, {"bytes": 1 << 24, "busbw": 3.0}]
+    report = {"world_size": 4, "backend": "gloo", "bandwidth": rows}
+    assert check_bandwidth(report, 0, "").seen == "3 GB/s at 16 MiB"
+    assert check_bandwidth(report, 3.0, "the site").status == "pass"
+    low = check_bandwidth(report, 3.1, "the site")
+    assert low.status == "fail" and low.expected == "at least 3.1 GB/s (the site's busbw_floor)"
+    assert low.evidence["table"] == rows
+    assert check_bandwidth({**report, "bandwidth": []}, 0, "").status == "fail"
+    assert check_bandwidth({"world_size": 1}, 5, "").status == "pass"
+
+
+def test_a_recipe_s_floor_reaches_verification() -> None:
+    table = dataclasses.asdict(VerifyTable(busbw_floor=40.0))
+    assert make.settings_of(table, {}).busbw_floor == 40.0
+
+
+def site_file(tmp_path: Path, text: str) -> FabricTable:
+    (tmp_path / "site.toml").write_text(text)
+    return load_site({"HOME": str(tmp_path), "ENVBUILD_SITE": str(tmp_path / "site.toml")}).fabric
+
+
+def test_a_site_describes_its_network(tmp_path: Path) -> None:
+    found = site_file(
+        tmp_path,
+        '[fabric]\ninterface = "hsn0"\nbusbw_floor = { cxi = 80, socket = 1.5 }\n'
+        '[fabric.variables]\nNCCL_IB_GID_INDEX = "3"\n',
+    )
+    assert found == FabricTable("hsn0", {"cxi": 80.0, "socket": 1.5}, {"NCCL_IB_GID_INDEX": "3"})
+    assert site_file(tmp_path, "") == FabricTable()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[fabric.busbw_floor]\nroce = 1", "no fabric is called 'roce'"),
+        ("[fabric.busbw_floor]\nib = -1", "at least 0"),
+        ('[fabric.variables]\nHTTPS_PROXY = "x"', "'HTTPS_PROXY' is no variable of NCCL"),
+        ('[fabric.variables]\nLD_LIBRARY_PATH = "x"', "'LD_LIBRARY_PATH' is no variable of NCCL"),
+        ('[fabric.variables]\nFI_LOG_LEVEL = "x\\ny"', "text on one line"),
+        ('[fabric]\ninterface = "a b"', "does not match"),
+        ('[fabric]\ninterfaces = "a"', "unknown key 'interfaces'"),
+    ],
+)
+def test_mistakes_of_a_site_are_named(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        site_file(tmp_path, text)
