@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from envbuild.errors import LockError
@@ -41,11 +42,22 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
             f"pin torch==VERSION+{target.accelerator} in [targets.{target.name}] and name the index "
             f"https://download.pytorch.org/whl/{target.accelerator} there",
         )
-    if target.is_cuda and local.startswith("cu") and local != target.accelerator:
+    built = local if local.startswith("cu") else _of_runtime(locked)
+    if target.is_cuda and built not in (None, target.accelerator):
         raise LockError(
-            f"{source}: target {target.name} resolved to torch=={torch.version}, built for another CUDA",
-            f"pin torch==VERSION+{target.accelerator} in [targets.{target.name}]",
+            f"{source}: target {target.name} resolved to torch=={torch.version}, built for another CUDA ({built})",
+            f"pin torch==VERSION+{target.accelerator} in [targets.{target.name}] and name the index "
+            f"https://download.pytorch.org/whl/{target.accelerator} there, or make it a target of {built}",
         )
+
+
+def _of_runtime(packages: Iterable[LockedPackage]) -> str | None:
+    """`cu126` where torch's wheel from the default index pins the runtime of CUDA 12.6; None where nothing tells."""
+    for package in packages:
+        if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", package.name):
+            major, _, rest = package.version.partition(".")
+            return f"cu{major}{rest.partition('.')[0]}"
+    return None
 
 
 _CPU_HINT = (

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from envbuild.compat.check import check_stack
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
@@ -118,6 +119,7 @@ def ensure_conda_lock(
     state = inspect_conda_lock(recipe, target)
     if state.fault is None and state.lock is not None:
         check_conda_accelerator(target, state.lock.packages, str(state.path))
+        check_stack(recipe, target, conda_versions(state.lock), say, conda=True)
         return state.lock
     if locked:
         name = recipe.recipe.name
@@ -168,6 +170,7 @@ def update_conda_lock(
         packages,
         pip.lock if pip else _without_pip(recipe, target),
     )
+    check_stack(recipe, target, conda_versions(lock), say, conda=True)
     path = lock_folders(recipe, target)[-1] / conda_lock_name(target)
     differences = conda_changes(old, lock)
     for line in differences:
@@ -234,6 +237,12 @@ def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
     packages = tuple(p for p in lock.packages if p.name not in conda)
     added = replace(lock.pip, packages=tuple(p for p in lock.pip.packages if p.name not in pip))
     return replace(lock, packages=packages, pip=added)
+
+
+def conda_versions(lock: CondaLock) -> dict[str, str]:
+    """The versions of all packages of `lock` by name; a conda package stands before pip's of the same name."""
+    added = {package.name: package.version for package in lock.pip.packages}
+    return added | {package.name: package.version for package in lock.packages}
 
 
 def lock_names(lock: CondaLock) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
@@ -39,11 +40,13 @@ def ensure_lock(
 ) -> Lock:
     """The current lock of `target`; a missing or stale one is made, and said, unless `locked`.
 
-    Raises LockError when `locked` and there is none, or when it cannot be made.
+    Raises LockError when `locked` and there is none, when it cannot be made, or when what it holds is known not to
+    go together with the recipe's layers or with each other.
     """
     state = inspect_lock(recipe, target)
     if state.fault is None and state.lock is not None:
         check_accelerator(target, state.lock.packages, str(state.path))
+        check_stack(recipe, target, _versions(state.lock), say)
         return state.lock
     if locked:
         raise LockError(
@@ -66,11 +69,18 @@ def update_lock(
 ) -> Resolution:
     """Resolve anew and write the lock. `upgrade`: None moves every package, names move only those.
 
-    The new file replaces the old one by a rename; what changed is said line by line.
+    The new file replaces the old one by a rename; what changed is said line by line. Raises LockError when nothing
+    satisfies the recipe, or when the result is known not to work.
     """
+    # What the recipe pins itself may be known not to work: then nothing need be resolved.
+    check_stack(recipe, target, None, None)
     old = inspect_lock(recipe, target).lock
     keep = None if upgrade is None or old is None else without(old, upgrade)
-    resolution = resolve(recipe, target, environment, keep=keep, offline=offline)
+    try:
+        resolution = resolve(recipe, target, environment, keep=keep, offline=offline)
+    except LockError as error:
+        raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
+    check_stack(recipe, target, _versions(resolution.lock), say)
     for note in resolution.notes:
         say(f"note: {note}")
     path = lock_folders(recipe, target)[-1] / lock_file_name(target.name)
@@ -83,3 +93,7 @@ def update_lock(
     write_lock_file(path, render(resolution.lock))
     say(f"{path}: {len(resolution.lock.packages)} packages, {len(differences)} changed")
     return resolution
+
+
+def _versions(lock: Lock) -> dict[str, str]:
+    return {package.name: package.version for package in lock.packages}

@@ -15,6 +15,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.nccl import check_override, free_of, nccl_override
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -34,7 +35,8 @@ class Wanted:
     """What uv is to resolve: requirements and constraints, and `digest`, the new lock's recipe_digest.
 
     `provided` are distributions that something else installs, by version; `stubs` is the folder with wheels that
-    stand for them. They take part in the resolution and are no part of the lock.
+    stand for them. They take part in the resolution and are no part of the lock. `overrides` take the place of what
+    packages require.
     """
 
     requirements: tuple[str, ...]
@@ -42,6 +44,7 @@ class Wanted:
     digest: str
     provided: Mapping[str, str] = field(default_factory=dict)
     stubs: Path | None = None
+    overrides: tuple[str, ...] = ()
 
 
 def resolve(
@@ -55,7 +58,8 @@ def resolve(
     """Resolve `target` of `recipe`; versions pinned in `keep` are preferred where they still fit.
 
     Raises LockError with uv's explanation when nothing satisfies the requirements, when a file
-    has no sha256, or when the result is for another accelerator than the target's.
+    has no sha256, when the result is for another accelerator than the target's, or when [layers.nccl]
+    cannot replace torch's NCCL.
     """
     table = recipe.recipe.targets[target.name]
     wanted = Wanted(
@@ -63,6 +67,14 @@ def resolve(
         recipe.recipe.constraints,
         recipe.resolution_digest(target),
     )
+    override = nccl_override(recipe, target)
+    if override is not None:
+        # Only the resolution itself tells what torch pins, whatever its version and index.
+        before = free_of(keep, target)
+        pinned = resolve_wanted(wanted, recipe, target, environment, keep=before, offline=offline)
+        check_override(recipe, target, pinned.lock)
+        wanted = replace(wanted, overrides=(override,))
+        keep = free_of(pinned.lock, target)
     return resolve_wanted(wanted, recipe, target, environment, keep=keep, offline=offline)
 
 
@@ -93,6 +105,9 @@ def resolve_wanted(
         ]  # fmt: skip
         if wanted.stubs is not None:
             command += ["--find-links", wanted.stubs]
+        if wanted.overrides:
+            (work / "overrides.txt").write_text("\n".join(wanted.overrides) + "\n")
+            command += ["--overrides", work / "overrides.txt"]
         fixed = [f"{name}=={version}" for name, version in wanted.provided.items()]
         for pins, preferred in _ways_to_keep(keep):
             lines = [*wanted.constraints, *fixed, *pins]
@@ -110,7 +125,7 @@ def resolve_wanted(
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
                 + "".join(f"\n  note: {note}" for note in notes),
-                _hint(done.stderr, notes, offline),
+                _hint(done.stderr, notes, offline, f"{recipe.recipe.name} --target {target.name}"),
             )
         text = pylock.read_text(encoding="utf-8")
     resolved = tomllib.loads(text)
@@ -244,8 +259,8 @@ def compatible_tags(python: str, platform: str) -> Iterator[Any]:
     yield from tags.compatible_tags(version, f"cp{version[0]}{version[1]}", platforms)
 
 
-def _hint(stderr: str, notes: Sequence[str], offline: bool) -> str:
-    """What usually cures a failed resolution, judged by what uv printed."""
+def _hint(stderr: str, notes: Sequence[str], offline: bool, what: str) -> str:
+    """What usually cures a failed resolution of `what`, judged by what uv printed."""
     if offline:
         return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
     if re.search(r"dns error|Connect|timed out|certificate|invalid peer", stderr, re.IGNORECASE):
@@ -254,5 +269,8 @@ def _hint(stderr: str, notes: Sequence[str], offline: bool) -> str:
             "SSL_CERT_FILE), or name a mirror in site.toml"
         )
     if notes:
-        return "a version that only the unreachable index has can be served from pip's find-links instead"
+        return (
+            f"run `envbuild lock {what}` where that index is reached, or name a mirror of it in site.toml, and "
+            "commit the lock: it holds everywhere. Wheels that only that index has may also lie in pip's find-links"
+        )
     return "loosen or correct the requirement that uv names above"

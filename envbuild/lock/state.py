@@ -119,7 +119,10 @@ def write_lock_file(path: Path, text: str) -> None:
 
 def how_to_make(recipe: LoadedRecipe, target: Target) -> str:
     """The hint for a lock that is missing or stale where none may be made."""
-    return f"make it with `envbuild lock {recipe.recipe.name} --target {target.name}` and commit it"
+    indexes = recipe.recipe.targets[target.name].indexes
+    where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
+    command = f"envbuild lock {recipe.recipe.name} --target {target.name}"
+    return f"make it with `{command}`{where} and commit it"
 
 
 def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:

@@ -6,11 +6,13 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,38 @@ def test_the_aarch64_image_imports_torch_under_qemu_user(unpacked: Path) -> None
     done = under_qemu(unpacked, script, "-B")
     version, machine, total = done.stdout.split()
     assert version.startswith("2.10.0") and machine == "aarch64" and total == "2.0"
+
+
+TRAIN = """
+import runpy, sys
+sys.argv = ["ddp_train", "3", "3", "--backend", "gloo", "--model", "mlp", "--dataset_size", "256",
+            "--checkpoint_path", "/trained/snapshot.pt", "--report", "/trained/report.json"]
+runpy.run_module("ddp_train", run_name="__main__")
+"""
+
+
+def test_the_aarch64_image_trains_on_two_ranks_under_qemu_user(unpacked: Path) -> None:
+    """What a host without aarch64 hardware can prove: its torch trains over gloo, and its ranks agree."""
+    (unpacked / "trained").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+
+    def rank(number: int) -> subprocess.CompletedProcess[str]:
+        return under_qemu(
+            unpacked, TRAIN, "-B",
+            RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+            GROUP_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank, range(2)))
+    report = json.loads((unpacked / "trained/report.json").read_text())
+    assert report["status"] == "finished" and report["world_size"] == 2
+    assert len({one["parameters_digest"] for one in report["ranks"]}) == 1
+    assert all(row["ok"] for one in report["ranks"] for row in one["allreduce"])
+    losses = [epoch["loss"] for epoch in report["losses"]]
+    assert losses[-1] < losses[0]
 
 
 def test_bytecode_of_the_image_is_taken_as_it_is(unpacked: Path) -> None:

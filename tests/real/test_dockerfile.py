@@ -12,12 +12,13 @@ import ssl
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import sources
 from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
@@ -26,7 +27,19 @@ from envbuild.errors import HostError
 
 from .conftest import REPOSITORY, Command
 
-BASE = "lab-base:1"
+BASE, BUILD_BASE = "lab-base:1", "lab-build:1"
+# What envbuild installs where it is missing, here by hand: the builds have no network.
+COMPILERS = (
+    "gcc",
+    "g++",
+    "libc6-dev",
+    "make",
+    "patch",
+    "autoconf",
+    "automake",
+    "libtool",
+    "pkg-config",
+)
 PASSWORD, MARKER = "hunter2-of-the-index", "marker-in-the-authority"
 # Every file of an environment with its sha256, less what installers write each in their own way.
 WALK = """
@@ -74,23 +87,41 @@ def docker(build_command: DockerCommand) -> Any:
 
 
 @pytest.fixture(scope="session")
-def base(
+def make_base(
     docker: Any, docker_daemon: Lab, session_store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> str:
-    """Debian with Python and venv: envbuild's own base, without the environment."""
-    folder = tmp_path_factory.mktemp("base")
-    make_recipe(
-        folder / "recipes", "base", [], extra='[image]\npackages = ["python3.11-venv"]\n'
-        + 'suite = "bookworm"\nworkdir = "/"\n',
-    )  # fmt: skip
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()})
-    command.json("docker", "base", "--no-verify", "--target", "cpu-x86_64")
-    container = docker("create", "base:cpu-x86_64", "true").strip()
-    docker("export", "-o", folder / "all.tar", container)
-    docker("rm", container)
-    subprocess.run(["tar", "--delete", "-f", folder / "all.tar", "opt/env"], check=True)
-    docker("import", "--change", "CMD bash", folder / "all.tar", BASE)
-    return BASE
+) -> Callable[..., str]:
+    """Make Debian with Python, venv and other packages under a name: envbuild's own base, without the environment."""
+
+    def make(name: str, *packages: str) -> str:
+        folder = tmp_path_factory.mktemp("base")
+        listed = json.dumps(["python3.11-venv", *packages])
+        make_recipe(
+            folder / "recipes", "base", [],
+            extra=f'[image]\npackages = {listed}\nsuite = "bookworm"\nworkdir = "/"\n',
+        )  # fmt: skip
+        env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
+        command = Command(folder, env)
+        command.json("docker", "base", "--no-verify", "--target", "cpu-x86_64")
+        container = docker("create", "base:cpu-x86_64", "true").strip()
+        docker("export", "-o", folder / "all.tar", container)
+        docker("rm", container)
+        subprocess.run(["tar", "--delete", "-f", folder / "all.tar", "opt/env"], check=True)
+        docker("import", "--change", "CMD bash", folder / "all.tar", name)
+        return name
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base(make_base: Callable[..., str]) -> str:
+    """Debian with Python and venv."""
+    return make_base(BASE)
+
+
+@pytest.fixture(scope="session")
+def build_base(make_base: Callable[..., str]) -> str:
+    """The same with compilers."""
+    return make_base(BUILD_BASE, *COMPILERS)
 
 
 @pytest.fixture
@@ -368,3 +399,84 @@ def test_misuse_is_one_clear_message(small: Command, arguments: list[str], said:
         arguments = [*arguments, "--base", BASE]
     done = small("docker", "small", *arguments)
     assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stderr
+
+
+LAYERS = """
+[layers.greet]
+version = "1.0"
+url = "{greet.url}"
+sha256 = "{greet.sha256}"
+patches = ["greet.patch"]
+[layers.caller]
+version = "1.0"
+system = "make"
+url = "{caller.url}"
+sha256 = "{caller.sha256}"
+configure = ["GREET={{greet}}"]
+requires = ["greet"]
+"""
+
+
+@pytest.fixture
+def layered(small: Command, build_base: str) -> Command:
+    """`small` with two layers from source, the second built with the first, and an image to build them in."""
+    folder = small.folder / "archives"
+    folder.mkdir()
+    greet, caller = sources.pack("greet", folder), sources.pack("caller", folder)
+    place = small.folder / "recipes/small"
+    (place / "greet.patch").write_text(
+        "--- a/COPYING\n+++ b/COPYING\n@@ -0,0 +1 @@\n+patched for the lab\n"
+    )
+    text = (place / "recipe.toml").read_text()
+    text = text.replace("[image]\n", f'[image]\nbuild_base = "docker-daemon:{build_base}"\n')
+    (place / "recipe.toml").write_text(text + LAYERS.format(greet=greet, caller=caller))
+    return small
+
+
+def test_layers_are_built_in_a_stage_and_only_their_files_are_in_the_image(
+    layered: Command, docker: Any
+) -> None:
+    made = layered.json(
+        "docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "layered:1"
+    )
+    run = ("run", "--rm", "layered:1")
+    assert "hello" in docker(*run, "call")
+    found = json.loads(docker(*run, "cat", "/opt/env/share/envbuild/layers/greet.json"))
+    assert any(row["path"].startswith("lib/libgreet.so") for row in found["files"])
+    assert found["licences"] == ["share/licenses/greet/COPYING"]
+    assert "patched for the lab" in docker(*run, "cat", "/opt/env/share/licenses/greet/COPYING")
+    left = docker(*run, "sh", "-c", "command -v gcc make; ls -d /opt/layers /inputs; true")
+    assert "bin/" not in left and left.count("No such file") == 2
+    again = layered.json("docker", "small", "--builder", "dockerfile", "--no-verify")
+    assert again["digest"] == made["digest"], "nothing changed, and docker's cache was not used"
+    assert list((layered.folder / "store" / "docker").iterdir()) == []
+
+
+def test_a_layer_that_does_not_compile_fails_the_build_with_the_compiler_s_words(
+    layered: Command,
+) -> None:
+    folder = layered.folder / "broken"
+    folder.mkdir()
+    broken = sources.pack("greet", folder, {"greet.c": "int greet(void) { return oops; }\n"})
+    file = layered.folder / "recipes/small/recipe.toml"
+    text = file.read_text()
+    rest = text.partition('url = "')[2]
+    old = rest.partition('"')[0], rest.partition('sha256 = "')[2][:64]
+    file.write_text(text.replace(old[0], broken.url).replace(old[1], broken.sha256))
+    done = layered("docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "broken:1")
+    assert done.returncode == 4, done.stderr
+    message = done.stderr.partition("error: docker build failed")[2]
+    assert "greet 1.0: make failed" in message and "oops" in message and "--mount" not in message
+
+
+def test_by_hand_a_recipe_with_layers_but_no_sources_is_refused(
+    checkout: Path, small: Command, docker: Any
+) -> None:
+    shutil.copytree(small.folder / "wheels", checkout / "wheels")
+    with (checkout / "recipes/small/recipe.toml").open("a") as file:
+        file.write('[layers.libfabric]\nversion = "2.1.0"\n')
+    said = docker(
+        "build", "--network=none", "-f", "Dockerfile.cpu", "--build-arg", f"BASE={BASE}", "--build-arg",
+        "RECIPE=small", "--build-arg", "NO_INDEX=1", ".", cwd=checkout, check=False,
+    )  # fmt: skip
+    assert "this recipe has layers that are built from source" in said

@@ -244,3 +244,88 @@ def test_a_new_requirement_moves_nothing_else(target: str, envbuild: Command) ->
     assert done.returncode == 0, done.stderr
     changed = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
     assert changed == ["+ packaging 24.0"]
+
+
+@pytest.fixture
+def cuda(lab: Command) -> Command:
+    """A torch for CUDA 12.6 that pins NCCL 2.26.2, which is there in newer and older versions, too."""
+    wheels = lab.folder / "wheels"
+    needs = ["nvidia-nccl-cu12==2.26.2", "nvidia-cuda-runtime-cu12==12.6.77"]
+    files = {"torch/version.py": b"cuda = '12.6'\n", "torch/lib/libtorch_cuda.so": b""}
+    make_wheel(wheels, "torch", "2.7.1", requires=needs, files=files)
+    make_wheel(wheels, "nvidia-cuda-runtime-cu12", "12.6.77")
+    for version in ("2.25.1", "2.26.2", "2.27.5"):
+        make_wheel(wheels, "nvidia-nccl-cu12", version)
+    return lab
+
+
+def cuda_recipe(command: Command, nccl: str = "", target: str = "cu126-x86_64") -> None:
+    tables = f"[targets.{target}]\n" + (f'[layers.nccl]\nversion = "{nccl}"\n' if nccl else "")
+    make_recipe(command.folder / "recipes", "gpu", ["torch"], targets=tables)
+
+
+def test_a_newer_nccl_takes_the_place_of_torch_s_and_is_installed(cuda: Command) -> None:
+    cuda_recipe(cuda)
+    assert cuda("lock", "gpu").returncode == 0
+    plain = lock_text(cuda, "gpu", "cu126-x86_64")
+    assert "nvidia-nccl-cu12==2.26.2" in pins(plain)
+    cuda_recipe(cuda, "2.27.5-1")
+    assert cuda("lock", "gpu", "--check").returncode == 3
+    done = cuda("lock", "gpu")
+    assert done.returncode == 0 and "~ nvidia-nccl-cu12 2.26.2 -> 2.27.5" in done.stderr
+    wheel = cuda.folder / "wheels" / "nvidia_nccl_cu12-2.27.5-py3-none-any.whl"
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in lock_text(cuda, "gpu", "cu126-x86_64")
+    assert "0 changed" in cuda("lock", "gpu").stderr
+    made = cuda.json("venv", "gpu", "--target", "cu126-x86_64", "--no-verify", "--locked")
+    site = Path(made["path"], "lib/python3.11/site-packages")
+    found = [path.name for path in site.glob("nvidia_nccl*.dist-info")]
+    assert found == ["nvidia_nccl_cu12-2.27.5.dist-info"]
+    cuda_recipe(cuda)
+    assert cuda("lock", "gpu").returncode == 0
+    assert lock_text(cuda, "gpu", "cu126-x86_64") == plain
+
+
+@pytest.mark.parametrize(
+    ("nccl", "said"),
+    [
+        ("2.25.1", "NCCL 2.25.1 is older than 2.26.2, which torch==2.7.1 pins"),
+        ("2.99.0", "no version of nvidia-nccl-cu12==2.99.0"),
+    ],
+)
+def test_an_nccl_that_cannot_take_torch_s_place_is_refused(
+    cuda: Command, nccl: str, said: str
+) -> None:
+    cuda_recipe(cuda, nccl)
+    done = cuda("lock", "gpu")
+    assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr
+    assert not list((cuda.folder / "recipes/gpu").glob("*.txt"))
+
+
+def test_a_cpu_torch_under_a_lock_for_cuda_is_refused_when_it_is_built(cuda: Command) -> None:
+    """What the lock says of torch is true of another wheel: of the same version, without CUDA in it."""
+    cuda_recipe(cuda)
+    assert cuda("lock", "gpu").returncode == 0
+    path = cuda.folder / "recipes/gpu/cu126-x86_64.requirements.txt"
+    old = cuda.folder / "wheels" / "torch-2.7.1-py3-none-any.whl"
+    right = hashlib.sha256(old.read_bytes()).hexdigest()
+    wheel = make_wheel(old.parent, "torch", "2.7.1", files={"torch/version.py": b"cuda = None\n"})
+    wrong = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    path.write_text(path.read_text().replace(right, wrong))
+    done = cuda("venv", "gpu", "--target", "cu126-x86_64", "--no-verify", "--locked")
+    assert done.returncode == 4, done.stderr
+    assert "has no CUDA in it, and cu126-x86_64 needs CUDA 12.6" in done.stderr, done.stderr
+    assert not (cuda.folder / "build/gpu/cu126-x86_64/venv").exists()
+
+
+def test_an_index_out_of_reach_is_named_with_the_command_for_elsewhere(cuda: Command) -> None:
+    index = "http://127.0.0.1:9/whl/cu126"
+    tables = (
+        f'[targets.cu126-x86_64]\nrequirements = ["torch==2.9.1+cu126"]\nindexes = ["{index}"]\n'
+    )
+    make_recipe(cuda.folder / "recipes", "gpu", [], targets=tables)
+    command = "`envbuild lock gpu --target cu126-x86_64`"
+    for arguments in (["lock", "gpu"], ["plan", "gpu"]):
+        done = cuda(*arguments)
+        assert done.returncode == 3 and command in done.stderr and index in done.stderr, done.stderr
+    done = cuda("plan", "gpu", "--locked")
+    assert done.returncode == 3 and command in done.stderr and index in done.stderr

@@ -15,8 +15,8 @@ import pytest
 from .conftest import REPOSITORY, Command
 
 CHECKS = {
-    "installed", "architecture", "launch", "world", "versions", "allreduce", "parameters", "snapshot",
-    "relaunch", "resume", "reference", "loss", "curve",
+    "installed", "architecture", "accelerator", "launch", "world", "versions", "fabric", "allreduce",
+    "bandwidth", "parameters", "snapshot", "relaunch", "resume", "reference", "loss", "curve",
 }  # fmt: skip
 
 

@@ -6,6 +6,9 @@ import csv
 import io
 import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts import dockerfile
+from envbuild.artifacts import dockerfile, layers_stage
+from envbuild.artifacts.dockerfile_layers import built_layers, stage_files
+from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.pip_records import Installed, check_installed, record_differences
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.layers.compose import PREFIX, WheelFile
+from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.lock.format import Lock, LockedPackage, parse, render
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.make_dockerfile import prepare_dockerfile
+from envbuild.make_image import Prepared
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
+from envbuild.plan.sources import Patch, SourceLayer
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import RegistryTable
@@ -32,6 +40,10 @@ from envbuild.site.settings import RegistryTable
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ((ROOT / f"Dockerfile.{name}").read_text() for name in ("cpu", "gpu"))
 SCHEME = Scheme(PREFIX, "3.11")
+LAYER = SourceLayer(
+    "greet", "1.0", "cpu-x86_64", "autotools", "https://example.org/greet-1.0.tar.gz", "5" * 64,
+    patches=(Patch("/home/someone/fix.patch", "6" * 64),), packages=("make", "no-such-package-x"),
+)  # fmt: skip
 
 
 def argument(text: str, name: str) -> str:
@@ -73,12 +85,31 @@ def test_both_dockerfiles_install_in_the_same_words() -> None:
 
 def test_the_context_of_a_checkout_has_what_the_dockerfiles_copy() -> None:
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]  # fmt: skip
-    assert all((ROOT / name).exists() for name in allowed if name != "wheels")
+    assert all((ROOT / name).exists() for name in allowed if name not in ("wheels", "sources"))
     for text in (CPU, GPU):
         sources = " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split()
         for source in sources:
             plain = source.replace("[s]", "s").replace("${RECIPE}", "x").replace("${TARGET}", "y")
-            assert any(plain == name or plain.startswith(f"{name}/") for name in allowed), source
+            known = [
+                n for n in allowed if f"{plain}/".startswith(f"{n}/") or n.startswith(f"{plain}/")
+            ]
+            assert known, source
+
+
+def test_the_modules_of_a_stage_need_no_others_and_are_in_every_context(tmp_path: Path) -> None:
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    for module in layers_stage.MODULES:
+        assert f"!envbuild/{module}" in allowed
+        (tmp_path / "envbuild" / module).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "envbuild" / module, tmp_path / "envbuild" / module)
+    (tmp_path / "layers.json").write_text(describe([LAYER]))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-B", "-c", "import runpy, sys; sys.path.insert(0, '.');"
+         "runpy.run_module('envbuild.artifacts.layers_stage', run_name='__main__', alter_sys=True)",
+         "layers.json", ".", "prefix"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 4 and "no file in . has sha256" in done.stderr, done.stderr
 
 
 def program(folder: Path, text: str) -> None:
@@ -217,14 +248,17 @@ def test_a_context_holds_all_that_is_copied_links_wheels_and_is_removed(
     plan = plan_of(tmp_path, OciLock("base:1", ""), extra=extra)
     path = make_wheel(tmp_path / "wheels", "one")
     wheel = WheelFile("one", "1.0", path, "", 0)
+    sources = {"layers.json": b"{}", "5.source": path}
     with (
         pytest.raises(KeyboardInterrupt),
-        dockerfile.build_context(plan, load_trainer(), [wheel], environment) as context,
+        dockerfile.build_context(plan, load_trainer(), [wheel], environment, sources) as context,
     ):
         text = (context / "Dockerfile").read_text()
         assert text.startswith(CPU) and text.endswith("ENV QUOTES=${ENVBUILD_ENV_0}\n")
         assert dockerfile.build_arguments(plan)["ENVBUILD_ENV_0"] == 'it\'s "$HOME"'
         assert (context / "wheels" / path.name).stat().st_ino == path.stat().st_ino
+        assert (context / "sources" / "5.source").stat().st_ino == path.stat().st_ino
+        assert (context / "sources" / "layers.json").read_bytes() == b"{}"
         for source in " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split():
             named = source.replace("${RECIPE}", "one").replace("${TARGET}", "cpu-x86_64")
             assert list(context.glob(named)), source
@@ -247,6 +281,91 @@ def test_a_locked_base_is_built_on_by_its_digest(
     plan = plan_of(tmp_path, OciLock(reference, digest), "cu126-x86_64")
     arguments = dockerfile.build_arguments(plan)
     assert arguments["BASE"] == arguments["BUILD_BASE"] == told
+
+
+def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(
+    tmp_path: Path, environment: Environment
+) -> None:
+    assert stage_files(plan_of(tmp_path, OciLock("base:1", "")), environment, offline=True) == {}
+    patch = tmp_path / "fix.patch"
+    patch.write_text("x")
+    layer = replace(LAYER, patches=(Patch(str(patch), "6" * 64),))
+    plan = replace(plan_of(tmp_path, OciLock("base:1", "")), sources=(layer,))
+    with pytest.raises(BuildError, match=r"greet 1\.0: no place has its source archive"):
+        stage_files(plan, environment, offline=True)
+    archive = environment.store.folder(f"sources/{layer.sha256}") / "greet-1.0.tar.gz"
+    archive.write_bytes(b"an archive")
+    files = stage_files(plan, environment, offline=True)
+    assert files[f"{layer.sha256}.source"] == archive and files[f"{'6' * 64}.patch"] == patch
+    text = files["layers.json"]
+    assert isinstance(text, bytes) and str(tmp_path) not in text.decode()
+    (read,), hosts = read_description(text.decode())
+    assert (read.name, read.sha256, hosts) == ("greet", layer.sha256, {})
+
+
+def test_an_image_without_a_layer_of_its_plan_is_refused(tmp_path: Path) -> None:
+    plan = replace(plan_of(tmp_path, OciLock("base:1", "")), sources=(LAYER,))
+    listed = LayerList("greet", "1.0", LAYER.sha256, (), (LayerFile("bin/greet", 1, "7" * 64),))
+    (built,) = built_layers(plan, {"greet": listed.render()})
+    assert (built.name, built.files) == ("greet", listed.digest)
+    for lists in ({}, {"other": listed.render()}, {"greet": b"{}"}, {"greet": b"\xff"}):
+        with pytest.raises(BuildError, match=r"no layer greet 1\.0"):
+            built_layers(plan, lists)
+
+
+def test_packages_are_asked_for_only_where_they_are_missing() -> None:
+    if shutil.which("dpkg-query") is None or shutil.which("make") is None:
+        pytest.skip("not a Debian with make")
+    missing = layers_stage.missing_packages([LAYER])
+    assert "make" not in missing and "no-such-package-x" in missing
+
+
+@pytest.mark.parametrize(
+    ("base", "layers", "builder"),
+    [
+        (None, "", argument(GPU, "BASE")),
+        (None, "[layers.libfabric]\nversion = '2.1.0'\n", argument(GPU, "BUILD_BASE")),
+        ("mine:1", "[layers.libfabric]\nversion = '2.1.0'\n", "docker.io/library/mine:1"),
+    ],
+)
+def test_layers_are_built_in_the_image_with_compilers_that_belongs_to_the_base(
+    tmp_path: Path, environment: Environment, base: str | None, layers: str, builder: str
+) -> None:
+    prepared = prepare(tmp_path, environment, "cu126-x86_64", layers, base)
+    name = dockerfile.image_name(prepared.builder) if prepared.builder else None
+    arguments = dockerfile.build_arguments(prepared.plan, name)
+    assert arguments["BUILD_BASE"] == builder
+    assert all(builder in source.environment for source in prepared.plan.sources)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ("[layers.horovod]\nversion = '0.28.1'\n", "horovod is built as a Python package"),
+        ("[layers.libfabric]\nversion = '1.22.0'\nkind = 'host'\npath = '/opt/cray'\n"
+         "[layers.aws-ofi-nccl]\nversion = '1.14.2'\n", "aws-ofi-nccl is built with libfabric of the nodes"),
+    ],
+)  # fmt: skip
+def test_what_no_stage_can_build_is_said_with_its_line(
+    tmp_path: Path, environment: Environment, layers: str, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        prepare(tmp_path, environment, "cu126-x86_64", layers, "mine:1")
+    assert "recipe.toml:" in caught.value.message
+
+
+def prepare(
+    folder: Path, environment: Environment, target: str, tables: str, base: str | None = None
+) -> Prepared:
+    """The plan of a recipe without packages that has `tables`, for `docker build`."""
+    place = make_recipe(folder, "one", [], targets=f"[targets.{target}]\n{tables}")
+    loaded, found = load_recipe(place / "recipe.toml"), Target.parse(target)
+    digest = loaded.resolution_digest(found)
+    empty = Lock("one", target, "3.11", found.platform("2.28"), digest, ())
+    (place / f"{target}.requirements.txt").write_text(render(empty))
+    return prepare_dockerfile(
+        loaded, found, environment, locked=True, offline=True, bytecode=True, say=print, base=base
+    )
 
 
 @pytest.mark.parametrize(

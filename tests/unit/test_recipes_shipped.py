@@ -1,0 +1,116 @@
+"""Every recipe that comes with envbuild: current locks without addresses, plans and verdicts for all its targets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from envbuild.compat.judge import judge
+from envbuild.compat.stack import stack_of
+from envbuild.environment import load_environment
+from envbuild.errors import LockError
+from envbuild.layers.source_known import source_layers
+from envbuild.lock.accelerator import check_accelerator
+from envbuild.lock.format import Lock
+from envbuild.lock.image_manage import inspect_image_lock
+from envbuild.lock.manage import ensure_lock, inspect_lock
+from envbuild.lock.nccl import nccl_package
+from envbuild.plan.plan import make_plan
+from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.targets import Target
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*/recipe.toml"))}
+TARGETS = [(name, target) for name, one in LOADED.items() for target in one.recipe.targets]
+# What was never locked: indexes or registries that the machine where locks are made does not reach.
+UNLOCKED = {("gh200_cu126", "cu126-aarch64"), ("pt_cu126", "cu126-aarch64")}
+
+
+def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
+    recipe, found = LOADED[name], Target.parse(target)
+    state = inspect_lock(recipe, found)
+    assert state.lock is None or state.fault is None, f"{state.path}: {state.fault}"
+    return recipe, found, state.lock
+
+
+@pytest.mark.parametrize(("name", "target"), TARGETS)
+def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(
+    name: str, target: str
+) -> None:
+    recipe, found, lock = opened(name, target)
+    if (name, target) in UNLOCKED:
+        assert lock is None
+        return
+    assert lock is not None, f"envbuild lock {name} --target {target}"
+    check_accelerator(found, lock.packages, name)
+    sources, hosts = source_layers(recipe, found)
+    plan = make_plan(
+        recipe.recipe, recipe.digest, lock, found, artifact="venv", trainer_version="1",
+        trainer_digest="t", compile_bytecode=False, folder=recipe.folder, sources=sources, host_layers=hosts,
+    )  # fmt: skip
+    named = {one.name for one in (*plan.sources, *plan.host_layers)}
+    wanted = {one for one, table in recipe.recipe.layers.items() if table.for_target(target)}
+    assert wanted - {"nccl"} <= named and plan.fabric == recipe.recipe.fabric
+
+
+@pytest.mark.parametrize(("name", "target"), TARGETS)
+def test_nothing_of_a_target_is_known_not_to_work(name: str, target: str) -> None:
+    recipe, found, lock = opened(name, target)
+    packages = {one.name: one.version for one in lock.packages} if lock else None
+    findings = judge(stack_of(recipe, found, packages))
+    assert [one for one in findings if one.status in ("bad", "unknown")] == []
+
+
+@pytest.mark.parametrize(("name", "target"), sorted(UNLOCKED))
+def test_what_needs_another_index_says_which_and_how(
+    tmp_path: Path, name: str, target: str
+) -> None:
+    recipe, found, _ = opened(name, target)
+    environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path)})
+    with pytest.raises(LockError) as caught:
+        ensure_lock(recipe, found, environment, locked=True, offline=True, say=print)
+    (index,) = recipe.recipe.targets[target].indexes
+    said = f"{caught.value.hint}"
+    assert f"`envbuild lock {name} --target {target}`" in said and index in said
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*-*.*")), ids=lambda path: path.name)
+def test_a_lock_holds_no_address(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"[a-z]+://|@[a-z0-9.-]+\.[a-z]{2,}/", text)
+
+
+@pytest.mark.parametrize(("name", "target"), TARGETS)
+def test_locks_of_images_are_current(name: str, target: str) -> None:
+    recipe, found, _ = opened(name, target)
+    state = inspect_image_lock(recipe, found)
+    assert state.lock is None or state.fault is None, f"{state.path}: {state.fault}"
+    debian = recipe.recipe.image.base == "debian"
+    assert state.lock is not None or not debian or (name, target) in UNLOCKED
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "version"),
+    [
+        ("pt_cu126", "cu126-x86_64", "2.26.2"),
+        ("pt_efa", "cu130-x86_64", "2.29.7"),
+        ("pt_efa", "cu130-aarch64", "2.29.7"),
+    ],
+)
+def test_the_nccl_that_comments_name_is_the_locked_one(
+    name: str, target: str, version: str
+) -> None:
+    recipe, found, lock = opened(name, target)
+    assert lock is not None and lock.version(nccl_package(found)) == version
+    text = recipe.path.read_text()
+    assert f"NCCL {version}" in text
+
+
+def test_gh200_has_all_that_the_guide_pins_and_the_nodes_libfabric() -> None:
+    recipe = LOADED["gh200_cu126"].recipe
+    assert len(recipe.requirements) == 11 and all("==" in one for one in recipe.requirements)
+    sources, hosts = source_layers(LOADED["gh200_cu126"], Target.parse("cu126-aarch64"))
+    assert [host.path for host in hosts] == [f"/opt/cray/libfabric/{hosts[0].version}"]
+    assert "aws-ofi-nccl" in {one.name for one in sources} and recipe.fabric == "cxi"
