@@ -38,7 +38,7 @@ def layers_command(
     \b
     Examples:
       envbuild layers pt_efa
-      srun -p arm envbuild layers gh200_cu126 --target cu126-aarch64
+      srun -p arm envbuild layers pt_efa --target cu130-aarch64
       envbuild layers pt_efa --for host --json
     """
     from envbuild.make_layers import build_layers, in_image, on_host
