@@ -1,5 +1,6 @@
 """A folder appears in its place whole or not at all, and killed runs leave nothing for long."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -91,3 +92,17 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
     ):
         pass
     assert caught.value.hint
+
+
+def test_a_folder_that_could_not_be_made_is_no_second_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    folder = place.staging(tmp_path / "venv")
+    with pytest.raises(BuildError, match="Read-only file system"):
+        place.create(folder)
+    place.remove(folder)
