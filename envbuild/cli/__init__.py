@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -88,6 +90,8 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the `envbuild` command: every foreseen failure is one message and its exit code."""
+    interrupted: list[int] = []
+    atexit.register(_leave, interrupted)  # before what commands import: the first is run last
     signal.signal(signal.SIGTERM, _interrupt)
     sys.unraisablehook = _unraisable
     # Trees of 100,000 paths are built once and kept: looking through them for garbage takes a tenth of the time.
@@ -111,7 +115,21 @@ def main() -> None:
         code = 0
     # The work is done and said: a Ctrl-C while Python winds down must not turn it into a failure.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupted.extend([code] if code == 130 else [])
     sys.exit(code)
+
+
+def _leave(interrupted: list[int]) -> None:
+    """Exit as promised after a Ctrl-C, once all else that ends with Python has ended.
+
+    Where one came in code that Python made of text (that of a dataclass or a named tuple, while a module is imported),
+    it kills itself by SIGINT at its end, though the exception was handled (CPython, run_eval_code_obj in pythonrun.c).
+    """
+    if interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(interrupted[0])
 
 
 def _show(error: EnvbuildError) -> None:

@@ -1,8 +1,10 @@
 """The command line: light to start, clear to misuse."""
 
 import json
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,6 @@ HEAVY = (
 
 
 def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     command = [sys.executable, "-m", "envbuild", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env}
@@ -151,4 +151,22 @@ def test_an_interruption_where_python_drops_exceptions_still_interrupts(signal_n
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=15
     )
+    assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
+
+
+def test_an_interruption_within_code_made_of_text_exits_as_any_other(tmp_path: Path) -> None:
+    """Where dataclasses and named tuples are made, that is while modules are imported: Python would die of SIGINT."""
+    (tmp_path / "interrupted.py").write_text(
+        textwrap.dedent("""
+            import signal
+            from envbuild import cli
+            cli.cli.main = lambda **_: exec("import signal; signal.raise_signal(signal.SIGINT)")
+            cli.main()
+        """)
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-m", "interrupted"], capture_output=True, text=True, timeout=15,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
