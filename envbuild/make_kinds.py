@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild.artifacts import conda, venv
-from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
 from envbuild.layers.trainer import Trainer
 from envbuild.make_layers import Declared, build_layers
 from envbuild.plan.plan import Plan
 from envbuild.progress import say as to_stderr
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
 
 Say = Callable[[str], None]
 

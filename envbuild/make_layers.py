@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING
 
 from envbuild import process
-from envbuild.artifacts.layers_in import LayerFolder, check_free, layer_folder
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.layers.workshop import Workshop
-from envbuild.lock.image import ImageLock
 from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
+    from envbuild.layers.workshop import Workshop
+    from envbuild.lock.image import ImageLock
+
 Say = Callable[[str], None]
-Workshops = Callable[[Path], AbstractContextManager[Workshop]]
+Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
 # In the folder it is told, the command; a shell ends with 127 where there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
@@ -97,6 +100,8 @@ def build_layers(
     """
     if not layers.sources:
         return []
+    # Imported here: a recipe without layers, the usual one, needs none of it.
+    from envbuild.artifacts.layers_in import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
     _check(layers)

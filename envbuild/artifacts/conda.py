@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild import limits, process
 from envbuild.artifacts import installed, place
@@ -20,8 +21,7 @@ from envbuild.artifacts.conda_survey import (
     quick_names,
     read_records,
 )
-from envbuild.artifacts.layers_in import LayerFolder, has_layers, install_layers
-from envbuild.artifacts.state import FILE, State, packages_of, state_of
+from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.conda_files import locate_conda
@@ -30,6 +30,9 @@ from envbuild.layers.wheels import locate
 from envbuild.lock.conda import CondaPackage
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
 
 KIND = "conda"
 
@@ -78,6 +81,7 @@ def build(
     """
     from envbuild.artifacts.conda_install import install_packages
     from envbuild.artifacts.conda_pip import add_wheels
+    from envbuild.artifacts.layers_in import install_layers
 
     final = _place(final)
 

@@ -21,9 +21,8 @@ from envbuild.artifacts.layer_files import (
     list_files,
     list_path,
     parse_list,
-    quick_lists,
 )
-from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.files import write_atomically
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
@@ -110,12 +109,6 @@ def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLaye
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(layer.listed.render())
     return tuple(layer.built for layer in layers)
-
-
-def has_layers(root: Path, state: State) -> bool:
-    """Whether the environment at `root` has the layers of its `state`, judged quickly (by their lists' names)."""
-    wanted = {layer.name for layer in state.layers if layer.files}
-    return not wanted or wanted <= quick_lists(root)
 
 
 def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterable[str]]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.artifacts.installed import Distribution
+from envbuild.artifacts.layer_files import quick_lists
 from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 
@@ -113,6 +114,12 @@ def state_of(
 def packages_of(found: Iterable[Distribution]) -> tuple[tuple[str, str, str], ...]:
     """`found` as a State keeps it, in the order of names."""
     return tuple(sorted((d.name, d.version, d.record) for d in found))
+
+
+def has_layers(root: Path, state: State) -> bool:
+    """Whether the environment at `root` has the layers of its `state`, judged quickly (by their lists' names)."""
+    wanted = {layer.name for layer in state.layers if layer.files}
+    return not wanted or wanted <= quick_lists(root)
 
 
 def read_state(folder: Path) -> State | None:

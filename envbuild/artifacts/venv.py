@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.artifacts import installed, place
@@ -14,8 +15,7 @@ from envbuild.artifacts.interpreter import (
     known_interpreter,
     remember_interpreter,
 )
-from envbuild.artifacts.layers_in import LayerFolder, has_layers, install_layers
-from envbuild.artifacts.state import FILE, State, packages_of, state_of
+from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
 from envbuild.artifacts.uv_install import install_wheels, tool_hint
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -23,6 +23,9 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
 
 KIND = "venv"
 
@@ -73,6 +76,8 @@ def build(
     sources. Raises BuildError,
     LockError (a wheel that no source has) or HostError (no fitting interpreter).
     """
+    from envbuild.artifacts.layers_in import install_layers
+
     env = environment.uv_environment()
     # --relocatable: the folder is made beside its place and moved, so no script may hold its path.
     creating = process.start(

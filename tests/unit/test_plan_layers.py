@@ -21,7 +21,7 @@ from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
 from envbuild.artifacts.metadata import interest, source_built
-from envbuild.artifacts.state import BuiltLayer, State, parse_state, state_of
+from envbuild.artifacts.state import BuiltLayer, State, has_layers, parse_state, state_of
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
@@ -210,9 +210,9 @@ def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: P
     assert report.missing == ["bin/foo (layer libfoo)"] and found == {"libfoo": told.files}
     assert report.altered == ["lib/libfoo.so.1 (layer libfoo)", "lib/libfoo.so.1.0 (layer libfoo)"]
     state = dataclasses.replace(STATE, layers=(told,))
-    assert layers_in.has_layers(root, state)
+    assert has_layers(root, state)
     (root / "share/envbuild/layers/libfoo.json").unlink()
-    assert survey()[1] == {} and not layers_in.has_layers(root, state)
+    assert survey()[1] == {} and not has_layers(root, state)
 
 
 def test_the_check_of_what_is_installed_wants_each_list_as_it_was() -> None:
