@@ -8,7 +8,12 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import offline_option, open_recipe, say
-from envbuild.cli.lock_builder import builder_faults, lock_builder
+from envbuild.cli.lock_builder import (
+    builder_faults,
+    has_to_renew,
+    lock_builder,
+    names_an_image,
+)
 from envbuild.cli.lock_conda import (
     EXPORTS,
     SOLVERS,
@@ -171,9 +176,7 @@ def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:
 
 
 def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
-    from envbuild.compat.check import check_stack
-    from envbuild.lock.accelerator import check_accelerator
-    from envbuild.lock.manage import inspect_lock
+    from envbuild.lock.manage import check_lock, inspect_lock
 
     faults = []
     for loaded, target in work:
@@ -186,8 +189,7 @@ def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
         if state.fault is not None or state.lock is None:
             faults.append(f"{state.path}: {state.fault}")
             continue
-        check_accelerator(target, state.lock.packages, str(state.path))
-        check_stack(loaded, target, {one.name: one.version for one in state.lock.packages}, say)
+        check_lock(loaded, target, state.lock, str(state.path), say)
         say(f"{state.path}: current")
     if faults:
         raise LockError(
@@ -199,13 +201,9 @@ def _image_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
     from envbuild.lock.image_manage import inspect_image_lock
 
     state = inspect_image_lock(loaded, target)
-    if state.lock is None and not _names_an_image(loaded):
+    if state.lock is None and not names_an_image(loaded):
         return []
     return [f"{state.path}: {state.fault}"] if state.fault else []
-
-
-def _names_an_image(loaded: LoadedRecipe) -> bool:
-    return "image" in loaded.document.data
 
 
 def _lock_image(
@@ -222,14 +220,10 @@ def _lock_image(
     from envbuild.lock.image_manage import inspect_image_lock, update_image_lock
 
     state = inspect_image_lock(loaded, target)
-    if state.lock is None and not wanted and not _names_an_image(loaded):
+    if state.lock is None and not wanted and not names_an_image(loaded):
         return
-    if state.fault is None and not upgrade:
-        return
-    if offline:
-        say(f"{state.path}: left as it is (--offline)")
-        return
-    update_image_lock(loaded, target, environment, say=say, write=write)
+    if has_to_renew(state, upgrade=upgrade, offline=offline):
+        update_image_lock(loaded, target, environment, say=say, write=write)
 
 
 def _export(

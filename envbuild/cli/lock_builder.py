@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from envbuild.cli.common import say
 from envbuild.environment import Environment
 from envbuild.lock.image_manage import inspect_image_lock
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.lock.image import ImageLock
+    from envbuild.lock.state import LockState
 
 
 def lock_builder(
@@ -27,12 +33,8 @@ def lock_builder(
     if not sources or not (wanted or _has_images(loaded, target)):
         return
     state = inspect_build_lock(loaded, target, sources)
-    if state.fault is None and not upgrade:
-        return
-    if offline:
-        say(f"{state.path}: left as it is (--offline)")
-        return
-    update_build_lock(loaded, target, sources, environment, say=say, write=write)
+    if has_to_renew(state, upgrade=upgrade, offline=offline):
+        update_build_lock(loaded, target, sources, environment, say=say, write=write)
 
 
 def builder_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
@@ -50,4 +52,18 @@ def builder_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
 
 
 def _has_images(loaded: LoadedRecipe, target: Target) -> bool:
-    return "image" in loaded.document.data or inspect_image_lock(loaded, target).lock is not None
+    return names_an_image(loaded) or inspect_image_lock(loaded, target).lock is not None
+
+
+def names_an_image(loaded: LoadedRecipe) -> bool:
+    """Whether the recipe says anything of images."""
+    return "image" in loaded.document.data
+
+
+def has_to_renew(state: LockState[ImageLock], *, upgrade: bool, offline: bool) -> bool:
+    """Whether the lock of `state` is to be made anew; that --offline forbids it is said."""
+    if state.fault is None and not upgrade:
+        return False
+    if offline:
+        say(f"{state.path}: left as it is (--offline)")
+    return not offline

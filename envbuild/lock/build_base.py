@@ -12,17 +12,10 @@ import json
 from collections.abc import Callable, Sequence
 
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError
-from envbuild.lock.base_debian import resolve_debian
-from envbuild.lock.base_oci import resolve_digest
-from envbuild.lock.image import ImageLock, OciLock, image_changes, read_image, render_image
-from envbuild.lock.state import (
-    LockState,
-    how_to_make,
-    inspect_lock_file,
-    lock_folders,
-    write_lock_file,
-)
+from envbuild.errors import UsageError
+from envbuild.lock.image import ImageLock, read_image
+from envbuild.lock.image_manage import current_lock, put_image_lock, resolve_base
+from envbuild.lock.state import LockState, inspect_lock_file, lock_folders
 from envbuild.plan.sources import SourceLayer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -82,11 +75,9 @@ def ensure_build_lock(
     """
     check_build_base(recipe, sources)
     state = inspect_build_lock(recipe, target, sources)
-    if state.fault is None and state.lock is not None:
-        return state.lock
-    if locked or offline:
-        why = "" if locked else " and --offline forbids to resolve it"
-        raise LockError(f"{state.path}: {state.fault}{why}", how_to_make(recipe, target))
+    current = current_lock(state, recipe, target, locked=locked, offline=offline)
+    if current is not None:
+        return current
     say(f"{state.path}: {state.fault}; resolving the builder of {target.name} …")
     return update_build_lock(recipe, target, sources, environment, say=say)
 
@@ -104,25 +95,15 @@ def update_build_lock(
     check_build_base(recipe, sources)
     old = inspect_build_lock(recipe, target, sources).lock
     image, digest = recipe.recipe.image, build_digest(recipe, target, sources)
-    if image.base == "debian":
-        packages = (*image.packages, *build_packages(recipe, sources))
-        own = dataclasses.replace(image, packages=tuple(dict.fromkeys(packages)))
-        base = resolve_debian(dataclasses.replace(recipe.recipe, image=own), target, environment)
-        new = ImageLock(recipe.recipe.name, target.name, digest, base)
-        what = f"{len(base.packages)} Debian packages of {base.suite}"
-    else:
-        found = resolve_digest(image.build_base, target, environment, recipe.folder)
-        new = ImageLock(recipe.recipe.name, target.name, digest, OciLock(image.build_base, found))
-        what = f"{image.build_base} is {found}"
+    packages = dict.fromkeys((*image.packages, *build_packages(recipe, sources)))
+    own = dataclasses.replace(
+        recipe.recipe, image=dataclasses.replace(image, packages=tuple(packages))
+    )
+    reference = "debian" if image.base == "debian" else image.build_base
+    base, what = resolve_base(own, reference, recipe.folder, target, environment)
+    new = ImageLock(recipe.recipe.name, target.name, digest, base)
     path = lock_folders(recipe, target)[-1] / build_lock_name(target.name)
-    differences = image_changes(old, new)
-    for line in differences if old else ():
-        say(f"  {line}")
-    if not write:
-        say(f"{path}: not written (dry run), {len(differences)} would change")
-        return new
-    write_lock_file(path, render_image(new))
-    say(f"{path}: {what}, {len(differences)} changed")
+    put_image_lock(path, old, new, what, say=say, write=write)
     return new
 
 

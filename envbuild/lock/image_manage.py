@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.base_debian import resolve_debian
@@ -24,6 +26,7 @@ from envbuild.lock.state import (
     write_lock_file,
 )
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]
@@ -51,16 +54,31 @@ def ensure_image_lock(
     Raises LockError when `locked` and there is none, or when it cannot be made.
     """
     state = inspect_image_lock(recipe, target)
+    current = current_lock(state, recipe, target, locked=locked, offline=offline)
+    if current is not None:
+        return current
+    say(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
+    return update_image_lock(recipe, target, environment, say=say)
+
+
+def current_lock(
+    state: LockState[ImageLock],
+    recipe: LoadedRecipe,
+    target: Target,
+    *,
+    locked: bool,
+    offline: bool,
+) -> ImageLock | None:
+    """The lock of `state` where it is current, None where one has to be made.
+
+    Raises LockError where `locked` or `offline` forbids to make one.
+    """
     if state.fault is None and state.lock is not None:
         return state.lock
     if locked or offline:
         why = "" if locked else " and --offline forbids to resolve it"
-        raise LockError(
-            f"{state.path}: {state.fault}{why}",
-            how_to_make(recipe, target),
-        )
-    say(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
-    return update_image_lock(recipe, target, environment, say=say)
+        raise LockError(f"{state.path}: {state.fault}{why}", how_to_make(recipe, target))
+    return None
 
 
 def update_image_lock(
@@ -72,24 +90,36 @@ def update_image_lock(
     write: bool = True,
 ) -> ImageLock:
     """Resolve the base anew and write the lock; what changed is said line by line."""
+    loaded, digest = recipe.recipe, recipe.image_digest(target)
     old = inspect_image_lock(recipe, target).lock
-    image = recipe.recipe.image
-    if image.base == "debian":
-        base = resolve_debian(recipe.recipe, target, environment)
-        new = ImageLock(recipe.recipe.name, target.name, recipe.image_digest(target), base)
-        what = f"{len(base.packages)} Debian packages of {base.suite}"
-    else:
-        digest = resolve_digest(image.base, target, environment, recipe.folder)
-        oci = OciLock(image.base, digest)
-        new = ImageLock(recipe.recipe.name, target.name, recipe.image_digest(target), oci)
-        what = f"{image.base} is {digest}"
+    base, what = resolve_base(loaded, loaded.image.base, recipe.folder, target, environment)
+    new = ImageLock(loaded.name, target.name, digest, base)
     path = lock_folders(recipe, target)[-1] / image_lock_name(target.name)
+    put_image_lock(path, old, new, what, say=say, write=write)
+    return new
+
+
+def resolve_base(
+    recipe: Recipe, reference: str, folder: Path, target: Target, environment: Environment
+) -> tuple[DebianLock | OciLock, str]:
+    """The packages or the digest of `reference` ("debian" with the recipe's packages, or an existing image; paths begin
+    at `folder`), and what it is in a line. Raises LockError."""
+    if reference == "debian":
+        debian = resolve_debian(recipe, target, environment)
+        return debian, f"{len(debian.packages)} Debian packages of {debian.suite}"
+    digest = resolve_digest(reference, target, environment, folder)
+    return OciLock(reference, digest), f"{reference} is {digest}"
+
+
+def put_image_lock(
+    path: Path, old: ImageLock | None, new: ImageLock, what: str, *, say: Say, write: bool
+) -> None:
+    """Write `new`, which is `what`, to `path`; what changed is said line by line. Without `write` only that."""
     differences = image_changes(old, new)
     for line in differences if old else ():
         say(f"  {line}")
     if not write:
         say(f"{path}: not written (dry run), {len(differences)} would change")
-        return new
+        return
     write_lock_file(path, render_image(new))
     say(f"{path}: {what}, {len(differences)} changed")
-    return new

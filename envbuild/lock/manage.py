@@ -45,8 +45,7 @@ def ensure_lock(
     """
     state = inspect_lock(recipe, target)
     if state.fault is None and state.lock is not None:
-        check_accelerator(target, state.lock.packages, str(state.path))
-        check_stack(recipe, target, _versions(state.lock), say)
+        check_lock(recipe, target, state.lock, str(state.path), say)
         return state.lock
     if locked:
         raise LockError(
@@ -55,6 +54,13 @@ def ensure_lock(
         )
     say(f"{state.path}: {state.fault}; resolving {target.name} …")
     return update_lock(recipe, target, environment, upgrade=(), offline=offline, say=say).lock
+
+
+def check_lock(recipe: LoadedRecipe, target: Target, lock: Lock, source: str, say: Say) -> None:
+    """Raise LockError where the current `lock`, read from `source`, holds a torch for another accelerator, or what is
+    known not to work."""
+    check_accelerator(target, lock.packages, source)
+    check_stack(recipe, target, _versions(lock), say)
 
 
 def update_lock(
