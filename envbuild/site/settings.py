@@ -8,6 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.site.jobs import (
+    ContainerTable,
+    KubernetesTable,
+    ModulesTable,
+    NodeTable,
+    PathsTable,
+    SchedulerTable,
+    job_variable_problem,
+    value_problem,
+)
 from envbuild.toml import decode, read
 
 if TYPE_CHECKING:
@@ -132,6 +142,30 @@ class SiteFile:
     )
     fabric: FabricTable = field(
         default_factory=FabricTable, metadata={"doc": "The network between nodes with GPUs."}
+    )
+    scheduler: SchedulerTable = field(
+        default_factory=SchedulerTable, metadata={"doc": "Who starts jobs."}
+    )
+    modules: ModulesTable = field(
+        default_factory=ModulesTable, metadata={"doc": "Environment modules of builds and jobs."}
+    )
+    environment: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
+            "key_check": job_variable_problem,
+            "check": value_problem,
+        },
+    )
+    paths: PathsTable = field(
+        default_factory=PathsTable, metadata={"doc": "File systems, as nodes see them."}
+    )
+    container: ContainerTable = field(
+        default_factory=ContainerTable, metadata={"doc": "What starts images on nodes."}
+    )
+    node: NodeTable = field(default_factory=NodeTable, metadata={"doc": "What one node has."})
+    kubernetes: KubernetesTable = field(
+        default_factory=KubernetesTable, metadata={"doc": "Where and how pods run."}
     )
 
 

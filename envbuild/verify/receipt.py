@@ -12,6 +12,7 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.files import write_atomically
+from envbuild.verify.network_checks import nccl_version
 from envbuild.verify.run import Verdict
 from envbuild.verify.subject import Subject
 
@@ -42,6 +43,10 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "lock": {"digest": state.lock_digest},
         "plan": {"digest": state.plan_digest},
         "target": state.target,
+        "fabric": state.fabric,
+        "layers": [
+            {"name": one.name, "version": one.version, "path": one.path} for one in state.layers
+        ],
         "runtime": subject.runtime,
         "settings": asdict(verdict.settings),
         "versions": {
@@ -49,6 +54,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
             "python": versions.get("python"),
             "torch": versions.get("torch"),
             "torch_cuda": versions.get("torch_cuda"),
+            "nccl": nccl_version(state) or None,
         },
         "host": _host(),
         "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,0 +1,184 @@
+"""`envbuild job`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from envbuild.cli.common import json_option, print_json, say, target_option
+from envbuild.errors import HostError, UsageError
+
+if TYPE_CHECKING:
+    from envbuild.jobs.model import JobPlan
+
+_COUNT = click.IntRange(1, 100_000)
+
+
+@click.command("job")
+@click.argument("named", metavar="RECIPE|ARTIFACT")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
+)
+@click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
+@click.option(
+    "--nproc-per-node",
+    type=_COUNT,
+    help="Ranks of each node. Default: its GPUs, or the recipe's [verify].",
+)
+@click.option(
+    "--script", metavar="TRAIN.py",
+    help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
+)  # fmt: skip
+@click.option(
+    "--scheduler", type=click.Choice(["slurm", "pbs", "kubernetes"]), help="Default: the site's."
+)
+@click.option(
+    "--strategy", type=click.Choice(["ddp", "horovod", "single"]), default="ddp", show_default=True,
+    help="ddp: one torchrun a node; horovod: one MPI process a rank; single: one process.",
+)  # fmt: skip
+@click.option("--name", metavar="NAME", help="The job's name. Default: the recipe's.")
+@click.option("--time", metavar="HH:MM:SS", help="Time limit. Default: the site's.")
+@click.option(
+    "--work",
+    metavar="DIR",
+    help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.",
+)
+@click.option(
+    "--launcher", type=click.Choice(["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]),
+    help="What starts the processes of each node. Default: the site's.",
+)  # fmt: skip
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0, 1000),
+    help="Restarts of failed ranks by torchrun. Default: 3.",
+)
+@click.option(
+    "--rendezvous", type=click.Choice(["c10d", "etcd-v2"]), default="c10d", show_default=True,
+    help="Where agents meet: at the head node, or at an etcd server.",
+)  # fmt: skip
+@click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
+@click.option(
+    "--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`."
+)
+@click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
+@target_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it there. Default: print it.",
+)
+@click.option(
+    "--explain", is_flag=True, help="Show every value and who decided it, on standard error."
+)
+@click.option(
+    "--submit", is_flag=True, help="Hand it to sbatch, qsub or kubectl; prints the job's number."
+)
+@json_option
+def job_command(
+    named: str,
+    arguments: tuple[str, ...],
+    site: str | None,
+    target: str | None,
+    out: Path | None,
+    unverified: bool,
+    explain: bool,
+    submit: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Render the job that trains with an artifact on a cluster.
+
+    Takes the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE, of which it takes what was
+    built here. Only what passed verification is taken. Put -- before ARGS that begin with a dash.
+
+    \b
+    Examples:
+      envbuild job pt_cpu --site aws-parallelcluster --nodes 4 --submit
+      envbuild job pytorch.sqsh --site slurm-modules --script train.py -- --lr 0.1
+      envbuild job pt_cpu --site aws-eks --out job.yaml
+      envbuild job pt_cpu --site local --explain --preflight 50 10
+    """
+    from envbuild.jobs.artifact import open_artifact
+    from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.render import explained, render
+    from envbuild.site.job_site import load_job_site
+
+    where = load_job_site(site, os.environ)
+    request = JobRequest(
+        arguments=arguments, current=Path.cwd(), envbuild=os.path.abspath(sys.argv[0]), **options
+    )
+    scheduler = scheduler_of(request, where)
+    opened = open_artifact(named, wanted_kinds(scheduler, where), target, unverified=unverified)
+    plan = plan_job(request, opened, where)
+    if explain:
+        _table(explained(plan))
+    text = render(plan)
+    path = _write(plan, text, out, submit)
+    number = _submit(plan, path) if submit and path else None
+    if as_json:
+        print_json(_as_json(plan, text, path, number))
+    elif number is not None:
+        click.echo(number)
+    elif path is not None:
+        click.echo(path)
+    else:
+        click.echo(text, nl=False)
+
+
+def _write(plan: JobPlan, text: str, out: Path | None, submit: bool) -> Path | None:
+    """The file that the script was written to; None when it is to be printed."""
+    from envbuild.jobs.submit import default_script, write_script
+
+    if out is None and not submit:
+        return None
+    path = out or default_script(
+        plan, Path(plan.work) if plan.scheduler != "kubernetes" else Path()
+    )
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", "name a file with --out")
+    try:
+        write_script(text, path)
+    except OSError as error:
+        raise HostError(
+            f"{path}: {error.strerror}",
+            "name another file with --out, or another folder with --work",
+        ) from error
+    return path
+
+
+def _submit(plan: JobPlan, path: Path) -> str:
+    from envbuild.jobs.submit import submit
+
+    number = submit(plan, path, os.environ)
+    say(f"submitted {path} to {plan.scheduler}")
+    return number
+
+
+def _table(rows: list[tuple[str, str, str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    widths[1] = min(widths[1], 60)
+    for name, value, origin in rows:
+        say(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+def _as_json(plan: JobPlan, text: str, path: Path | None, number: str | None) -> dict[str, Any]:
+    from envbuild.jobs.render import explained
+
+    return {
+        "job": number,
+        "path": str(path.absolute()) if path else None,
+        "scheduler": plan.scheduler,
+        "site": plan.site.name,
+        "artifact": asdict(plan.artifact),
+        "values": {
+            name: {"value": value, "origin": origin} for name, value, origin in explained(plan)
+        },
+        "script": text,
+    }

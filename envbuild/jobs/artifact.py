@@ -1,0 +1,205 @@
+"""What a job runs: a recipe's artifact, a path or an image in a registry, and the receipt that vouches for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from envbuild.artifacts.state import BuiltLayer, read_state
+from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.model import JobArtifact
+from envbuild.layers.compose import PREFIX
+from envbuild.verify.fabrics import fabric_called
+from envbuild.verify.network_checks import nccl_version
+from envbuild.verify.receipt import passing_receipt, receipt_path
+
+Kind = Literal["venv", "conda", "enroot", "apptainer", "docker"]
+# Where a build leaves each kind, below build/RECIPE/TARGET.
+_PLACES: dict[Kind, str] = {
+    "venv": "venv",
+    "conda": "conda",
+    "enroot": "{recipe}.sqsh",
+    "apptainer": "{recipe}.sif",
+    "docker": "docker",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An artifact and what planning asks of it besides: its source-built `layers`, the version of its `nccl` ("" for
+    torch's own), the recipe's [verify] table, and `packages`, None where nothing tells."""
+
+    artifact: JobArtifact
+    layers: tuple[BuiltLayer, ...] = ()
+    nccl: str = ""
+    verify: dict[str, Any] | None = None
+    packages: frozenset[str] | None = None
+
+
+def open_artifact(
+    named: str, kinds: tuple[Kind, ...], target: str | None, *, unverified: bool = False
+) -> Opened:
+    """The artifact that `named` means: a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a
+    recipe, of which the first of `kinds` that was built is taken.
+
+    Raises UsageError when there is none, VerificationError when no receipt says that it passed, unless `unverified`.
+    """
+    path = Path(named)
+    if "@sha256:" in named:
+        return _image(named, target, unverified)
+    if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
+        return _local(path, target, unverified)
+    if "/" in named:
+        raise UsageError(
+            f"{named} does not exist", "give what `envbuild venv` or another build printed"
+        )
+    return _built(named, kinds, target, unverified)
+
+
+def _built(recipe: str, kinds: tuple[Kind, ...], target: str | None, unverified: bool) -> Opened:
+    """The artifact of `recipe` where builds leave it."""
+    top = Path("build") / recipe
+    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
+    found: list[tuple[Kind, str, Path]] = []
+    for name in targets:
+        for kind in kinds:
+            place = top / name / _PLACES[kind].format(recipe=recipe)
+            if (receipt_path(place) if kind == "docker" else place).exists():
+                found.append((kind, name, place))
+                break
+    if not found:
+        commands = ", ".join(f"`envbuild {kind} {recipe}`" for kind in kinds)
+        raise UsageError(
+            f"nothing is built of recipe {recipe!r} in {top} that this site could run",
+            f"build it first ({commands}), or give the path of an artifact",
+        )
+    if len(found) > 1:
+        raise UsageError(
+            f"{recipe} is built for {', '.join(name for _, name, _ in found)}",
+            "choose one with --target",
+        )
+    kind, name, place = found[0]
+    return (
+        _pushed(place, name, unverified) if kind == "docker" else _local(place, target, unverified)
+    )
+
+
+def _local(path: Path, target: str | None, unverified: bool) -> Opened:
+    """A folder or an image file on this host, at a path that nodes see too."""
+    from envbuild.image.blobs import file_digest
+    from envbuild.verify.image_file import ENROOT, image_state, is_image_file, open_image_file
+
+    kind: Kind
+    if is_image_file(path):
+        image = open_image_file(path)
+        kind = "enroot" if image.kind == ENROOT else "apptainer"
+        state, digest, python = image_state(image), file_digest(path), f"/{PREFIX}/bin/python"
+    else:
+        found = read_state(path)
+        if found is None:
+            raise UsageError(
+                f"{path} is not an artifact of envbuild",
+                "give what a build printed as its last line",
+            )
+        state, digest, python = found, found.digest, str(path.absolute() / "bin" / "python")
+        kind = "conda" if found.artifact == "conda" else "venv"
+    _check_target(path, state.target, target)
+    receipt = passing_receipt(path, digest)
+    if receipt is None and not unverified:
+        raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
+    artifact = JobArtifact(
+        kind=kind,
+        path=str(path.absolute()),
+        digest=digest,
+        recipe=state.recipe,
+        target=state.target,
+        python=python,
+        fabric=state.fabric,
+        provider=fabric_called(state.fabric).provider,
+        verified_at=receipt["verified_at"] if receipt else "",
+    )
+    packages = frozenset(name for name, _, _ in state.packages)
+    return Opened(artifact, state.layers, nccl_version(state), state.verify, packages)
+
+
+def _pushed(place: Path, target: str, unverified: bool) -> Opened:
+    """The image that was pushed by the build whose receipt lies beside `place`."""
+    receipt = _receipt(receipt_path(place))
+    name, digest = receipt["artifact"]["path"], receipt["artifact"]["digest"]
+    if "/" not in name or name.startswith("/"):
+        raise UsageError(
+            f"{name} was not pushed, and nodes pull from a registry",
+            f"envbuild docker {receipt['recipe']['name']} --tag REGISTRY/NAME:TAG --push",
+        )
+    return _image(f"{_untagged(name)}@{digest}", target, unverified, receipt)
+
+
+def _image(
+    named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None
+) -> Opened:
+    """An image in a registry, by its digest; its receipt is looked for where builds leave it."""
+    from envbuild.image.reference import parse_reference
+
+    reference = parse_reference(named)
+    if receipt is None:
+        places = Path("build").glob(f"*/{target or '*'}/docker.receipt.json")
+        candidates = (_receipt(one) for one in sorted(places))
+        receipt = next(
+            (one for one in candidates if one["artifact"]["digest"] == reference.digest), None
+        )
+    passed = receipt is not None and receipt["passed"]
+    if not passed and not unverified:
+        raise _refusal(
+            named, Path("build/RECIPE/TARGET/docker.receipt.json"), "envbuild docker --push"
+        )
+    if receipt is None and target is None:
+        raise UsageError(f"nothing tells the target of {named}", "say it with --target")
+    fabric = receipt.get("fabric", "any") if receipt else "any"
+    artifact = JobArtifact(
+        kind="docker",
+        path=f"{reference.name}@{reference.digest}",
+        digest=str(reference.digest),
+        recipe=receipt["recipe"]["name"] if receipt else reference.repository.rpartition("/")[2],
+        target=receipt["target"] if receipt else str(target),
+        python=f"/{PREFIX}/bin/python",
+        fabric=fabric,
+        provider=fabric_called(fabric).provider,
+        verified_at=receipt["verified_at"] if receipt and passed else "",
+    )
+    _check_target(named, artifact.target, target)
+    layers = tuple(
+        BuiltLayer(one["name"], one["version"], "", one.get("path", ""))
+        for one in (receipt or {}).get("layers", ())
+    )
+    nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
+    return Opened(artifact, layers, nccl, (receipt or {}).get("settings"))
+
+
+def _receipt(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found["artifact"]["digest"], found["artifact"]["path"], found["recipe"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: cannot be understood: {error}", "build the image again"
+        ) from error
+    return found
+
+
+def _untagged(name: str) -> str:
+    head, slash, last = name.rpartition("/")
+    return f"{head}{slash}{last.partition(':')[0]}"
+
+
+def _check_target(what: object, found: str, wanted: str | None) -> None:
+    if wanted is not None and found != wanted:
+        raise UsageError(f"{what} is for {found}, not for {wanted}", "leave out --target")
+
+
+def _refusal(what: str, receipt: Path, command: str) -> VerificationError:
+    return VerificationError(
+        f"{what} has no receipt that says that it passed ({receipt})",
+        f"verify it (`{command}`), or say --unverified",
+    )

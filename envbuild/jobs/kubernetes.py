@@ -1,0 +1,94 @@
+"""JobPlan → Kubernetes manifest: PyTorchJob, TrainJob, or a Job of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.jobs.kubernetes_pod import (
+    LABEL,
+    Pods,
+    job_name,
+    metadata,
+    mounts,
+    placement,
+    resources,
+    seconds,
+    start,
+    training,
+    variables,
+    volumes,
+)
+from envbuild.jobs.kubernetes_v1 import pytorch_job
+from envbuild.jobs.kubernetes_v2 import train_job
+from envbuild.jobs.kubernetes_yaml import dump, literal
+from envbuild.jobs.model import JobPlan
+
+# What a Job's pods add to its name: -12345.
+_SUFFIX = "-12345"
+_RETRIES = 3
+# Nothing listens there but the checks of --preflight.
+_PORT = 29500
+
+
+def render_kubernetes(plan: JobPlan) -> str:
+    """The manifest of `plan`, for `kubectl create -f`. Pure.
+
+    Raises UsageError for what a manifest cannot express, naming the key or option to change.
+    """
+    artifact = plan.artifact
+    if artifact.kind != "docker" or "@sha256:" not in artifact.path:
+        raise UsageError(
+            f"{artifact.path} is not an image by its digest, and a tag may be another image for each pod",
+            "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give NAME@sha256:…",
+        )
+    if plan.strategy == "horovod":
+        raise UsageError(
+            "strategy horovod is not rendered for Kubernetes: it takes an MPIJob of the MPI operator",
+            "use --strategy ddp, or a Slurm or PBS site",
+        )
+    if plan.strategy == "single":
+        documents = [_single(plan)]
+    elif plan.site.kubernetes.api == "v2":
+        documents = train_job(plan)
+    else:
+        documents = pytorch_job(plan)
+    verified = f"verified {artifact.verified_at}" if artifact.verified_at else "not verified"
+    comment = (
+        f"envbuild job: {artifact.recipe} for {artifact.target}, {artifact.digest}, {verified}"
+    )
+    return dump(comment, documents)
+
+
+def _single(plan: JobPlan) -> dict[str, Any]:
+    """A Job of one pod with one process and no torchrun."""
+    name = job_name(plan.name, _SUFFIX)
+    pods = Pods(name, (name,), None, _PORT)
+    again = plan.site.scheduler.requeue
+    container: dict[str, Any] = {
+        "name": "pytorch",
+        "image": plan.artifact.path,
+        "command": start(plan),
+        "args": [literal(plan.artifact.python, "python"), *training(plan, pods)],
+        "env": variables(plan, pods),
+    }
+    if limits := resources(plan):
+        container["resources"] = limits
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(plan, name),
+        "spec": {
+            "activeDeadlineSeconds": seconds(plan.time),
+            "backoffLimit": _RETRIES if again else 0,
+            "template": {
+                "metadata": {"labels": {LABEL: name}},
+                "spec": {
+                    **placement(plan, name),
+                    "restartPolicy": "OnFailure" if again else "Never",
+                    "containers": [container | {"volumeMounts": mounts(plan)}],
+                    "volumes": volumes(plan),
+                },
+            },
+        },
+    }

@@ -1,0 +1,249 @@
+"""What pods of every kind of job have in common: names, variables, volumes, resources, nodes and the start.
+
+Sources: kubernetes.io/docs/reference/kubernetes-api (Pod v1); limits without requests are requests too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.jobs.kubernetes_yaml import Script, checked, literal
+from envbuild.jobs.model import JobPlan
+from envbuild.site.jobs import job_variable_problem
+
+LABEL = "app.kubernetes.io/instance"
+_LONGEST_LABEL = 63
+_ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
+_GPU = "nvidia.com/gpu"
+_EFA = "vpc.amazonaws.com/efa"
+_ARCH = "kubernetes.io/arch"
+# torchrun's own variables are the operator's to set, and the node contract ours.
+_RESERVED = re.compile(r"PET_.*|ENVBUILD_.*|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """The pods of one job: `name` is the job's; `hosts` how pods are called, in order of their numbers; `number` the
+    path of the field that tells a pod its own; `port` the rendezvous' on the first."""
+
+    name: str
+    hosts: tuple[str, ...]
+    number: str | None
+    port: int
+
+
+def job_name(wanted: str, suffix: str) -> str:
+    """`wanted` as a DNS label (RFC 1035) that still is one with the operator's `suffix`.
+
+    What is too long is cut and gets a digest of all of it, so that two long names stay two.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
+    if not re.match(r"[a-z]", name):
+        name = f"job-{name}".rstrip("-")
+    longest = _LONGEST_LABEL - len(suffix)
+    if len(name) > longest:
+        digest = hashlib.sha256(wanted.encode()).hexdigest()[:8]
+        name = f"{name[: longest - 9].rstrip('-')}-{digest}"
+    return name
+
+
+def metadata(plan: JobPlan, name: str) -> dict[str, Any]:
+    """An object's name, namespace and label."""
+    return {"name": name, "namespace": plan.site.kubernetes.namespace, "labels": {LABEL: name}}
+
+
+def seconds(time: str) -> int:
+    """[D-]HH:MM:SS in seconds."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + rest
+
+
+def rendezvous_conf(plan: JobPlan) -> dict[str, int]:
+    """torchrun's --rdzv-conf. c10d and etcd-v2 share the code that reads it."""
+    return {"join_timeout": plan.join_timeout_s, "read_timeout": plan.read_timeout_s}
+
+
+def run_folder(plan: JobPlan, name: str) -> str:
+    """The folder of this job's files, which all pods see."""
+    return f"{plan.work.rstrip('/')}/{name}"
+
+
+def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dict[str, Any]]:
+    """The variables of the container. Raises UsageError for one that is not the site's to set."""
+    given = dict(plan.variables)
+    for name in given:
+        problem = job_variable_problem(name)
+        if problem is None and _RESERVED.fullmatch(name):
+            problem = f"{name} is set by the job itself"
+        if problem is not None:
+            origin = plan.origins.get(f"variables.{name}", "variables of the job")
+            raise UsageError(f"{problem} ({origin})", "take it out of the site file")
+    fixed = {"LOGLEVEL": "INFO", "PYTHONNOUSERSITE": "1"}
+    if unbuffered:
+        fixed["PYTHONUNBUFFERED"] = "1"
+    if plan.strategy == "ddp":
+        # Without it restarts over several nodes are a race: pytorch/pytorch#135712.
+        fixed["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if plan.library_path:
+        fixed["ENVBUILD_LIBRARY_PATH"] = ":".join(plan.library_path)
+    node = {
+        "ENVBUILD_NODES": str(len(pods.hosts)),
+        "ENVBUILD_HOSTS": " ".join(pods.hosts),
+        "ENVBUILD_PORT": str(pods.port),
+        "ENVBUILD_RUN": run_folder(plan, pods.name),
+        "ENVBUILD_RUN_ID": pods.name,
+    }
+    listed: list[dict[str, Any]] = [
+        {"name": name, "value": literal(value, f"variable {name}")}
+        for name, value in ({**fixed, **given} | node).items()
+    ]
+    listed.append(_field("ENVBUILD_ADDRESS", "status.podIP"))
+    if pods.number is None:
+        listed.append({"name": "ENVBUILD_NODE", "value": "0"})
+    else:
+        listed.append(_field("ENVBUILD_NODE", pods.number))
+    return listed
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def training(plan: JobPlan, pods: Pods) -> list[str]:
+    """The training command, with its files in the run's folder, for the container's args."""
+    files = [(option, f"{run_folder(plan, pods.name)}/{file}") for option, file in plan.run_files]
+    words = [*plan.command, *(word for pair in files for word in pair)]
+    return [literal(word, "the training's command") for word in words]
+
+
+def start(plan: JobPlan, *more: str) -> list[str | Script]:
+    """The container's command: makes the run's folder, runs the checks of this pod and then what args say.
+
+    `more` are lines of shell of our own, before the end.
+    """
+    lines = ["set -eu", 'mkdir -p "$ENVBUILD_RUN"', 'cd "$ENVBUILD_RUN/.."']
+    if plan.library_path:
+        before = '"$ENVBUILD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"'
+        lines.append(f"export LD_LIBRARY_PATH={before}")
+    lines += more
+    if plan.preflight:
+        lines += _preflight(plan)
+    return ["/bin/sh", "-c", Script("\n".join([*lines, 'exec "$@"', ""])), "envbuild"]
+
+
+def _preflight(plan: JobPlan) -> list[str]:
+    """Checks of the pod by itself: what the others are called no pod knows before they run."""
+    words = [f"--arch {plan.artifact.arch}"]
+    if plan.gpus_per_node:
+        words.append(f"--gpus {plan.gpus_per_node}")
+    if plan.artifact.provider:
+        words.append(f"--provider {plan.artifact.provider}")
+    if plan.site.kubernetes.shm:
+        words.append(f"--shm {_bytes(plan.site.kubernetes.shm)}")
+    # Backquotes: kubelet would take $(…) for one of its own.
+    alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
+    return [f'{alone} "$1" -m ddp_train.preflight {" ".join(words)} || exit 5']
+
+
+def _bytes(quantity: str) -> int:
+    """A quantity of Kubernetes, such as 16Gi or 8G, in bytes."""
+    number = quantity.rstrip("KMGTi")
+    unit = quantity[len(number) :]
+    power = "KMGT".index(unit[0]) + 1 if unit else 0
+    return int(number) * (1024 if unit.endswith("i") else 1000) ** power
+
+
+def resources(plan: JobPlan) -> dict[str, Any]:
+    """The limits of a pod, which are its requests too. Raises UsageError where the fabric's device is not asked."""
+    site = plan.site.kubernetes
+    limits: dict[str, str] = {}
+    if plan.cpus_per_node:
+        limits["cpu"] = str(plan.cpus_per_node)
+    if plan.site.node.memory:
+        limits["memory"] = _memory(plan.site.node.memory)
+    if plan.gpus_per_node:
+        limits[_GPU] = str(plan.gpus_per_node)
+    for key, amount in site.resources.items():
+        if key == _GPU:
+            raise UsageError(
+                f"{plan.site.origin('kubernetes', 'resources')}: {_GPU} is asked for by [node] gpus",
+                "take it out of [kubernetes] resources",
+            )
+        limits[checked(key, "[kubernetes] resources")] = checked(amount, f"resource {key}")
+    if plan.artifact.provider == "efa" and plan.nodes > 1 and _EFA not in limits:
+        raise UsageError(
+            f"the artifact needs EFA, and pods of site {plan.site.name} get none",
+            f'write "{_EFA}" = "1", or how many a node has, in [kubernetes.resources]',
+        )
+    return {"limits": limits} if limits else {}
+
+
+def _memory(text: str) -> str:
+    """Slurm's 480G, in powers of 1024 and MiB without a unit, as Kubernetes writes it."""
+    return f"{text}i" if text[-1].isalpha() else f"{text}Mi"
+
+
+def placement(plan: JobPlan, name: str) -> dict[str, Any]:
+    """Where pods go: nodes of the artifact's architecture, each to its own. Raises UsageError for another one."""
+    arch = _ARCHES[plan.artifact.arch]
+    wanted: Mapping[str, str] = plan.site.kubernetes.node_selector
+    if wanted.get(_ARCH, arch) != arch:
+        raise UsageError(
+            f"site {plan.site.name} chooses {wanted[_ARCH]} nodes, the artifact is for {arch}",
+            f"take {_ARCH} out of [kubernetes.node_selector]: the artifact's target decides it",
+        )
+    selector = {_ARCH: arch} | {
+        checked(key, "[kubernetes] node_selector"): checked(value, f"node_selector {key}")
+        for key, value in wanted.items()
+    }
+    placed: dict[str, Any] = {"nodeSelector": selector}
+    if plan.gpus_per_node:
+        placed["tolerations"] = [{"key": _GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    if plan.site.scheduler.exclusive and plan.nodes > 1:
+        term = {
+            "labelSelector": {"matchLabels": {LABEL: name}},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+        placed["affinity"] = {"podAntiAffinity": rule}
+    if plan.site.kubernetes.pull_secret:
+        placed["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
+    return placed
+
+
+def mounts(plan: JobPlan) -> list[dict[str, Any]]:
+    """Where the container sees its volumes."""
+    data = {"name": "data", "mountPath": checked(plan.site.kubernetes.mount, "[kubernetes] mount")}
+    return [data, {"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def volumes(plan: JobPlan) -> list[dict[str, Any]]:
+    """The claim with data and snapshots, and memory for /dev/shm, of which a container else has 64 MiB.
+
+    Raises UsageError where pods would not see the same files, or not the working folder.
+    """
+    site = plan.site.kubernetes
+    if not site.claim and plan.nodes > 1:
+        raise UsageError(
+            f"pods of site {plan.site.name} share no files: restarts need the snapshot",
+            "name a ReadWriteMany volume claim in [kubernetes] claim",
+        )
+    mount = site.mount.rstrip("/")
+    if plan.work != site.mount and not plan.work.startswith(f"{mount}/"):
+        raise UsageError(
+            f"pods see {site.mount}, and the job's folder is {plan.work} ({plan.origins.get('work', '')})",
+            f"choose a folder below {site.mount} with --work, or change [kubernetes] mount",
+        )
+    data: dict[str, Any] = {"name": "data"}
+    data |= {"persistentVolumeClaim": {"claimName": site.claim}} if site.claim else {"emptyDir": {}}
+    shm: dict[str, str] = {"medium": "Memory"}
+    if site.shm:
+        # Kubernetes writes a thousand as k.
+        shm["sizeLimit"] = re.sub(r"K$", "k", site.shm)
+    return [data, {"name": "shm", "emptyDir": shm}]

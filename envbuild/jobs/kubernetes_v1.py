@@ -1,0 +1,104 @@
+"""PyTorchJob of the training operator, versions 1.7 to 1.9.
+
+Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go, and what the operator
+makes of it: pkg/controller.v1/pytorch/{elastic,envvar}.go. It sets PET_NNODES, PET_NPROC_PER_NODE, PET_MAX_RESTARTS
+and PET_RDZV_*, which torchrun reads, makes a service of each worker's name, and PYTHONUNBUFFERED.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
+from envbuild.jobs.kubernetes_pod import (
+    LABEL,
+    Pods,
+    job_name,
+    metadata,
+    mounts,
+    placement,
+    rendezvous_conf,
+    resources,
+    seconds,
+    start,
+    training,
+    variables,
+    volumes,
+)
+from envbuild.jobs.kubernetes_yaml import literal
+from envbuild.jobs.model import JobPlan
+
+_PORT = 23456
+# How often the whole job may begin again. One failure ends the agents of all pods, and the operator counts each pod's.
+_RETRIES = 3
+
+
+def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
+    """The job, and etcd before it where the rendezvous needs one. Raises UsageError."""
+    suffix = max(f"-worker-{plan.nodes - 1}", etcd_suffix(plan), key=len)
+    name = job_name(plan.name, suffix)
+    hosts = tuple(f"{name}-worker-{number}" for number in range(plan.nodes))
+    # The first pod's own name is its endpoint's, so torch knows without asking DNS which pod is the host.
+    pods = Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PORT)
+    etcd = etcd_of(plan, name)
+    again = plan.site.scheduler.requeue
+    policy: dict[str, Any] = {"activeDeadlineSeconds": seconds(plan.time)}
+    if again:
+        policy["backoffLimit"] = _RETRIES * plan.nodes
+    policy["cleanPodPolicy"] = "Running"
+    worker = {
+        "replicas": plan.nodes,
+        "restartPolicy": "OnFailure" if again else "Never",
+        "template": {
+            "metadata": {"labels": {LABEL: name}},
+            "spec": {
+                **placement(plan, name),
+                "containers": [_container(plan, pods, etcd)],
+                "volumes": volumes(plan),
+            },
+        },
+    }
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata(plan, name),
+        "spec": {
+            "nprocPerNode": str(plan.nproc_per_node),
+            "runPolicy": policy,
+            "elasticPolicy": _elastic(plan, name, etcd),
+            "pytorchReplicaSpecs": {"Worker": worker},
+        },
+    }
+    return [*(etcd.documents if etcd else ()), job]
+
+
+def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
+    """What becomes PET_RDZV_*, PET_NNODES and PET_MAX_RESTARTS."""
+    policy: dict[str, Any] = {
+        "rdzvBackend": plan.rendezvous,
+        "rdzvId": name,
+        "minReplicas": plan.nodes,
+        "maxReplicas": plan.nodes,
+        "maxRestarts": plan.max_restarts,
+    }
+    if etcd is not None:
+        policy |= {"rdzvHost": etcd.host, "rdzvPort": etcd.port}
+    policy["rdzvConf"] = [
+        {"key": key, "value": str(value)} for key, value in rendezvous_conf(plan).items()
+    ]
+    return policy
+
+
+def _container(plan: JobPlan, pods: Pods, etcd: Etcd | None) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--local-addr", "$(ENVBUILD_ADDRESS)"]
+    container: dict[str, Any] = {
+        "name": "pytorch",
+        "image": plan.artifact.path,
+        "command": start(plan, *waiting(etcd)),
+        "args": [literal(plan.artifact.python, "python"), *torchrun, *training(plan, pods)],
+        "env": variables(plan, pods, unbuffered=False),
+        "ports": [{"name": "pytorchjob-port", "containerPort": _PORT}],
+    }
+    if limits := resources(plan):
+        container["resources"] = limits
+    return container | {"volumeMounts": mounts(plan)}

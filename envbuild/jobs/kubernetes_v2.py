@@ -1,0 +1,124 @@
+"""TrainJob of Kubeflow Trainer, version 2.2 and later.
+
+Source: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go, and what it makes of it:
+pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. It sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
+PET_MASTER_ADDR and PET_MASTER_PORT, refuses a job that sets them, and chooses torchrun's static rendezvous, which
+does not survive a restart: c10d is asked for on the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
+from envbuild.jobs.kubernetes_pod import (
+    LABEL,
+    Pods,
+    job_name,
+    metadata,
+    mounts,
+    placement,
+    rendezvous_conf,
+    resources,
+    seconds,
+    start,
+    training,
+    variables,
+    volumes,
+)
+from envbuild.jobs.kubernetes_yaml import literal
+from envbuild.jobs.model import JobPlan
+
+_RUNTIME = "torch-distributed"
+_PORT = 29500
+_MOST_WORDS = 128
+_MOST_VARIABLES = 128
+
+
+def train_job(plan: JobPlan) -> list[dict[str, Any]]:
+    """The job, and etcd before it where the rendezvous needs one. Raises UsageError."""
+    # The name of the last pod, with the five letters and the dash that Kubernetes adds.
+    suffix = max(f"-node-0-{plan.nodes - 1}-12345", etcd_suffix(plan), key=len)
+    name = job_name(plan.name, suffix)
+    hosts = tuple(f"{name}-node-0-{number}.{name}" for number in range(plan.nodes))
+    number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    pods = Pods(name, hosts, number, _PORT)
+    etcd = etcd_of(plan, name)
+    endpoint = (
+        literal(f"{etcd.host}:{etcd.port}", "--endpoint")
+        if etcd
+        else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+    )
+    arguments = [
+        literal(plan.artifact.python, "python"),
+        "-m", "torch.distributed.run",
+        "--rdzv-backend", plan.rendezvous,
+        "--rdzv-endpoint", endpoint,
+        "--rdzv-id", name,
+        "--max-restarts", str(plan.max_restarts),
+        "--local-addr", "$(ENVBUILD_ADDRESS)",
+        *training(plan, pods),
+    ]  # fmt: skip
+    if len(arguments) > _MOST_WORDS:
+        raise UsageError(
+            f"a TrainJob's container takes {_MOST_WORDS} arguments, this one has {len(arguments)}",
+            'put them into a file that the script reads, or use [kubernetes] api = "v1"',
+        )
+    environment = variables(plan, pods)
+    if len(environment) > _MOST_VARIABLES:
+        raise UsageError(f"a TrainJob takes {_MOST_VARIABLES} variables, not {len(environment)}")
+    trainer: dict[str, Any] = {
+        "image": plan.artifact.path,
+        "numNodes": plan.nodes,
+        "numProcPerNode": plan.nproc_per_node,
+        "command": start(plan, *_meeting(plan, etcd)),
+        "args": arguments,
+        "env": environment,
+    }
+    if limits := resources(plan):
+        trainer["resourcesPerNode"] = limits
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(plan, name),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": _RUNTIME,
+            },
+            "activeDeadlineSeconds": seconds(plan.time),
+            "trainer": trainer,
+            "runtimePatches": [_patch(plan, name)],
+        },
+    }
+    return [*(etcd.documents if etcd else ()), job]
+
+
+def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
+    """Lines of shell before torchrun: which pod is the host. Before DNS knows the pods torch cannot tell by itself."""
+    conf = ",".join(f"{key}={value}" for key, value in rendezvous_conf(plan).items())
+    if etcd is not None:
+        return [*waiting(etcd), f'export PET_RDZV_CONF="{conf}"']
+    return [
+        'if [ "$PET_NODE_RANK" = 0 ]; then host=1; else host=0; fi',
+        f'export PET_RDZV_CONF="is_host=$host,{conf}"',
+    ]
+
+
+def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
+    """What the runtime's pods get besides: labels, nodes and volumes."""
+    pod = {
+        "metadata": {"labels": {LABEL: name}},
+        "spec": {
+            **placement(plan, name),
+            "containers": [{"name": "node", "volumeMounts": mounts(plan)}],
+            "volumes": volumes(plan),
+        },
+    }
+    job = {"name": "node", "template": {"spec": {"template": pod}}}
+    return {
+        "manager": "envbuild/job",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+    }

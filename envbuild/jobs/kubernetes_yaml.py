@@ -1,0 +1,83 @@
+"""Values → YAML that every reader takes for what it was, and text that kubelet leaves alone.
+
+kubectl reads YAML 1.1, where `no`, `on`, `0o7` and `1e3` are not strings; others read 1.2. A string that could be
+anything else, or that holds anything but plain characters, is written in double quotes.
+kubelet replaces $(NAME) in command, args and variables and makes $ of $$. Source: kubernetes/kubernetes,
+third_party/forked/golang/expansion/expand.go.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envbuild.errors import UsageError
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+# What YAML 1.1 or 1.2 reads as something else than a string, among the words that are otherwise plain.
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+# No control character but tab and line feed, no half of a surrogate pair, no byte order mark or non-character: other
+# YAML readers refuse these, or change them.
+_FOREIGN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff\u2028\u2029]")
+_WIDE = 1_000_000
+
+
+def literal(text: str, what: str) -> str:
+    """`text` for command, args or a variable of a container, so that kubelet hands on exactly `text`.
+
+    Raises UsageError, naming `what`, for characters that a manifest cannot carry.
+    """
+    return checked(text, what).replace("$", "$$")
+
+
+def checked(text: str, what: str) -> str:
+    """`text`, of which every reader of YAML makes the same. Raises UsageError naming `what`."""
+    if found := _FOREIGN.search(text):
+        raise UsageError(
+            f"{what}: a Kubernetes manifest cannot carry the character {found[0]!r} of {text!r}",
+            "put such text into a file that pods see, and name the file",
+        )
+    return text
+
+
+def dump(comment: str, documents: Sequence[Mapping[str, Any]]) -> str:
+    """`documents` as one YAML text that begins with `comment`; keys stay in their order."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = _WIDE
+    yaml.representer.ignore_aliases = lambda data: True
+    parts = []
+    for document in documents:
+        text = io.StringIO()
+        yaml.dump(_quoted(document), text)
+        parts.append(text.getvalue())
+    line = "".join(character if character.isprintable() else "?" for character in comment)
+    return f"# {line}\n" + "---\n".join(parts)
+
+
+def _quoted(value: Any) -> Any:
+    """`value` with strings marked for how they are to be written."""
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+
+    if isinstance(value, Mapping):
+        return {_quoted(key): _quoted(one) for key, one in value.items()}
+    if isinstance(value, Script):
+        return LiteralScalarString(value.text)
+    if isinstance(value, list | tuple):
+        return [_quoted(one) for one in value]
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
+        return DoubleQuotedScalarString(value)
+    return value
+
+
+class Script:
+    """Shell text of our own, written as a block that people can read."""
+
+    def __init__(self, text: str) -> None:
+        if "$(" in text or "$$" in text or not text.endswith("\n"):
+            raise ValueError("kubelet would change this text")
+        self.text = text

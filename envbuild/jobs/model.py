@@ -1,0 +1,95 @@
+"""A job, decided: what a renderer turns into a script or a manifest. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from envbuild.site.job_site import JobSite
+
+Scheduler = Literal["slurm", "pbs", "kubernetes"]
+Strategy = Literal["ddp", "horovod", "single"]
+# How a program of the artifact is started on a node: in the folder of an environment, by pyxis through srun, by
+# enroot, by apptainer, by `envbuild exec` (our own launch), or as the container of a pod.
+Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
+Launcher = Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobArtifact:
+    """What a job runs. `path` is what nodes find: a folder, a file, or a reference NAME@sha256:… for `docker`;
+    `python` its interpreter as its own processes see it; `digest` that of its content (or manifest);
+    `verified_at` when its receipt was written, "" for none that passes."""
+
+    kind: Literal["venv", "conda", "enroot", "apptainer", "docker"]
+    path: str
+    digest: str
+    recipe: str
+    target: str
+    python: str
+    fabric: str = "any"
+    provider: str = ""
+    verified_at: str = ""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether its torch needs GPUs."""
+        return not self.target.startswith("cpu-")
+
+    @property
+    def arch(self) -> str:
+        """`x86_64` or `aarch64`."""
+        return self.target.partition("-")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """One job.
+
+    `command` is what follows torchrun's options (or the interpreter's, for other strategies): `-m ddp_train …` or
+    `/path/train.py …`. `run_files` are options of it that name files in the run's own folder, `work`/NAME_JOBID,
+    which every node sees: (("--checkpoint_path", "snapshot.pt"),).
+    `variables` are exported for every process, in this order; `library_path` goes before LD_LIBRARY_PATH.
+    `mounts` are (host, container) folders for containers, the working folder among them. `modules` are loaded on
+    nodes after `site.modules.init` (and purge). `envbuild` is the command on nodes, where `runtime` is `own`.
+    Times are in seconds. `origins` tells of each field (and variables.NAME) who decided it.
+    """
+
+    name: str
+    scheduler: Scheduler
+    artifact: JobArtifact
+    site: JobSite
+    runtime: Runtime
+    launcher: Launcher
+    strategy: Strategy
+    nodes: int
+    nproc_per_node: int
+    command: tuple[str, ...]
+    work: str
+    gpus_per_node: int = 0
+    cpus_per_node: int = 0
+    run_files: tuple[tuple[str, str], ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    library_path: tuple[str, ...] = ()
+    mounts: tuple[tuple[str, str], ...] = ()
+    modules: tuple[str, ...] = ()
+    time: str = "01:00:00"
+    max_restarts: int = 3
+    join_timeout_s: int = 900
+    read_timeout_s: int = 300
+    rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
+    rendezvous_endpoint: str = ""
+    preflight: bool = False
+    envbuild: str = "envbuild"
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def logs(self) -> str:
+        """The folder of the scheduler's output, relative to the working folder."""
+        return self.site.paths.logs
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.nproc_per_node

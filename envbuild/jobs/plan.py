@@ -1,0 +1,292 @@
+"""request + artifact + site → JobPlan: who decides each value, and what does not go together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from envbuild.errors import UsageError
+from envbuild.jobs.artifact import Kind, Opened
+from envbuild.jobs.model import JobPlan, Launcher, Runtime, Scheduler, Strategy
+from envbuild.jobs.surroundings import mounts_of, variables_of
+from envbuild.site.job_site import JobSite
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LAUNCHERS: dict[Scheduler, tuple[Launcher, ...]] = {
+    "slurm": ("srun", "mpirun"),
+    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
+    "kubernetes": (),
+}
+_EPOCHS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the caller asks of a job; None leaves a value to the site, the recipe or the default.
+
+    `script` is a training script, None for the bundled trainer; `arguments` are its own. `work` is the folder where
+    the job runs, `current` the caller's.
+    """
+
+    scheduler: Scheduler | None = None
+    nodes: int | None = None
+    nproc_per_node: int | None = None
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    strategy: Strategy = "ddp"
+    name: str | None = None
+    time: str | None = None
+    launcher: Launcher | None = None
+    max_restarts: int | None = None
+    rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
+    endpoint: str = ""
+    preflight: bool = False
+    work: str | None = None
+    current: Path = Path()
+    envbuild: str = "envbuild"
+
+
+def scheduler_of(request: JobRequest, site: JobSite) -> Scheduler:
+    """Which scheduler a job is for. Raises UsageError when nobody says."""
+    if request.scheduler is not None:
+        return request.scheduler
+    if site.scheduler.kind == "none":
+        raise UsageError(
+            f"site {site.name} names no scheduler",
+            "say --site SITE or --scheduler slurm|pbs|kubernetes, or write [scheduler] kind with `envbuild site init`",
+        )
+    return site.scheduler.kind
+
+
+def wanted_kinds(scheduler: Scheduler, site: JobSite) -> tuple[Kind, ...]:
+    """The kinds of artifacts that a job of a recipe may take, best first."""
+    if scheduler == "kubernetes":
+        return ("docker",)
+    images: dict[str, tuple[Kind, ...]] = {
+        "pyxis": ("enroot",),
+        "enroot": ("enroot",),
+        "apptainer": ("apptainer",),
+    }
+    return (*images.get(site.container.runtime, ()), "venv", "conda")
+
+
+def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
+    """Decide every value of the job. Raises UsageError naming what does not go together and what to change."""
+    artifact = opened.artifact
+    scheduler = scheduler_of(request, site)
+    origins: dict[str, str] = {
+        "scheduler": _from(request.scheduler, site.origin("scheduler", "kind"), "--scheduler"),
+        "artifact": f"receipt of {artifact.verified_at}"
+        if artifact.verified_at
+        else "--unverified",
+    }
+    runtime = _runtime(artifact.kind, scheduler, site)
+    origins["runtime"] = (
+        f"{artifact.kind} artifact"
+        if runtime in ("folder", "pod")
+        else site.origin("container", "runtime")
+    )
+    single = request.strategy == "single"
+    nodes, origins["nodes"] = _first(
+        ("--nodes", request.nodes),
+        ("strategy single", 1 if single else None),
+        ("[verify] nodes of the recipe", _setting(opened, "nodes")),
+        ("default", 2),
+    )
+    nproc, origins["nproc_per_node"] = _ranks(request, opened, site)
+    if single and (nodes, nproc) != (1, 1):
+        raise UsageError(
+            "strategy single is one process on one node", "leave out --nodes and --nproc-per-node"
+        )
+    gpus = 0
+    if artifact.cuda:
+        gpus = site.node.gpus or nproc
+        if nproc > gpus:
+            raise UsageError(
+                f"{nproc} ranks on a node that has {gpus} GPUs ({site.origin('node', 'gpus')})",
+                "choose a smaller --nproc-per-node",
+            )
+        origins["gpus_per_node"] = (
+            site.origin("node", "gpus") if site.node.gpus else "one for each rank"
+        )
+    origins["cpus_per_node"] = site.origin("node", "cpus")
+    launcher = _launcher(request, scheduler, site, origins)
+    name, origins["name"] = _first(("--name", request.name), ("recipe", artifact.recipe))
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be a job's name",
+            "up to 63 letters, digits, dots, dashes and underscores",
+        )
+    work, origins["work"] = _first(
+        ("--work", request.work),
+        (site.origin("paths", "shared"), site.paths.shared or None),
+        (site.origin("kubernetes", "mount"), _claimed(scheduler, site)),
+        ("current folder", str(request.current.absolute())),
+    )
+    if not work.startswith("/"):
+        work = str((request.current / work).absolute())
+    command, run_files, origins["command"] = _command(request, opened, scheduler)
+    time, origins["time"] = _first(
+        ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
+    )
+    _check_rendezvous(request, opened, scheduler)
+    variables, library_path = variables_of(opened, site, nproc, origins)
+    origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
+    origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
+    return JobPlan(
+        name=name,
+        scheduler=scheduler,
+        artifact=artifact,
+        site=site,
+        runtime=runtime,
+        launcher=launcher,
+        strategy=request.strategy,
+        nodes=nodes,
+        nproc_per_node=nproc,
+        command=command,
+        work=work,
+        gpus_per_node=gpus,
+        cpus_per_node=site.node.cpus,
+        run_files=run_files,
+        variables=variables,
+        library_path=library_path,
+        mounts=mounts_of(command[0] if request.script else None, runtime, work, site),
+        modules=site.modules.run,
+        time=time,
+        max_restarts=3 if request.max_restarts is None else request.max_restarts,
+        rendezvous=request.rendezvous,
+        rendezvous_endpoint=request.endpoint,
+        preflight=request.preflight,
+        envbuild=request.envbuild,
+        origins=origins,
+    )
+
+
+def _first(*candidates: tuple[str, Any]) -> tuple[Any, str]:
+    """The first value that is not None, and who says it."""
+    return next((value, origin) for origin, value in candidates if value is not None)
+
+
+def _from(given: object, else_: str, option: str) -> str:
+    return else_ if given is None else option
+
+
+def _setting(opened: Opened, key: str) -> int | None:
+    value = (opened.verify or {}).get(key)
+    return int(value) if value else None
+
+
+def _claimed(scheduler: Scheduler, site: JobSite) -> str | None:
+    return site.kubernetes.mount if scheduler == "kubernetes" else None
+
+
+def _runtime(kind: Kind, scheduler: Scheduler, site: JobSite) -> Runtime:
+    """What starts an artifact of `kind` on the nodes. Raises UsageError for one that nothing there starts."""
+    if (kind == "docker") != (scheduler == "kubernetes"):
+        if kind == "docker":
+            raise UsageError(
+                f"{scheduler} does not run images from a registry",
+                "give a .sqsh (`envbuild enroot`) or a .sif (`envbuild apptainer`)",
+            )
+        raise UsageError(
+            "Kubernetes runs images from a registry",
+            "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give the recipe or NAME@sha256:…",
+        )
+    if kind == "docker":
+        return "pod"
+    if kind in ("venv", "conda"):
+        return "folder"
+    if kind == "enroot" and site.container.runtime in ("pyxis", "enroot"):
+        return "pyxis" if site.container.runtime == "pyxis" and scheduler == "slurm" else "enroot"
+    if kind == "apptainer" and site.container.runtime == "apptainer":
+        return "apptainer"
+    return "own"
+
+
+def _ranks(request: JobRequest, opened: Opened, site: JobSite) -> tuple[int, str]:
+    """Ranks of a node, and who says so."""
+    if request.nproc_per_node is not None:
+        return request.nproc_per_node, "--nproc-per-node"
+    if request.strategy == "single":
+        return 1, "strategy single"
+    if opened.artifact.cuda:
+        if not site.node.gpus:
+            raise UsageError(
+                f"how many GPUs a node of site {site.name} has is not known",
+                "say --nproc-per-node, or [node] gpus in the site file",
+            )
+        return site.node.gpus, site.origin("node", "gpus")
+    return _first(
+        ("[verify] nproc_per_node of the recipe", _setting(opened, "nproc_per_node")),
+        ("default", 2),
+    )
+
+
+def _launcher(
+    request: JobRequest, scheduler: Scheduler, site: JobSite, origins: dict[str, str]
+) -> Launcher:
+    known = _LAUNCHERS[scheduler]
+    if not known:
+        return "srun"  # nothing starts anything: pods are there
+    horovod = "mpirun" if request.strategy == "horovod" and scheduler == "slurm" else None
+    launcher, origins["launcher"] = _first(
+        ("--launcher", request.launcher),
+        (site.origin("scheduler", "launcher"), site.scheduler.launcher),
+        ("strategy horovod", horovod),
+        (f"default on {scheduler}", known[0]),
+    )
+    if launcher not in known:
+        raise UsageError(
+            f"{launcher} does not start processes under {scheduler} ({origins['launcher']})",
+            f"one of {', '.join(known)}",
+        )
+    result: Launcher = launcher
+    return result
+
+
+def _command(
+    request: JobRequest, opened: Opened, scheduler: Scheduler
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str]:
+    """What runs, its options that name files of the run, and who says so."""
+    if request.script is not None:
+        path = request.script
+        if scheduler != "kubernetes":
+            if not (request.current / path).is_file():
+                raise UsageError(
+                    f"there is no script {path}", "give the path of a file that nodes see too"
+                )
+            path = str((request.current / path).absolute())
+        return (path, *request.arguments), (), "--script"
+    if request.arguments:
+        arguments, origin = request.arguments, "arguments"
+    else:
+        arguments = (str(_setting(opened, "epochs") or _EPOCHS), "1")
+        origin = "the bundled trainer, [verify] epochs of the recipe"
+    given = {one.partition("=")[0].replace("-", "_") for one in arguments}
+    files = (("--checkpoint_path", "snapshot.pt"), ("--report", "report.json"))
+    extra = ("--strategy", "horovod") if request.strategy == "horovod" else ()
+    return (
+        ("-m", "ddp_train", *arguments, *extra),
+        tuple((option, name) for option, name in files if option.replace("-", "_") not in given),
+        origin,
+    )
+
+
+def _check_rendezvous(request: JobRequest, opened: Opened, scheduler: Scheduler) -> None:
+    if request.rendezvous == "c10d":
+        if request.endpoint:
+            raise UsageError(
+                "--endpoint is for --rendezvous etcd-v2", "c10d meets at the head node"
+            )
+        return
+    if request.strategy != "ddp":
+        raise UsageError(f"strategy {request.strategy} has no rendezvous", "leave out --rendezvous")
+    if not request.endpoint and scheduler != "kubernetes":
+        raise UsageError("--rendezvous etcd-v2 needs --endpoint", "HOST:PORT of the etcd server")
+    if opened.packages is not None and "python-etcd" not in opened.packages:
+        raise UsageError(
+            f"{opened.artifact.path} lacks python-etcd, which torch's etcd rendezvous imports",
+            'add "python-etcd" to the recipe\'s requirements, or use the default, c10d',
+        )

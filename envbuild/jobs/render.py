@@ -1,0 +1,37 @@
+"""JobPlan → text: one renderer a scheduler."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from envbuild.jobs.model import JobPlan, Scheduler
+
+_RENDERERS: dict[Scheduler, str] = {
+    "slurm": "render_slurm",
+    "pbs": "render_pbs",
+    "kubernetes": "render_kubernetes",
+}
+
+
+def render(plan: JobPlan) -> str:
+    """The script or manifest of `plan`. Raises UsageError for what its scheduler cannot express."""
+    module = importlib.import_module(f"envbuild.jobs.{plan.scheduler}")
+    return cast(str, getattr(module, _RENDERERS[plan.scheduler])(plan))
+
+
+def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
+    """(name, value, who decided it) of every value of the job that somebody decided."""
+    rows = []
+    variables = dict(plan.variables)
+    for key, origin in plan.origins.items():
+        head, _, rest = key.partition(".")
+        if head == "variables":
+            rows.append((rest, variables[rest], origin))
+        elif head == "artifact":
+            rows.append((key, f"{plan.artifact.path} ({plan.artifact.target})", origin))
+        elif head == "command":
+            rows.append((key, " ".join(plan.command), origin))
+        else:
+            rows.append((key, str(getattr(plan, head)), origin))
+    return rows

@@ -1,0 +1,61 @@
+"""The variables of a job's processes, and the folders that its containers see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath, PurePosixPath
+
+from envbuild.jobs.artifact import Opened
+from envbuild.jobs.model import Runtime
+from envbuild.site.job_site import JobSite
+from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_variables
+
+
+def variables_of(
+    opened: Opened, site: JobSite, nproc: int, origins: dict[str, str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The variables of every process, in order, and the folders before LD_LIBRARY_PATH."""
+    artifact = opened.artifact
+    found: dict[str, str] = {}
+
+    def take(values: Mapping[str, str], origin: str) -> None:
+        for name, value in values.items():
+            found[name] = value
+            origins[f"variables.{name}"] = origin
+
+    # More threads than processors of a rank only get in each other's way.
+    threads = max(1, site.node.cpus // nproc)
+    take({"OMP_NUM_THREADS": str(threads)}, f"{site.node.cpus or 1} CPUs for {nproc} ranks")
+    library: tuple[str, ...] = ()
+    if artifact.cuda:
+        fabric = fabric_called(artifact.fabric)
+        take(fabric_variables(fabric, site.fabric), f"fabric {fabric.name}")
+        for name in site.fabric.variables:
+            origins[f"variables.{name}"] = site.origin("fabric", "variables")
+        root = PurePath(artifact.python).parents[1]
+        plugin = plugin_variables(opened.layers, root, opened.nccl)
+        library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
+        take(plugin, "layer aws-ofi-nccl")
+    take(site.environment, "")
+    for name in site.environment:
+        origins[f"variables.{name}"] = site.origin("environment", name)
+    return tuple(found.items()), library
+
+
+def mounts_of(
+    script: str | None, runtime: Runtime, work: str, site: JobSite
+) -> tuple[tuple[str, str], ...]:
+    """(host, container) folders that a container sees: the site's, the working folder and the script's."""
+    if runtime in ("folder", "pod"):
+        return ()
+    found = []
+    for mount in site.container.mounts:
+        host, _, inside = mount.partition(":")
+        found.append((host, inside or host))
+    # What the job needs to see: its working folder and the script's, which is an absolute path.
+    for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
+        if not any(
+            PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found
+        ):
+            found.append((folder, folder))
+    return tuple(found)

@@ -1,0 +1,221 @@
+"""An offline bundle: everything that building one recipe for one target reads, in one folder for a shared file system.
+
+bundle.json      what it is of
+recipes/NAME/    the recipe and its locks
+store/           wheels, conda packages and sources by their digests: a store (store/store.py)
+envbuild/        envbuild itself with what it imports, for the target's platform and Python
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import envbuild
+from envbuild import process
+from envbuild.artifacts import conda, place, venv
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, UsageError
+from envbuild.layers.trainer import Trainer
+from envbuild.make import prepare
+from envbuild.make_layers import declared
+from envbuild.plan.plan import Plan
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.plan.sources import SourceLayer
+
+Say = Callable[[str], None]
+FILE, FORMAT = "bundle.json", 1
+# envbuild's own oldest wheels need no newer glibc than this.
+_GLIBC = "2.28"
+_LEAST_PYTHON = (3, 11)
+
+
+def make_bundle(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    path: Path,
+    say: Say,
+    *,
+    kinds: Iterable[str] = (venv.KIND,),
+    tools: bool = True,
+    offline: bool = False,
+) -> dict[str, Any]:
+    """Make the bundle of `loaded` for `target` at `path`, with what the artifacts `kinds` (venv, conda) read;
+    `tools` puts envbuild itself in. A bundle of the same content is left as it is. Returns what bundle.json says.
+
+    Raises UsageError for a place that holds something else, LockError or BuildError for what cannot be had.
+    """
+    wanted = tuple(kinds)
+    plans = [
+        prepare(
+            loaded, target, environment, artifact=kind, locked=False, offline=offline, say=say,
+            conda=kind == conda.KIND,
+        )
+        for kind in wanted
+    ]  # fmt: skip
+    python = _tools_python(loaded) if tools else ""
+    about = {
+        "format": FORMAT,
+        "recipe": loaded.recipe.name,
+        "target": target.name,
+        "kinds": list(wanted),
+        "plans": [plan.digest for plan, _ in plans],
+        "python": python,
+        "envbuild": _own_digest() if tools else "",
+    }
+    with place.exclusive(path, say):
+        if path.exists() and not (path / FILE).is_file() and any(path.iterdir()):
+            raise UsageError(f"{path} holds something that is no bundle", "choose another folder")
+        if read_bundle(path) == about:
+            say(f"{path}: nothing changed")
+            return about
+        staged = place.staging(path)
+        try:
+            place.create(staged)
+            with place.writing(staged):
+                shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
+                _fill_store(staged / "store", plans, loaded, target, environment, offline)
+            if tools:
+                say(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
+                _put_tools(staged / "envbuild", target, python, environment, offline)
+            with place.writing(staged):
+                (staged / FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            place.swap_in(staged, path)
+        except BaseException:
+            place.remove(staged)
+            raise
+    return about
+
+
+def read_bundle(path: Path) -> dict[str, Any] | None:
+    """What the bundle at `path` says of itself; None when there is none that this envbuild understands."""
+    try:
+        about = json.loads((path / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and about.get("format") == FORMAT else None
+
+
+def _fill_store(
+    store: Path,
+    plans: list[tuple[Plan, Trainer]],
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    offline: bool,
+) -> None:
+    """Put what the plans read into a store at `store`, each file by its digest."""
+    from envbuild.layers.conda_files import locate_conda
+    from envbuild.layers.wheels import locate
+
+    for plan, trainer in plans:
+        wheels, _ = locate(plan, trainer, environment, offline)
+        for wheel in wheels:
+            _put(wheel.path, store / "wheels" / wheel.sha256 / wheel.path.name)
+        if plan.conda:
+            for package, archive in locate_conda(plan, environment, offline=offline):
+                _put(archive, store / "conda" / "archives" / package.sha256 / archive.name)
+    for layer in declared(loaded, target).sources:
+        _put_sources(layer, store, environment, offline)
+
+
+def _put_sources(layer: SourceLayer, store: Path, environment: Environment, offline: bool) -> None:
+    from envbuild.layers.source_fetch import KIND, fetch_cuda, fetch_source
+
+    archive = fetch_source(layer, environment, offline=offline)
+    _put(archive, store / KIND / layer.sha256 / archive.name)
+    for wheel in fetch_cuda(layer, environment, offline=offline):
+        digest = environment.store.file_digest(wheel)
+        _put(wheel, store / "wheels" / digest / wheel.name)
+
+
+def _put(source: Path, file: Path) -> None:
+    """A copy, hard-linked where that can be done: nobody writes into files of a store."""
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), file)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, file)
+
+
+def _tools_python(loaded: LoadedRecipe) -> str:
+    """The Python that runs the bundled envbuild on the nodes: the recipe's, which they need anyway."""
+    python = loaded.recipe.python
+    if tuple(map(int, python.split("."))) < _LEAST_PYTHON:
+        return ".".join(map(str, _LEAST_PYTHON))
+    return python
+
+
+def _put_tools(
+    folder: Path, target: Target, python: str, environment: Environment, offline: bool
+) -> None:
+    """envbuild and what it imports as one folder for PYTHONPATH. Raises BuildError."""
+    wanted = [text for text in metadata.requires("envbuild") or () if "extra ==" not in text]
+    settings = folder.parent / ".uv.toml"
+    environment.write_uv_settings(settings, ())
+    try:
+        done = process.run(
+            [environment.uv, "pip", "install", "--config-file", settings, "--quiet", "--target", folder,
+             "--python-platform", target.platform(_GLIBC), "--python-version", python,
+             "--only-binary", ":all:", "--python", sys.executable,
+             *(["--offline"] if offline else []), *wanted],
+            env=environment.uv_environment(),
+            check=False,
+        )  # fmt: skip
+    finally:
+        settings.unlink(missing_ok=True)
+    if done.returncode != 0:
+        raise BuildError(
+            f"what envbuild imports cannot be had for Python {python} on {target.arch}:\n{process.tail(done)}",
+            "install envbuild on the nodes' file system and make the bundle with --no-tools",
+        )
+    for top, name in _own_files():
+        destination = folder / name
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(top, destination)
+
+
+def _own_files() -> Iterable[tuple[Path, str]]:
+    """envbuild's own files and their names in an installation, the bundled data of a checkout among them."""
+    package = Path(envbuild.__file__).parent
+    inside = package / "_bundled"
+    for file in _files(package):
+        yield file, f"envbuild/{file.relative_to(package)}"
+    if inside.is_dir():
+        return
+    top = package.parent
+    for name in ("recipes", "ddp_train", "sites"):
+        for file in _files(top / name):
+            yield file, f"envbuild/_bundled/{name}/{file.relative_to(top / name)}"
+    for name in ("Dockerfile.cpu", "Dockerfile.gpu"):
+        yield top / name, f"envbuild/_bundled/{name}"
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    )
+
+
+def _own_digest() -> str:
+    """What decides the tools: envbuild's own files."""
+    digest = hashlib.sha256()
+    for file, name in _own_files():
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return f"sha256:{digest.hexdigest()}"

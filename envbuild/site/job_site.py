@@ -1,0 +1,146 @@
+"""The site where jobs run: the tables of a site file that tell of its scheduler, nodes and paths, and who says so."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import envbuild
+from envbuild.errors import UsageError
+from envbuild.site.jobs import (
+    ContainerTable,
+    KubernetesTable,
+    ModulesTable,
+    NodeTable,
+    PathsTable,
+    SchedulerTable,
+)
+from envbuild.site.settings import FabricTable, SiteFile
+from envbuild.toml import decode, nearest, read
+
+_TABLES = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric")
+
+
+@dataclass(frozen=True, slots=True)
+class JobSite:
+    """Where jobs run. `files` are the site files that were read; `said` names each key that one of them sets,
+    as `[table] key`, with the file that does."""
+
+    name: str
+    files: tuple[Path, ...] = ()
+    scheduler: SchedulerTable = field(default_factory=SchedulerTable)
+    modules: ModulesTable = field(default_factory=ModulesTable)
+    paths: PathsTable = field(default_factory=PathsTable)
+    container: ContainerTable = field(default_factory=ContainerTable)
+    node: NodeTable = field(default_factory=NodeTable)
+    kubernetes: KubernetesTable = field(default_factory=KubernetesTable)
+    fabric: FabricTable = field(default_factory=FabricTable)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    said: Mapping[str, Path] = field(default_factory=dict)
+
+    def origin(self, table: str, key: str) -> str:
+        """Where the value of `key` in [`table`] is from, for people."""
+        place = f"[{table}] {key}"
+        file = self.said.get(place)
+        return f"{place} of {file}" if file else f"default of {place}"
+
+
+def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
+    """Where named sites are looked for: the project's, the user's, the system's, the shipped ones."""
+    home = Path(env.get("HOME") or Path.home())
+    config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
+    return [
+        Path("sites"),
+        config / "envbuild" / "sites",
+        etc / "envbuild" / "sites",
+        shipped_sites(),
+    ]
+
+
+def shipped_sites() -> Path:
+    """The sites that come with envbuild: inside an installed wheel, or at a checkout's top."""
+    package = Path(envbuild.__file__).parent
+    bundled = package / "_bundled" / "sites"
+    return bundled if bundled.is_dir() else package.parent / "sites"
+
+
+def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
+    """The site file that `name` means: a path when it has a separator or ends in .toml, else a name to look for.
+
+    Raises UsageError when there is none.
+    """
+    if "/" in name or name.endswith(".toml"):
+        if not os.path.isfile(name):
+            raise UsageError(f"there is no site file {name}")
+        return Path(name)
+    folders = site_folders(env, etc=etc)
+    for folder in folders:
+        # Not Path.is_file, which raises for a name that is too long and for a folder that may not be read.
+        if name and os.path.isfile(folder / f"{name}.toml"):
+            return folder / f"{name}.toml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+    raise UsageError(
+        f"there is no site {name!r}{nearest(name, known)}",
+        f"there are {', '.join(known)}; searched: {', '.join(map(str, folders))}",
+    )
+
+
+def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
+    """The site called `name` (or at that path); for None what $ENVBUILD_SITE names, else /etc/envbuild/site.toml
+    with the user's own over it, table by table. `{user}` in [paths] and mounts is the caller's name.
+
+    Raises UsageError for an unknown name, RecipeError with all mistakes of a faulty file.
+    """
+    if name is not None:
+        files = [find_site(name, env, etc=etc)]
+    elif named := env.get("ENVBUILD_SITE"):
+        files = [Path(named)]
+    else:
+        home = Path(env.get("HOME") or Path.home())
+        config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
+        places = (etc / "envbuild" / "site.toml", config / "envbuild" / "site.toml")
+        files = [path for path in places if path.is_file()]
+    tables: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    said: dict[str, Path] = {}
+    for file in files:
+        document = read(file)
+        settings = decode(document, SiteFile)
+        for table in _TABLES:
+            given = document.data.get(table)
+            if isinstance(given, dict):
+                # A table of a later file replaces the whole table of an earlier one.
+                said = {
+                    key: path for key, path in said.items() if not key.startswith(f"[{table}] ")
+                }
+                said |= {f"[{table}] {key}": file for key in given}
+                tables[table] = getattr(settings, table)
+        environment |= settings.environment
+        said |= {f"[environment] {key}": file for key in settings.environment}
+    title = name if name and "/" not in name and not name.endswith(".toml") else None
+    title = title or (files[-1].stem if files else "none")
+    site = JobSite(title, tuple(files), **tables, environment=environment, said=said)
+    return _filled(site, env)
+
+
+def _filled(site: JobSite, env: Mapping[str, str]) -> JobSite:
+    """`site` with the caller's name in its paths."""
+    try:
+        user = env.get("USER") or getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+
+    def fill(text: str) -> str:
+        return text.replace("{user}", user)
+
+    paths = {one.name: fill(getattr(site.paths, one.name)) for one in fields(site.paths)}
+    mounts = tuple(fill(mount) for mount in site.container.mounts)
+    return replace(
+        site,
+        paths=PathsTable(**paths),
+        container=replace(site.container, mounts=mounts),
+    )

@@ -1,0 +1,246 @@
+"""How jobs run at a site: its scheduler, modules, paths, containers and nodes. Tables of site.toml."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.I)
+_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
+_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def job_variable_problem(name: str) -> str | None:
+    """Why `name` may not be a variable of jobs: scripts are read by many, so nothing that sounds secret."""
+    if not _SHELL_NAME.fullmatch(name):
+        return f"{name!r} is not the name of a variable"
+    if _SECRET.search(name):
+        return (
+            f"{name!r} sounds like a secret: job scripts and receipts are read by others; "
+            "let the job read it from a file that only you may read"
+        )
+    return None
+
+
+def line_problem(text: str) -> str | None:
+    """Why `text` is not one line."""
+    return (
+        None if text.isprintable() and text.strip() == text and text else "is not one line of text"
+    )
+
+
+def value_problem(value: str) -> str | None:
+    """Why `value` may not be a variable's: job scripts show them, so no password inside of a URL."""
+    if not value.isprintable():
+        return "a variable's value is text on one line"
+    if re.search(r"://[^/\s@]+:[^/\s@]+@", value):
+        return "holds a password, and job scripts are read by others; use a proxy or mirror that needs none"
+    return None
+
+
+def mount_problem(text: str) -> str | None:
+    """Why `text` is not a mount of a container: /PATH, or /HOST:/CONTAINER."""
+    return None if _MOUNT.fullmatch(text) else f"{text!r} is not /PATH or /HOST:/CONTAINER"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTable:
+    """`[scheduler]`: who starts jobs, and what it wants to be told."""
+
+    kind: Literal["none", "slurm", "pbs", "kubernetes"] = field(
+        default="none", metadata={"doc": "The scheduler.", "example": "slurm"}
+    )
+    partition: str = field(
+        default="",
+        metadata={
+            "doc": "Partition (Slurm) or queue (PBS).",
+            "pattern": r"^\S*$",
+            "example": "gpu",
+        },
+    )
+    account: str = field(
+        default="",
+        metadata={"doc": "Who pays.", "pattern": r"^\S*$", "example": "project_1234"},
+    )
+    qos: str = field(
+        default="", metadata={"doc": "Slurm's quality of service.", "pattern": r"^\S*$"}
+    )
+    constraint: str = field(
+        default="",
+        metadata={
+            "doc": "Which nodes: Slurm's --constraint, or what goes into each chunk of PBS's select.",
+            "pattern": r"^\S*$",
+            "example": "icelake",
+        },
+    )
+    time: str = field(
+        default="01:00:00",
+        metadata={
+            "doc": "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
+            "pattern": r"^(\d+-)?\d{1,3}:\d{2}:\d{2}$",
+            "example": "04:00:00",
+        },
+    )
+    exclusive: bool = field(default=True, metadata={"doc": "Whether jobs have their nodes alone."})
+    requeue: bool = field(
+        default=True, metadata={"doc": "Whether a job whose node failed starts again."}
+    )
+    auto_resume: bool = field(
+        default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."}
+    )
+    launcher: Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"] | None = field(
+        default=None,
+        metadata={
+            "doc": "What starts torchrun on every node. Default: srun on Slurm, mpiexec on PBS."
+        },
+    )
+    directives: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "More lines for the scheduler, without #SBATCH or #PBS.",
+            "check": line_problem,
+            "example": ["--mail-type=END"],
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesTable:
+    """`[modules]`: environment modules, exactly these at build and at run time."""
+
+    init: str = field(
+        default="",
+        metadata={
+            "doc": "File that defines `module` where login shells do not.",
+            "pattern": r"^(/\S*)?$",
+            "example": "/etc/profile.d/lmod.sh",
+        },
+    )
+    purge: bool = field(default=True, metadata={"doc": "Unload what is loaded first."})
+    build: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "Modules for building environments.",
+            "check": line_problem,
+            "example": ["python/3.11.7", "cuda/12.6"],
+        },
+    )
+    run: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "Modules for jobs.",
+            "check": line_problem,
+            "example": ["python/3.11.7", "cuda/12.6"],
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PathsTable:
+    """`[paths]`: file systems, as nodes see them."""
+
+    shared: str = field(
+        default="",
+        metadata={
+            "doc": "What all nodes see: artifacts, snapshots and logs belong here.",
+            "pattern": r"^(/\S*)?$",
+            "example": "/fsx/{user}",
+        },
+    )
+    scratch: str = field(
+        default="",
+        metadata={
+            "doc": "A node's own fast disk, for temporary files.",
+            "pattern": r"^(/\S*)?$",
+            "example": "/scratch/{user}",
+        },
+    )
+    cache: str = field(
+        default="",
+        metadata={
+            "doc": "Caches of pip, Apptainer and enroot, off $HOME.",
+            "pattern": r"^(/\S*)?$",
+        },
+    )
+    logs: str = field(
+        default="logs",
+        metadata={
+            "doc": "Folder of the jobs' output, below the working folder.",
+            "pattern": r"^\S+$",
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerTable:
+    """`[container]`: what starts images on nodes."""
+
+    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = field(
+        default="none", metadata={"doc": "What the nodes have.", "example": "pyxis"}
+    )
+    mounts: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "doc": "What containers see of the host: /PATH, or /HOST:/CONTAINER.",
+            "check": mount_problem,
+            "example": ["/fsx:/fsx"],
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTable:
+    """`[node]`: what one node has."""
+
+    gpus: int = field(default=0, metadata={"doc": "GPUs.", "minimum": 0, "example": 8})
+    cpus: int = field(default=0, metadata={"doc": "CPU cores; 0: not said.", "minimum": 0})
+    memory: str = field(
+        default="",
+        metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesTable:
+    """`[kubernetes]`: where and how pods run."""
+
+    namespace: str = field(
+        default="default", metadata={"doc": "Namespace.", "pattern": r"^[a-z0-9-]+$"}
+    )
+    api: Literal["v1", "v2"] = field(
+        default="v1",
+        metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."},
+    )
+    claim: str = field(
+        default="",
+        metadata={
+            "doc": "Persistent volume claim with data and snapshots.",
+            "pattern": r"^[a-z0-9.-]*$",
+            "example": "fsx-pv",
+        },
+    )
+    mount: str = field(
+        default="/data", metadata={"doc": "Where pods see it.", "pattern": r"^/\S*$"}
+    )
+    shm: str = field(
+        default="",
+        metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"},
+    )
+    node_selector: dict[str, str] = field(
+        default_factory=dict, metadata={"doc": "Labels that nodes must have."}
+    )
+    resources: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"doc": "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa."},
+    )
+    etcd_image: str = field(
+        default="quay.io/coreos/etcd:v3.5.18",
+        metadata={
+            "doc": "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
+            "pattern": r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
+        },
+    )
+    pull_secret: str = field(
+        default="", metadata={"doc": "Name of the secret for pulling.", "pattern": r"^[a-z0-9.-]*$"}
+    )

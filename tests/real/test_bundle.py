@@ -1,0 +1,77 @@
+"""`envbuild bundle`: what a node without a network builds from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command
+
+_OFFLINE = 'ip link set lo up; exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> tuple[Command, Path]:
+    """A bundle of pt_minimal, and the command that made it."""
+    folder = tmp_path_factory.mktemp("bundle")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
+    path = folder / "pt_minimal"
+    made = command("bundle", "pt_minimal", "--out", path)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip() == str(path)
+    return command, path
+
+
+def test_a_node_without_network_home_or_envbuild_builds_from_a_bundle(
+    bundle: tuple[Command, Path], tmp_path: Path
+) -> None:
+    _, path = bundle
+    place = tmp_path / "venv"
+    python = os.path.realpath(sys.executable)
+    env = {
+        "PATH": f"{Path(python).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": "/nonexistent",
+        "ENVBUILD_STORE": str(path / "store"),
+        "PYTHONPATH": str(path / "envbuild"),
+    }
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", _OFFLINE, "sh", python, "-m", "envbuild",
+         "venv", path / "recipes" / "pt_minimal", "--locked", "--offline", "--no-verify", "--out", place],
+        env=env, cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = subprocess.run(
+        [place / "bin/python", "-c", "import ddp_train, importlib.metadata as m; print(m.version('torch'))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert told.stdout.startswith("2.")
+
+
+def test_a_bundle_of_the_same_content_is_left_alone_and_one_for_conda_too_is_new(
+    bundle: tuple[Command, Path],
+) -> None:
+    command, path = bundle
+    before = os.stat(path / "bundle.json").st_ino
+    again = command("bundle", "pt_minimal", "--out", path)
+    assert "nothing changed" in again.stderr
+    assert os.stat(path / "bundle.json").st_ino == before
+    without = command("bundle", "pt_minimal", "--out", path.with_name("small"), "--no-tools")
+    assert without.returncode == 0, without.stderr
+    assert not (path.with_name("small") / "envbuild").exists()
+    about = json.loads((path / "bundle.json").read_text())
+    assert about["recipe"] == "pt_minimal" and about["kinds"] == ["venv"]
+
+
+def test_a_folder_of_something_else_is_not_touched(
+    bundle: tuple[Command, Path], tmp_path: Path
+) -> None:
+    command, _ = bundle
+    (tmp_path / "thesis.tex").write_text("mine")
+    done = command("bundle", "pt_minimal", "--out", tmp_path)
+    assert done.returncode == 2 and "no bundle" in done.stderr
+    assert os.listdir(tmp_path) == ["thesis.tex"]

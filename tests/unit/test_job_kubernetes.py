@@ -1,0 +1,470 @@
+"""Manifests of jobs: what they say, that Kubernetes' and Kubeflow's types take them, that no text changes on its way.
+
+There is no cluster here. UPDATE_GOLDEN=1 writes the golden files anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab.manifests import container_of, expanded, faults
+from ruamel.yaml import YAML
+
+from envbuild.errors import UsageError
+from envbuild.jobs.kubernetes import render_kubernetes
+from envbuild.jobs.kubernetes_pod import job_name, seconds
+from envbuild.jobs.kubernetes_yaml import dump
+from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
+
+GOLDEN = Path(__file__).parent / "data" / "jobs"
+DIGEST = "sha256:" + "8e1884d0" * 8
+CPU = JobArtifact(
+    kind="docker", path=f"registry.example.org/ml/pt_cpu@{DIGEST}", digest=DIGEST, recipe="pt_cpu",
+    target="cpu-x86_64", python="/opt/env/bin/python", verified_at="2026-11-21T10:00:00Z",
+)  # fmt: skip
+EFA = replace(
+    CPU, recipe="pt_efa", target="cu130-aarch64", fabric="efa", provider="efa",
+    path=f"registry.example.org/ml/pt_efa@{DIGEST}", verified_at="",
+)  # fmt: skip
+SITE = JobSite(
+    "aws-eks",
+    scheduler=SchedulerTable(kind="kubernetes"),
+    node=NodeTable(cpus=4, memory="8G"),
+    kubernetes=KubernetesTable(
+        claim="fsx-pv", mount="/fsx", shm="1Gi",
+        node_selector={"node.kubernetes.io/instance-type": "c5.4xlarge"},
+    ),
+)  # fmt: skip
+GPUS = replace(
+    SITE,
+    node=NodeTable(gpus=8, cpus=180, memory="1900G"),
+    scheduler=SchedulerTable(kind="kubernetes", requeue=False, exclusive=False),
+    kubernetes=replace(
+        SITE.kubernetes, namespace="ml", pull_secret="ecr", shm="64Gi",
+        resources={"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
+    ),
+)  # fmt: skip
+PLAN = JobPlan(
+    name="pt_cpu", scheduler="kubernetes", artifact=CPU, site=SITE, runtime="pod", launcher="srun", strategy="ddp",
+    nodes=2, nproc_per_node=4, command=("-m", "ddp_train", "50", "10"), work="/fsx", cpus_per_node=4,
+    run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),
+    variables=(("OMP_NUM_THREADS", "1"), ("https_proxy", "http://proxy.example.org:3128")),
+)  # fmt: skip
+ON_GPUS = replace(
+    PLAN, name="pt_efa", artifact=EFA, site=GPUS, nproc_per_node=8, gpus_per_node=8, cpus_per_node=180, preflight=True,
+    command=("/fsx/train.py", "--lr", "1e-3"), run_files=(), work="/fsx/someone", time="2-03:00:00",
+    variables=(("NCCL_NET", "AWS Libfabric"),), library_path=("/opt/env/lib",), max_restarts=0,
+)  # fmt: skip
+
+
+def second(plan: JobPlan) -> JobPlan:
+    return replace(
+        plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, api="v2"))
+    )
+
+
+SINGLE = replace(PLAN, strategy="single", nodes=1, nproc_per_node=1)
+PLANS = {
+    "pytorchjob": PLAN,
+    "pytorchjob-etcd": replace(PLAN, rendezvous="etcd-v2"),
+    "pytorchjob-gpus-efa": ON_GPUS,
+    "trainjob": second(PLAN),
+    "trainjob-etcd": second(replace(PLAN, rendezvous="etcd-v2")),
+    "trainjob-gpus-efa": second(ON_GPUS),
+    "job": SINGLE,
+}
+
+
+def documents(plan: JobPlan) -> list[dict[str, Any]]:
+    """As a reader of YAML 1.2 sees the manifest."""
+    return [
+        json.loads(json.dumps(one))
+        for one in YAML(typ="safe", pure=True).load_all(render_kubernetes(plan))
+    ]
+
+
+def job_of(plan: JobPlan) -> dict[str, Any]:
+    return documents(plan)[-1]
+
+
+def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+    if job["kind"] == "TrainJob":
+        jobs = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
+        found: dict[str, Any] = jobs["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    elif job["kind"] == "Job":
+        found = job["spec"]["template"]["spec"]
+    else:
+        found = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    return found
+
+
+def with_site(plan: JobPlan, **kubernetes: Any) -> JobPlan:
+    return replace(
+        plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, **kubernetes))
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_manifest_is_what_its_golden_file_says(name: str) -> None:
+    path, text = GOLDEN / f"k8s-{name}.yaml", render_kubernetes(PLANS[name])
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_types_of_kubernetes_and_kubeflow_take_each_document(name: str) -> None:
+    for document in documents(PLANS[name]):
+        assert faults(document) == []
+
+
+# Below these a key is the user's, and so is one with a slash: any is right.
+FREE = {"labels", "matchLabels", "nodeSelector", "limits"}
+
+
+def keys(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if not (at and at[-1] in FREE) and "/" not in key:
+                yield (*at, key)
+            yield from keys(one, (*at, key))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from keys(one, (*at, number))
+
+
+@pytest.mark.parametrize("name", ["pytorchjob-etcd", "pytorchjob-gpus-efa", "trainjob-gpus-efa", "job"])  # fmt: skip
+def test_every_misspelt_field_is_found_by_the_check_wherever_it_is(name: str) -> None:
+    tried = 0
+    for document in documents(PLANS[name]):
+        for path in keys(document):
+            wrong = copy.deepcopy(document)
+            place: Any = wrong
+            for step in path[:-1]:
+                place = place[step]
+            place[f"{path[-1]}x"] = place.pop(path[-1])
+            tried += 1
+            assert faults(wrong) != [], path
+    assert tried > 40
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "elasticPolicy", "rdzvBackend"), "cd10"),
+        (("spec", "runPolicy", "cleanPodPolicy"), "running"),
+        (("spec", "pytorchReplicaSpecs", "Worker", "restartPolicy"), "onFailure"),
+        (("spec", "elasticPolicy", "minReplicas"), "2"),
+        (("spec", "nprocPerNode"), 4),
+    ],
+)
+def test_the_check_finds_values_that_are_not_of_the_type(path: tuple[str, ...], value: Any) -> None:
+    job = job_of(PLAN)
+    place = job
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    assert faults(job) != []
+
+
+# What text meets on its way to a process: YAML, kubelet's $(NAME), and our few lines of shell.
+
+HARD = [
+    "no", "yes", "On", "y", "null", "~", "", "1e3", "0x1", "0o7", "017", "1_000", "1:30", ".5", "2026-11-21", "<<", "=",
+    "- a", "a: b", "a #b", "'", '"', "\\", "%", "@a", "`id`", "$(id)", "$$", "$", "$(", "${HOME}", "$(ENVBUILD_RUN)",
+    "two\nlines\n", "\n", "  spaces  ", "\ttab", "--", "-x", "é ü 漢 🙂", "{{ a }}", "*a", "&a",
+    "!!python/object:os.system",
+]  # fmt: skip
+TEXT = st.one_of(
+    st.sampled_from(HARD),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t")),
+)
+
+
+def carried(text: str) -> bool:
+    """Whether a manifest can carry `text`."""
+    try:
+        render_kubernetes(replace(PLAN, command=("x.py", text)))
+    except UsageError as error:
+        assert "cannot carry the character" in error.message
+        return False
+    return True
+
+
+@given(words=st.lists(TEXT, min_size=1, max_size=5), value=TEXT)
+@settings(max_examples=50, deadline=None)
+def test_readers_of_yaml_1_1_and_1_2_see_the_same_text_unchanged(
+    words: list[str], value: str
+) -> None:
+    if not all(map(carried, (*words, value))):
+        return
+    for plan in (PLAN, second(PLAN)):
+        made = replace(plan, command=("train.py", *words), variables=(("NAME", value),))
+        old = list(yaml.safe_load_all(render_kubernetes(made)))
+        assert old == documents(made)
+        container = container_of(old[-1])
+        args = [expanded(one, {"ENVBUILD_RUN": "wrong"}) for one in container["args"]]
+        start = args.index("train.py") + 1
+        assert args[start : start + len(words)] == words
+        environment = {one["name"]: one.get("value") for one in container["env"]}
+        assert expanded(environment["NAME"], {"ENVBUILD_RUN": "wrong"}) == value
+
+
+@pytest.mark.parametrize("word", HARD)
+def test_text_that_looks_like_something_else_stays_text_as_key_and_value(word: str) -> None:
+    text = dump("comment", [{"a": {word: [word]}}])
+    assert yaml.safe_load(text) == {"a": {word: [word]}}
+    assert YAML(typ="safe", pure=True).load(text) == {"a": {word: [word]}}
+
+
+@given(comment=st.text())
+def test_no_comment_ends_its_line(comment: str) -> None:
+    assert yaml.safe_load(dump(comment, [{"a": "b"}])) == {"a": "b"}
+
+
+@pytest.mark.parametrize("character", ["\0", "\x1b", "\x85", "\u2028", "\ud800", "\ufeff"])
+def test_characters_that_readers_of_yaml_change_or_refuse_are_refused(character: str) -> None:
+    assert not carried(f"a{character}b")
+
+
+RECORDER = """\
+import json, os, sys
+open(os.environ["ENVBUILD_RUN"] + "/seen", "w").write(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]))
+"""
+
+
+def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str], dict[str, str], str]:  # fmt: skip
+    """Run what the pod would run, in real sh, with an interpreter that writes down what it was given."""
+    recorder = folder / "recorder"
+    recorder.write_text(f"#!{sys.executable}\n{RECORDER}")
+    recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
+    made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(recorder)))
+    container = container_of(job_of(with_site(made, mount=str(folder))))
+    environment = {"PATH": os.environ["PATH"], "ENVBUILD_ADDRESS": "10.1.2.3", **more}
+    for one in container["env"]:
+        if "value" in one:
+            environment[one["name"]] = expanded(one["value"], environment)
+    line = [expanded(one, environment) for one in (*container["command"], *container["args"])]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((Path(environment["ENVBUILD_RUN"]) / "seen").read_text())
+    return seen[0], seen[1], seen[2]
+
+
+@given(words=st.lists(TEXT, max_size=4), value=TEXT)
+@settings(max_examples=25, deadline=None)
+def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_through_sh(
+    words: list[str], value: str
+) -> None:
+    if not all(map(carried, (*words, value))):
+        return
+    plan = replace(
+        PLAN, command=("train.py", *words), run_files=(), variables=(("NAME", value),)
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        seen, environment, _ = started(plan, Path(folder), {})
+    assert seen == ["-m", "torch.distributed.run", "--local-addr", "10.1.2.3", "train.py", *words]
+    assert environment["NAME"] == value
+
+
+@pytest.mark.parametrize(("rank", "is_host"), [("0", "1"), ("1", "0"), ("10", "0")])
+def test_a_trainjob_tells_torch_which_pod_is_the_host_of_the_rendezvous(
+    rank: str, is_host: str, tmp_path: Path
+) -> None:
+    operator = {"PET_NODE_RANK": rank, "PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500"}  # fmt: skip
+    seen, environment, _ = started(second(PLAN), tmp_path, operator)
+    conf = f"is_host={is_host},join_timeout=900,read_timeout=300"
+    assert environment["PET_RDZV_CONF"] == conf
+    assert seen[seen.index("--rdzv-endpoint") + 1] == "a-node-0-0.a:29500"
+
+
+def test_the_runs_folder_is_made_and_the_image_keeps_its_library_path(tmp_path: Path) -> None:
+    plan = replace(PLAN, library_path=("/opt/env/lib", "/opt/x"))
+    seen, environment, folder = started(plan, tmp_path, {"LD_LIBRARY_PATH": "/usr/local/lib"})
+    assert folder == str(tmp_path)
+    assert (tmp_path / "pt-cpu").is_dir()
+    run = f"{tmp_path}/pt-cpu"
+    assert seen[-4:] == ["--checkpoint_path", f"{run}/snapshot.pt", "--report", f"{run}/report.json"]  # fmt: skip
+    assert environment["LD_LIBRARY_PATH"] == "/opt/env/lib:/opt/x:/usr/local/lib"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_shell_in_manifests_passes_shellcheck(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "start.sh"
+    for document in documents(PLANS[name]):
+        if document["kind"] in ("PyTorchJob", "TrainJob", "Job"):
+            script.write_text("#!/bin/sh\n" + container_of(document)["command"][2])
+    # 2006: backquotes instead of $(…), which is kubelet's.
+    line = ["shellcheck", "--exclude=SC2006,SC2154", str(script)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# What the operators do with a manifest.
+
+
+@pytest.mark.parametrize("plan", [PLAN, second(PLAN)], ids=["PyTorchJob", "TrainJob"])
+def test_variables_that_the_operator_sets_are_not_set_by_the_manifest(plan: JobPlan) -> None:
+    names = [one["name"] for one in container_of(job_of(plan))["env"]]
+    assert len(names) == len(set(names))
+    assert not [one for one in names if one.startswith("PET_")]
+    args = container_of(job_of(plan))["args"]
+    assert not {"--nnodes", "--nproc-per-node", "--node-rank"} & set(args)
+
+
+def test_a_pytorchjob_leaves_the_rendezvous_to_the_operator_and_meets_by_the_first_pods_name() -> (
+    None
+):
+    spec = job_of(PLAN)["spec"]
+    assert spec["elasticPolicy"]["rdzvBackend"] == "c10d"
+    assert "rdzvHost" not in spec["elasticPolicy"]
+    assert (spec["elasticPolicy"]["minReplicas"], spec["elasticPolicy"]["maxReplicas"]) == (2, 2)
+    assert not [one for one in container_of(job_of(PLAN))["args"] if "rdzv" in one]
+
+
+def test_one_failure_of_all_pods_does_not_use_up_the_restarts_of_the_job() -> None:
+    assert job_of(replace(PLAN, nodes=64))["spec"]["runPolicy"]["backoffLimit"] == 3 * 64
+
+
+@pytest.mark.parametrize("plan", [PLAN, second(PLAN)], ids=["PyTorchJob", "TrainJob"])
+def test_etcd_comes_with_the_job_pinned_and_under_its_own_name(plan: JobPlan) -> None:
+    service, deployment, job = documents(replace(plan, rendezvous="etcd-v2"))
+    etcd = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert re.fullmatch(r"quay\.io/coreos/etcd:v3\.5\.\d+", etcd["image"])
+    assert "--enable-v2=true" in etcd["command"]
+    # Clients go to what it advertises: never 0.0.0.0.
+    assert "--advertise-client-urls=http://pt-cpu-etcd:2379" in etcd["command"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels
+    assert service["metadata"]["name"] == "pt-cpu-etcd"
+    assert "pt-cpu-etcd:2379" in container_of(job)["command"][2]
+
+
+def test_a_site_says_which_image_of_etcd_and_the_job_which_server() -> None:
+    own = with_site(replace(PLAN, rendezvous="etcd-v2"), etcd_image="mirror.example.org/etcd:v3.4.30")  # fmt: skip
+    deployment = documents(own)[1]
+    image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert image == "mirror.example.org/etcd:v3.4.30"
+    theirs = replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="etcd.infra:12379")
+    (job,) = documents(theirs)
+    assert job["spec"]["elasticPolicy"]["rdzvHost"] == "etcd.infra"
+    assert job["spec"]["elasticPolicy"]["rdzvPort"] == 12379
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pods_ask_for_what_the_site_and_the_artifact_say(name: str) -> None:
+    plan = PLANS[name]
+    job = job_of(plan)
+    pod, container = pod_of(job), container_of(job)
+    limits = (container.get("resources") or container["resourcesPerNode"])["limits"]
+    if plan.gpus_per_node:
+        assert limits == {
+            "cpu": "180", "memory": "1900Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32",
+            "hugepages-2Mi": "5120Mi",
+        }  # fmt: skip
+        assert pod["nodeSelector"]["kubernetes.io/arch"] == "arm64"
+        assert pod["imagePullSecrets"] == [{"name": "ecr"}]
+        assert "affinity" not in pod
+    else:
+        assert limits == {"cpu": "4", "memory": "8Gi"}
+        assert pod["nodeSelector"]["kubernetes.io/arch"] == "amd64"
+        assert ("affinity" in pod) == (plan.nodes > 1)
+    assert container["image"] == plan.artifact.path
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "fsx-pv"}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": plan.site.kubernetes.shm}
+    mounted = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {"data": "/fsx", "shm": "/dev/shm"}
+
+
+def test_a_single_pod_without_a_claim_keeps_its_files_while_it_is_restarted() -> None:
+    pod = pod_of(job_of(with_site(SINGLE, claim="", shm="")))
+    assert pod["volumes"] == [
+        {"name": "data", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shm", "limit", "wanted"),
+    [("64K", "64k", 64000), ("2G", "2G", 2 * 10**9), ("1Ti", "1Ti", 2**40), ("12", "12", 12)],
+)  # fmt: skip
+def test_sizes_are_written_as_kubernetes_and_preflight_read_them(
+    shm: str, limit: str, wanted: int
+) -> None:
+    job = job_of(with_site(replace(PLAN, preflight=True), shm=shm))
+    assert pod_of(job)["volumes"][1]["emptyDir"]["sizeLimit"] == limit
+    assert f"--shm {wanted} " in container_of(job)["command"][2] + " "
+
+
+DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True), nodes=st.integers(1, 1000))  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_every_name_that_a_job_can_have_becomes_names_of_pods_and_services(
+    name: str, nodes: int
+) -> None:
+    for plan in (PLAN, second(PLAN)):
+        made = replace(plan, name=name, nodes=nodes, rendezvous="etcd-v2")
+        found = [one["metadata"]["name"] for one in documents(made)]
+        last = f"-worker-{nodes - 1}" if plan is PLAN else f"-node-0-{nodes - 1}-abcde"
+        found.append(f"{found[-1]}{last}")
+        assert all(DNS.fullmatch(one) and len(one) <= 63 for one in found), found
+
+
+def test_two_long_names_that_begin_alike_stay_two() -> None:
+    one, two = (job_name("x" * 60 + end, "-worker-10") for end in "ab")
+    assert one != two
+    assert len(one) <= 53
+    assert job_name("3d_UNet.v2", "") == "job-3d-unet-v2"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("01:00:00", 3600), ("2-03:04:05", 183845), ("100:00:00", 360000)]
+)
+def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
+    assert seconds(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("plan", "message", "hint"),
+    [
+        (replace(PLAN, artifact=replace(CPU, path="ml/pt_cpu:latest")), "not an image by its digest", "--push"),
+        (replace(PLAN, artifact=replace(CPU, kind="venv", path="/fsx/venv")), "not an image by its digest", "--push"),
+        (replace(PLAN, strategy="horovod"), "MPIJob", "--strategy ddp"),
+        (with_site(PLAN, claim=""), "share no files", "[kubernetes] claim"),
+        (replace(PLAN, work="/home/me"), "pods see /fsx, and the job's folder is /home/me", "--work"),
+        (replace(PLAN, work="/fsxother"), "pods see /fsx", "--work"),
+        (with_site(PLAN, node_selector={"kubernetes.io/arch": "arm64"}), "chooses arm64 nodes", "node_selector"),
+        (with_site(ON_GPUS, resources={}), "needs EFA", "vpc.amazonaws.com/efa"),
+        (with_site(ON_GPUS, resources={"nvidia.com/gpu": "4"}), "nvidia.com/gpu", "[kubernetes] resources"),
+        (replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="$(id):1"), "not the endpoint", "HOST:PORT"),
+        (replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="host:99999"), "not the endpoint", "HOST:PORT"),
+        (replace(PLAN, variables=(("HF_TOKEN", "x"),)), "sounds like a secret", "site file"),
+        (replace(PLAN, variables=(("PET_NNODES", "1"),)), "PET_NNODES is set by the job itself", "site file"),
+        (replace(PLAN, variables=(("ENVBUILD_NODE", "1"),)), "ENVBUILD_NODE is set by the job itself", "site file"),
+        (second(replace(PLAN, command=("train.py", *["x"] * 128))), "128 arguments", 'api = "v1"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_with_what_to_change(plan: JobPlan, message: str, hint: str) -> None:  # fmt: skip
+    with pytest.raises(UsageError) as caught:
+        render_kubernetes(plan)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")

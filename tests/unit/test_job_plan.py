@@ -1,0 +1,251 @@
+"""What a job's values are, who decided them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.artifact import Opened, open_artifact
+from envbuild.jobs.model import JobArtifact
+from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.render import explained
+from envbuild.site.job_site import JobSite, load_job_site
+
+DIGEST = "sha256:" + "ab" * 32
+
+
+def _site(tmp_path: Path, text: str) -> JobSite:
+    (tmp_path / "lab.toml").write_text(text)
+    return load_job_site(str(tmp_path / "lab.toml"), {"HOME": str(tmp_path), "USER": "ada"})
+
+
+def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> Opened:
+    path = {"venv": "/e/venv", "conda": "/e/conda", "enroot": "/e/x.sqsh", "apptainer": "/e/x.sif"}
+    artifact = JobArtifact(
+        kind=kind,
+        path=path.get(kind, f"registry.lab/x@{DIGEST}"),
+        digest=DIGEST,
+        recipe="pt_cpu",
+        target=target,
+        python="/e/venv/bin/python" if kind == "venv" else "/opt/env/bin/python",
+        verified_at="2026-11-21T00:00:00+00:00",
+    )
+    verify = {"nodes": 2, "nproc_per_node": 3, "epochs": 7}
+    return Opened(artifact, verify=verify, packages=frozenset({"torch"}), **more)
+
+
+SLURM = '[scheduler]\nkind = "slurm"\n'
+
+
+def test_every_value_names_who_decided_it(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path,
+        SLURM
+        + 'time = "02:00:00"\n[paths]\nshared = "/fsx/{user}"\n[environment]\nhttps_proxy = "http://p:3128"\n'
+        "[node]\ncpus = 12\n",
+    )
+    plan = plan_job(JobRequest(nodes=4, current=tmp_path), _opened(), site)
+    assert (plan.nodes, plan.nproc_per_node, plan.work, plan.time) == (4, 3, "/fsx/ada", "02:00:00")
+    assert plan.command == ("-m", "ddp_train", "7", "1")
+    assert dict(plan.run_files) == {"--checkpoint_path": "snapshot.pt", "--report": "report.json"}
+    assert dict(plan.variables) == {"OMP_NUM_THREADS": "4", "https_proxy": "http://p:3128"}
+    rows = {name: (value, origin) for name, value, origin in explained(plan)}
+    assert rows["nodes"] == ("4", "--nodes")
+    assert rows["nproc_per_node"] == ("3", "[verify] nproc_per_node of the recipe")
+    assert rows["time"] == ("02:00:00", f"[scheduler] time of {tmp_path / 'lab.toml'}")
+    assert rows["launcher"] == ("srun", "default on slurm")
+    assert rows["https_proxy"][1] == f"[environment] https_proxy of {tmp_path / 'lab.toml'}"
+    assert rows["OMP_NUM_THREADS"] == ("4", "12 CPUs for 3 ranks")
+    assert rows["artifact"][1] == "receipt of 2026-11-21T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kind", "expected"),
+    [
+        ("none", "venv", "folder"),
+        ("pyxis", "conda", "folder"),
+        ("pyxis", "enroot", "pyxis"),
+        ("enroot", "enroot", "enroot"),
+        ("apptainer", "apptainer", "apptainer"),
+        ("none", "enroot", "own"),
+        ("none", "apptainer", "own"),
+        ("apptainer", "enroot", "own"),
+    ],
+)
+def test_what_starts_an_artifact_is_what_the_site_has(
+    tmp_path: Path, runtime: str, kind: str, expected: str
+) -> None:
+    site = _site(tmp_path, SLURM + f'[container]\nruntime = "{runtime}"\n')
+    assert plan_job(JobRequest(current=tmp_path), _opened(kind), site).runtime == expected
+
+
+def test_pyxis_is_slurms_alone(tmp_path: Path) -> None:
+    site = _site(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "pyxis"\n')
+    assert plan_job(JobRequest(current=tmp_path), _opened("enroot"), site).runtime == "enroot"
+
+
+def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path, SLURM + '[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n[paths]\nshared = "/fsx/x"\n'
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text("")
+    request = JobRequest(script="train.py", arguments=("--lr", "0.1"), current=tmp_path)
+    plan = plan_job(request, _opened("enroot"), site)
+    assert plan.mounts == (("/fsx", "/fsx"), ("/data", "/d"), (str(tmp_path), str(tmp_path)))
+    assert plan.command == (str(tmp_path / "train.py"), "--lr", "0.1")
+    assert plan.run_files == ()
+
+
+def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path,
+        SLURM
+        + '[node]\ngpus = 4\n[fabric]\ninterface = "hsn0"\nvariables = { NCCL_IB_GID_INDEX = "3" }\n',
+    )
+    opened = _opened("apptainer", "cu126-aarch64", nccl="2.26.2")
+    opened = replace(
+        opened,
+        artifact=replace(opened.artifact, fabric="efa", provider="efa"),
+        layers=(
+            BuiltLayer("aws-ofi-nccl", "1.14.0", "f"),
+            BuiltLayer("libfabric", "1.22", "", "/opt/cray"),
+        ),
+    )
+    plan = plan_job(JobRequest(current=tmp_path), opened, site)
+    assert (plan.nproc_per_node, plan.gpus_per_node) == (4, 4)
+    variables = dict(plan.variables)
+    assert variables["NCCL_SOCKET_IFNAME"] == "hsn0"
+    assert variables["NCCL_IB_GID_INDEX"] == "3"
+    assert variables["NCCL_NET_PLUGIN"] == "/opt/env/lib/libnccl-net.so"
+    assert plan.library_path == ("/opt/cray/lib64", "/opt/cray/lib")
+    assert plan.origins["variables.NCCL_IB_GID_INDEX"].startswith("[fabric] variables of ")
+
+
+@pytest.mark.parametrize(
+    ("site", "request_", "opened", "words"),
+    [
+        ("", JobRequest(), _opened(), "names no scheduler"),
+        (SLURM, JobRequest(), _opened("docker"), "does not run images from a registry"),
+        ('[scheduler]\nkind = "kubernetes"\n', JobRequest(), _opened(), "docker RECIPE --tag"),
+        (SLURM, JobRequest(), _opened(target="cu126-x86_64"), "[node] gpus"),
+        (SLURM + "[node]\ngpus = 2\n", JobRequest(nproc_per_node=4), _opened(target="cu126-x86_64"), "has 2 GPUs"),
+        (SLURM, JobRequest(launcher="pbsdsh"), _opened(), "one of srun, mpirun"),
+        (SLURM, JobRequest(name="a b"), _opened(), "cannot be a job's name"),
+        (SLURM, JobRequest(script="absent.py"), _opened(), "there is no script absent.py"),
+        (SLURM, JobRequest(strategy="single", nodes=2), _opened(), "leave out --nodes"),
+        (SLURM, JobRequest(rendezvous="etcd-v2"), _opened(), "needs --endpoint"),
+        (SLURM, JobRequest(rendezvous="etcd-v2", endpoint="e:2379"), _opened(), "lacks python-etcd"),
+        (SLURM, JobRequest(endpoint="e:2379"), _opened(), "--rendezvous etcd-v2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_what_to_change(
+    tmp_path: Path, site: str, request_: JobRequest, opened: Opened, words: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_job(replace(request_, current=tmp_path), opened, _site(tmp_path, site))
+    assert words in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_horovod_job_is_started_by_mpirun_and_says_so_to_the_trainer(tmp_path: Path) -> None:
+    plan = plan_job(
+        JobRequest(strategy="horovod", arguments=("5", "1"), current=tmp_path), _opened(), _site(tmp_path, SLURM)
+    )  # fmt: skip
+    assert plan.launcher == "mpirun"
+    assert plan.command == ("-m", "ddp_train", "5", "1", "--strategy", "horovod")
+
+
+def test_the_scheduler_is_the_callers_before_the_sites(tmp_path: Path) -> None:
+    site = _site(tmp_path, SLURM)
+    assert scheduler_of(JobRequest(), site) == "slurm"
+    assert scheduler_of(JobRequest(scheduler="pbs"), site) == "pbs"
+    assert wanted_kinds("slurm", site) == ("venv", "conda")
+    assert wanted_kinds("kubernetes", site) == ("docker",)
+
+
+def _built(folder: Path, passed: bool | None) -> Path:
+    """A venv as a build leaves it: its state, and a receipt unless `passed` is None."""
+    state = State(
+        artifact="venv", recipe="pt_cpu", recipe_digest="", lock_digest="", plan_digest="",
+        target="cpu-x86_64", python="3.11", python_version="3.11.2", interpreter="/usr/bin/python3",
+        packages=(("torch", "2.13.0", "x"),),
+    )  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "envbuild.json").write_text(state.render())
+    if passed is not None:
+        receipt = {
+            "format": 1, "passed": passed, "verified_at": "2026-11-21T00:00:00+00:00",
+            "artifact": {"digest": state.digest, "path": str(folder)},
+        }  # fmt: skip
+        folder.with_name(f"{folder.name}.receipt.json").write_text(json.dumps(receipt))
+    return folder
+
+
+def test_a_recipe_means_what_was_built_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="nothing is built of recipe 'pt_cpu'"):
+        open_artifact("pt_cpu", ("venv",), None)
+    folder = _built(tmp_path / "build/pt_cpu/cpu-x86_64/venv", True)
+    opened = open_artifact("pt_cpu", ("enroot", "venv"), None)
+    assert opened.artifact.path == str(folder)
+    assert opened.artifact.python == str(folder / "bin/python")
+    assert opened.packages == {"torch"}
+    _built(tmp_path / "build/pt_cpu/cpu-aarch64/venv", True)
+    with pytest.raises(UsageError, match="cpu-aarch64, cpu-x86_64"):
+        open_artifact("pt_cpu", ("venv",), None)
+    assert open_artifact("pt_cpu", ("venv",), "cpu-x86_64").artifact.target == "cpu-x86_64"
+
+
+@pytest.mark.parametrize("passed", [None, False])
+def test_what_did_not_pass_is_refused_unless_the_caller_insists(
+    tmp_path: Path, passed: bool | None
+) -> None:
+    folder = _built(tmp_path / "venv", passed)
+    with pytest.raises(VerificationError, match="no receipt"):
+        open_artifact(str(folder), (), None)
+    assert open_artifact(str(folder), (), None, unverified=True).artifact.verified_at == ""
+    with pytest.raises(UsageError, match="is for cpu-x86_64"):
+        open_artifact(str(folder), (), "cu126-x86_64", unverified=True)
+
+
+def test_a_receipt_of_other_content_does_not_vouch(tmp_path: Path) -> None:
+    folder = _built(tmp_path / "venv", True)
+    state = json.loads((folder / "envbuild.json").read_text())
+    state["packages"] = [["torch", "9", "y"]]
+    (folder / "envbuild.json").write_text(json.dumps(state))
+    with pytest.raises(VerificationError):
+        open_artifact(str(folder), (), None)
+
+
+def test_an_image_is_named_by_its_digest_and_vouched_for_by_its_builds_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"registry.lab:5000/team/pt_cpu@{DIGEST}"
+    with pytest.raises(VerificationError):
+        open_artifact(name, ("docker",), "cpu-x86_64")
+    place = tmp_path / "build/pt_cpu/cpu-x86_64/docker.receipt.json"
+    place.parent.mkdir(parents=True)
+    receipt = {
+        "format": 1, "passed": True, "verified_at": "2026-11-21T00:00:00+00:00", "target": "cpu-x86_64",
+        "artifact": {"digest": DIGEST, "path": "registry.lab:5000/team/pt_cpu:2.13"},
+        "recipe": {"name": "pt_cpu"}, "versions": {}, "settings": {"nodes": 2},
+    }  # fmt: skip
+    place.write_text(json.dumps(receipt))
+    for named in (name, "pt_cpu"):
+        opened = open_artifact(named, ("docker",), None)
+        assert opened.artifact.path == name
+        assert opened.artifact.recipe == "pt_cpu"
+    receipt["artifact"] = {"digest": DIGEST, "path": "pt_cpu:cpu-x86_64"}
+    place.write_text(json.dumps(receipt))
+    with pytest.raises(UsageError, match="was not pushed"):
+        open_artifact("pt_cpu", ("docker",), None)
+    with pytest.raises(UsageError, match="does not exist"):
+        open_artifact("./nowhere", ("docker",), None)
