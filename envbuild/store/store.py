@@ -139,15 +139,25 @@ class Store:
         for left in home.iterdir():
             with contextlib.suppress(OSError), _held(left):
                 remove_tree(left)
-        try:
-            folder = Path(tempfile.mkdtemp(dir=home))
-        except OSError as error:
-            raise self.unwritable(error) from error
-        try:
-            with _held(folder):
+        with contextlib.ExitStack() as held:
+            folder = self._held_folder(home, held)
+            try:
                 yield folder
-        finally:
-            remove_tree(folder)
+            finally:
+                remove_tree(folder)
+
+    def _held_folder(self, home: Path, held: contextlib.ExitStack) -> Path:
+        """A new folder in `home`, held until `held` is closed. Another caller may take it for a left-over before we
+        hold it, and remove it: then there is another."""
+        while True:
+            try:
+                folder = Path(tempfile.mkdtemp(dir=home))
+            except OSError as error:
+                raise self.unwritable(error) from error
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                held.enter_context(_held(folder))
+                if folder.exists():
+                    return folder
 
     def clean_stale(self, days: float = 7) -> None:
         """Remove downloads that nobody went on with for `days` days, and what killed runs left half-written."""

@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,17 @@ def test_what_killed_runs_left_goes_after_a_while_and_blobs_stay(store: Store) -
     store.clean_stale()
     assert not old.exists() and not (partial / "cd").exists()
     assert young.exists() and blob.exists()
+
+
+def test_working_folders_of_many_callers_at_once_stay_theirs(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def use(_: int) -> None:
+        for _ in range(30):
+            with store.working("work") as folder:
+                (folder / "file").write_text("mine")
+                assert (folder / "file").read_text() == "mine"
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(8)))
+    assert list((tmp_path / "work").iterdir()) == []
