@@ -66,6 +66,11 @@ class Client:
                     self._pause(0.25 * 2**attempt)
         raise Unreachable(cut)
 
+    def reach(self, url: str) -> None:
+        """Ask for `url` once and read nothing of it. Raises NotFound, or Unreachable."""
+        with self._answer(url, {}, 0):
+            return
+
     def download(
         self, url: str, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]
     ) -> str:

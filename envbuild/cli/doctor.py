@@ -1,0 +1,144 @@
+"""`envbuild doctor`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from envbuild.cli.common import json_option, print_json
+
+if TYPE_CHECKING:
+    from envbuild.doctor.artifacts import Verdict
+    from envbuild.doctor.model import Finding
+
+_STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+_MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
+
+
+@click.command("doctor")
+@click.option("--offline", is_flag=True, help="Ask nothing over a network.")
+@json_option
+def doctor_command(offline: bool, as_json: bool) -> None:
+    """Look at this host: tools, kernel, file systems, GPUs, network, scheduler, sources of packages.
+
+    Ends with what each of the five artifacts can and cannot do here, and what to change. Takes less than five
+    seconds, changes nothing and needs no root. Exit code 6 when no artifact can be built here, else 0.
+
+    \b
+    Examples:
+      envbuild doctor
+      envbuild doctor --json | jq .artifacts
+      srun -N1 envbuild doctor --offline
+    """
+    from envbuild.doctor.artifacts import judge
+    from envbuild.doctor.registry import CHECKS, this_host
+    from envbuild.doctor.run import facts_of, run_checks
+
+    results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
+    verdicts = judge(facts_of(results))
+    areas: dict[str, list[Finding]] = {}
+    for check, findings in results:
+        areas.setdefault(check.area, []).extend(findings)
+    useless = all(steps["build"].status == "fail" for steps in verdicts.values())
+    if as_json:
+        print_json(_as_json(areas, verdicts, useless))
+    else:
+        show_areas(areas)
+        _show_artifacts(verdicts)
+    if useless:
+        from envbuild.errors import HostError
+
+        first = next(iter(verdicts.values()))["build"]
+        raise HostError(f"no artifact can be built here; {first.what}", first.remedy or None)
+
+
+def _as_json(
+    areas: Mapping[str, Sequence[Finding]],
+    verdicts: Mapping[str, Mapping[str, Verdict]],
+    useless: bool,
+) -> dict[str, Any]:
+    return {
+        "usable": not useless,
+        "areas": {area: [f.as_json() for f in findings] for area, findings in areas.items()},
+        "artifacts": {
+            kind: {step: verdict.as_json() for step, verdict in steps.items()}
+            for kind, steps in verdicts.items()
+        },
+    }
+
+
+def show_areas(areas: Mapping[str, Sequence[Finding]]) -> None:
+    """Print findings under their areas, with what to change below those that ask for it."""
+    console = _console()
+    with console.capture() as captured:
+        _areas(areas, console)
+    _echo(captured.get())
+
+
+def _areas(areas: Mapping[str, Sequence[Finding]], console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    for area, findings in areas.items():
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(width=4)
+        table.add_column(overflow="fold", max_width=30)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            style = _STYLES[finding.status]
+            cell = Text(_printable(finding.what))
+            if finding.remedy and finding.status != "ok":
+                cell.append(f"\n→ {_printable(finding.remedy)}", style="dim")
+            elif finding.remedy:
+                cell.append(f"; {_printable(finding.remedy)}", style="dim")
+            table.add_row(Text(_MARKS[finding.status], style=style), finding.name, cell)
+        console.print(Text(area, style="bold"))
+        console.print(table)
+        console.print()
+
+
+def _show_artifacts(verdicts: Mapping[str, Mapping[str, Verdict]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("artifact", "build", "verify", "run"):
+        table.add_column(title, overflow="fold")
+    remedies: dict[str, list[str]] = {}
+    for kind, steps in verdicts.items():
+        row: list[Text] = [Text(kind, style="bold")]
+        for step, verdict in steps.items():
+            row.append(Text(_printable(verdict.what), style=_STYLES[verdict.status]))
+            if verdict.remedy and verdict.status != "ok":
+                remedies.setdefault(_printable(verdict.remedy), []).append(f"{kind} {step}")
+        table.add_row(*row)
+    with console.capture() as captured:
+        console.print(table)
+        for remedy, cells in remedies.items():
+            console.print(Text(f"→ {', '.join(cells)}: {remedy}", style="dim"))
+    _echo(captured.get())
+
+
+def _console() -> Any:
+    import sys
+
+    from rich.console import Console
+
+    # In a pipe lines are as long as they are: what reads them wraps them itself.
+    width = None if sys.stdout.isatty() else 10_000
+    return Console(
+        file=sys.stdout, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False
+    )
+
+
+def _echo(text: str) -> None:
+    """Without the blanks that fill a table's cells."""
+    click.echo("\n".join(line.rstrip() for line in text.splitlines()))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -1,0 +1,202 @@
+"""`envbuild site`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from envbuild.cli.common import json_option, print_json, say
+
+if TYPE_CHECKING:
+    from envbuild.site.in_force import Value
+
+_STATUS = ("fail", "warn", "info", "ok")
+
+
+@click.group("site")
+def site_command() -> None:
+    """Describe where jobs run: scheduler, modules, file systems, containers, network.
+
+    SITE is the path of a site file, or a name looked for in ./sites, ~/.config/envbuild/sites,
+    /etc/envbuild/sites and among those that come with envbuild. Without it: $ENVBUILD_SITE, else
+    /etc/envbuild/site.toml and ~/.config/envbuild/site.toml.
+
+    \b
+    Examples:
+      envbuild site list
+      envbuild site init --out site.toml
+      envbuild site check ./site.toml
+      envbuild site show aws-parallelcluster
+    """
+
+
+@site_command.command("init")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: site.toml.")
+@click.option("--force", is_flag=True, help="Write over a file that exists.")
+def init_command(out: Path | None, force: bool) -> None:
+    """Write a commented site file for this host.
+
+    \b
+    Examples:
+      envbuild site init
+      envbuild site init --out ~/.config/envbuild/site.toml
+      envbuild site init --out -
+    """
+    from envbuild.doctor.site_init import site_file
+    from envbuild.errors import HostError, UsageError
+    from envbuild.files import write_atomically
+
+    path = out or Path("site.toml")
+    if str(path) != "-" and not force and (path.exists() or path.is_symlink()):
+        raise UsageError(f"{path} exists", "choose another --out, or write over it with --force")
+    text = site_file(dict(os.environ))
+    if str(path) == "-":
+        click.echo(text, nl=False)
+        return
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise HostError(
+            f"{path} cannot be written: {error.strerror}", "choose another --out"
+        ) from error
+    say(f"read it through, then: envbuild site check {path}")
+    click.echo(path)
+
+
+@site_command.command("show")
+@click.argument("site", required=False)
+@click.option("--all", "everything", is_flag=True, help="Defaults, too.")
+@json_option
+def show_command(site: str | None, everything: bool, as_json: bool) -> None:
+    """Print what SITE says, and where each value is from.
+
+    \b
+    Examples:
+      envbuild site show
+      envbuild site show aws-parallelcluster --all
+    """
+    from envbuild.site.in_force import in_force
+
+    found, values = in_force(site, dict(os.environ))
+    if as_json:
+        print_json(
+            {
+                "name": found.name,
+                "files": [str(file) for file in found.files],
+                "values": [
+                    {"table": v.table, "key": v.key, "value": v.value, "origin": v.origin}
+                    for v in values
+                ],
+            }
+        )
+        return
+    files = ", ".join(map(str, found.files)) or "no file"
+    click.echo(f"# site {found.name}: {files}")
+    _print([value for value in values if everything or value.given])
+    if not everything and not any(value.given for value in values):
+        click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
+
+
+def _print(values: Sequence[Value]) -> None:
+    tables: dict[str, list[Value]] = {}
+    for value in values:
+        tables.setdefault(value.table, []).append(value)
+    for table, rows in tables.items():
+        if table:
+            name = f"registries.{_key(table[11:])}" if table.startswith("registries.") else table
+            click.echo(f"\n[{name}]")
+        # TOML has no null: what nobody decided is a comment.
+        texts = [
+            f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}"
+            for row in rows
+        ]
+        width = min(60, max(map(len, texts)))
+        for text, row in zip(texts, rows, strict=True):
+            click.echo(f"{text:<{width}}  # {row.origin}")
+
+
+def _key(text: str) -> str:
+    plain = text.isascii() and text.replace("-", "").replace("_", "").isalnum()
+    return text if plain else json.dumps(text)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return (
+            f"{{ {', '.join(f'{_key(k)} = {_toml(v)}' for k, v in value.items())} }}"
+            if value
+            else "{}"
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+@site_command.command("check")
+@click.argument("site", required=False)
+@click.option("--offline", is_flag=True, help="Ask nothing over a network.")
+@json_option
+def check_command(site: str | None, offline: bool, as_json: bool) -> None:
+    """Judge SITE: mistakes, contradictions, and what this host shows to be wrong.
+
+    What can only be judged on a login node or a node of the site is said to be so. Exit code 2 when something
+    is wrong, 0 else.
+
+    \b
+    Examples:
+      envbuild site check ./site.toml
+      envbuild site check pbs-gh200 --json
+    """
+    from envbuild.cli.doctor import show_areas
+    from envbuild.doctor.registry import this_host
+    from envbuild.doctor.site_check import check_site
+
+    variables = dict(os.environ)
+    # The file itself is judged below; here only how this host reaches mirrors.
+    environment = this_host(variables, offline=offline).environment
+    findings = check_site(site, variables, environment, offline=offline)
+    counts = {status: sum(f.status == status for f in findings) for status in _STATUS}
+    if as_json:
+        print_json({"passed": not counts["fail"], "findings": [f.as_json() for f in findings]})
+    else:
+        show_areas({f"site {site or 'in force'}": findings})
+    wrong = counts["fail"]
+    if wrong:
+        from envbuild.errors import RecipeError
+
+        raise RecipeError(f"site {site or 'in force'}: {wrong} wrong", "see what is marked FAIL")
+    doubtful = counts["warn"]
+    say(f"nothing is wrong, {doubtful} doubtful" if doubtful else "nothing wrong was found")
+
+
+@site_command.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the sites that have a name, and where they are."""
+    from envbuild.site.job_site import site_folders
+
+    found: dict[str, Path] = {}
+    for folder in site_folders(dict(os.environ)):
+        for path in sorted(folder.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    if as_json:
+        print_json({"sites": [{"name": name, "path": str(path)} for name, path in found.items()]})
+        return
+    width = max(map(len, found), default=0)
+    for name, path in found.items():
+        click.echo(f"{name:<{width}}  {_about(path)}  ({path})")
+
+
+def _about(path: Path) -> str:
+    """The first sentence of the file's comment."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return error.strerror or "cannot be read"
+    first = next((l[1:].strip() for l in lines if l.startswith("#") and not l.startswith("#:")), "")  # noqa: E741
+    return "".join(c for c in first if c.isprintable())

@@ -1,0 +1,160 @@
+"""What each of the five artifacts can and cannot do here, from what the checks found. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.doctor.model import Finding, Status
+
+KINDS = ("venv", "conda", "docker", "enroot", "apptainer")
+STEPS = ("build", "verify", "run")
+# What a build of each kind needs of what is reachable, besides the store. One that answers is enough.
+_SOURCES = {
+    "venv": ("package index",),
+    "conda": ("conda-forge",),
+    "docker": ("package index", "Debian's archive"),
+    "enroot": ("package index", "Debian's archive"),
+    "apptainer": ("package index", "Debian's archive"),
+}
+_IMPORTS = {
+    "venv": ("requests",),
+    "conda": ("rattler", "zstandard", "requests"),
+    "docker": ("deflate", "zstandard", "isal", "pysequoia", "requests"),
+    "enroot": ("deflate", "zstandard", "isal", "lz4", "pysequoia", "requests"),
+    "apptainer": ("deflate", "zstandard", "isal", "lz4", "pysequoia", "requests"),
+}
+_LEAST_MEMORY = 1_500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one step of one artifact works here: `ok`, `warn` (partly, or not here), `fail` (not at all)."""
+
+    status: Status
+    what: str
+    remedy: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """As a JSON object."""
+        return {"status": self.status, "what": self.what, "remedy": self.remedy}
+
+
+def judge(found: Mapping[str, Finding]) -> dict[str, dict[str, Verdict]]:
+    """kind → step → verdict, from the findings by name."""
+    return {
+        kind: {
+            "build": _build(kind, found),
+            "verify": _verify(kind, found),
+            "run": _run(kind, found),
+        }
+        for kind in KINDS
+    }
+
+
+def _build(kind: str, found: Mapping[str, Finding]) -> Verdict:
+    for name in ("configuration", "authorities", "uv", "store", "tmp"):
+        finding = found.get(name)
+        if finding is not None and finding.status == "fail":
+            return Verdict("fail", f"{name}: {finding.what}", finding.remedy)
+    if kind != "conda" and "uv" in found and not found["uv"].facts:
+        return Verdict("fail", found["uv"].what, found["uv"].remedy)
+    missing = [m for m in _facts(found, "packages").get("missing", ()) if m in _IMPORTS[kind]]
+    if missing:
+        return Verdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].remedy)
+    current = found.get("current folder")
+    if current is not None and current.status == "fail":
+        return Verdict("warn", f"not in the current folder: {current.what}", "use --out")
+    lost = [name for name in _SOURCES[kind] if _unreached(found, name)]
+    if lost:
+        remedy = found[lost[0]].remedy
+        what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
+        return Verdict("warn", what, remedy)
+    store = found.get("store")
+    if store is not None and store.status == "warn":
+        return Verdict("warn", f"store: {store.what}", store.remedy)
+    if kind in ("venv", "conda") and current is not None and current.status == "warn":
+        return Verdict("warn", f"current folder: {current.what}", current.remedy)
+    return Verdict("ok", "yes")
+
+
+def _verify(kind: str, found: Mapping[str, Finding]) -> Verdict:
+    usable = _facts(found, "memory").get("usable")
+    if usable is not None and usable < _LEAST_MEMORY:
+        return Verdict("warn", f"too little memory: {found['memory'].what}", found["memory"].remedy)
+    only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
+    if kind == "docker":
+        if not _facts(found, "docker daemon").get("answers"):
+            remedy = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
+            return Verdict("warn", "no: no docker daemon answers", remedy)
+        return Verdict("ok", f"yes{only}")
+    if kind in ("enroot", "apptainer"):
+        how = _launchers(kind, found)
+        if not how:
+            return _no_launch(kind, found)
+        return Verdict("ok", f"by {how[0]}{only}")
+    return Verdict("ok", f"yes{only}")
+
+
+def _run(kind: str, found: Mapping[str, Finding]) -> Verdict:
+    where = _schedulers(found)
+    jobs = f"; jobs by {' and '.join(where)}" if where else ""
+    if kind in ("venv", "conda"):
+        return Verdict("ok", f"yes{jobs}")
+    if kind == "docker":
+        engines = [name for name in ("docker", "podman") if _works(found, name)]
+        if _facts(found, "docker daemon").get("answers"):
+            engines = ["docker"]
+        elif "docker" in engines:
+            engines.remove("docker")
+        if _facts(found, "Kubernetes").get("answers"):
+            engines.append("Kubernetes")
+        if engines:
+            return Verdict("ok", f"by {', '.join(engines)}")
+        return Verdict(
+            "warn",
+            "no: no engine for images",
+            "push it (--push) and run it where one is, or build enroot or apptainer",
+        )
+    how = _launchers(kind, found)
+    if kind == "enroot" and _facts(found, "pyxis").get("there"):
+        how = ["pyxis", *how]
+    if not how:
+        return _no_launch(kind, found)
+    return Verdict("ok", f"by {', '.join(how)}{jobs}")
+
+
+def _no_launch(kind: str, found: Mapping[str, Finding]) -> Verdict:
+    finding = found.get("own launch")
+    if finding is None or not finding.remedy:
+        return Verdict(
+            "warn", f"no: no {kind}, and our own launch was not tried", f"install {kind}"
+        )
+    return Verdict("warn", f"no: no {kind}, and our own launch is forbidden", finding.remedy)
+
+
+def _launchers(kind: str, found: Mapping[str, Finding]) -> list[str]:
+    """What starts images of this kind here, best first."""
+    names = ("enroot",) if kind == "enroot" else ("apptainer", "singularity")
+    how = [name for name in names if _works(found, name)]
+    ways = _facts(found, "own launch").get("ways") or ()
+    return how + [f"envbuild itself ({', '.join(ways)})"] * bool(ways)
+
+
+def _schedulers(found: Mapping[str, Finding]) -> list[str]:
+    here = ["Slurm"] if _facts(found, "Slurm").get("answers") else []
+    return here + (["PBS"] if _facts(found, "PBS").get("queues") is not None else [])
+
+
+def _unreached(found: Mapping[str, Finding], name: str) -> bool:
+    facts = _facts(found, name)
+    return bool(facts.get("asked")) and not facts.get("reached") and not facts.get("local")
+
+
+def _works(found: Mapping[str, Finding], name: str) -> bool:
+    return bool(_facts(found, name).get("works"))
+
+
+def _facts(found: Mapping[str, Finding], name: str) -> Mapping[str, Any]:
+    return found[name].facts if name in found else {}

@@ -1,0 +1,66 @@
+"""Asking a program something, with a time limit: one that hangs must not make us hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# What batch systems and drivers take to answer when they are well.
+PATIENCE_S = 3.0
+
+
+def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbin") -> str | None:
+    """The path of `program` on PATH or in the system's own folders, None where there is none."""
+    search = variables.get("PATH") or os.defpath
+    return shutil.which(program, path=f"{search}:{more}")
+
+
+def ask(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    patience_s: float = PATIENCE_S,
+    cwd: Path | None = None,
+) -> tuple[int | None, str]:
+    """(exit status, both streams) of `command`; None and why where it cannot be run or does not end in time."""
+    # Charliecloud wants a $USER, which containers often lack.
+    env = {"USER": "user", **variables, "LC_ALL": "C"}
+    try:
+        child = subprocess.Popen(
+            list(command),
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return None, error.strerror or str(error)
+    except ValueError:  # a NUL in a variable or an argument
+        return None, "cannot be run"
+    try:
+        out, _ = child.communicate(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer in {patience_s:g} s"
+    finally:
+        # What it started may hold the pipe: not waited for, and ended with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if child.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.5)
+        if child.stdout is not None:
+            with contextlib.suppress(OSError):
+                child.stdout.close()
+    return child.returncode, out.decode(errors="replace").strip()
+
+
+def first_line(text: str, most: int = 160) -> str:
+    """The first line of what a program said that is not empty, cut to `most` characters, without control characters."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return "".join(c if c.isprintable() else "?" for c in line)[:most]

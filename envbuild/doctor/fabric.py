@@ -1,0 +1,177 @@
+"""The network between nodes: interfaces, InfiniBand, EFA, Slingshot, libfabric.
+
+Sources: the kernel's Documentation/ABI of /sys/class/net and /sys/class/infiniband; netdevice(7); fi_info(1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.doctor.ask import ask, find, first_line
+from envbuild.doctor.model import Finding, Host, Status
+
+_SIOCGIFADDR = 0x8915
+# Bridges, and pairs, of containers: no way to another node.
+_INNER = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One network interface; `addresses` are IPv4 and IPv6, not those of a single link."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+    speed: int | None
+
+    @property
+    def inner(self) -> bool:
+        """Whether it leads nowhere but to this host."""
+        return self.name.startswith(_INNER)
+
+
+def interfaces(root: Path = Path("/")) -> list[Interface]:
+    """The interfaces of this network namespace, by name."""
+    sixes = _ipv6(root)
+    found = []
+    for _, name in sorted(socket.if_nameindex(), key=lambda row: row[1]):
+        folder = root / "sys/class/net" / name
+        state = _text(folder / "operstate")
+        speed = _text(folder / "speed")
+        four = _ipv4(name)
+        found.append(
+            Interface(
+                name,
+                state == "up" or (state in ("unknown", "") and bool(four or name in sixes)),
+                tuple(([four] if four else []) + sixes.get(name, [])),
+                int(speed) if speed.isdigit() and int(speed) else None,
+            )
+        )
+    return found
+
+
+def _ipv4(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+        return socket.inet_ntoa(packed[20:24])
+    return ""
+
+
+def _ipv6(root: Path) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in _text(root / "proc/net/if_inet6").splitlines():
+        fields = line.split()
+        if len(fields) == 6:
+            with contextlib.suppress(ValueError):
+                address = ipaddress.IPv6Address(bytes.fromhex(fields[0]))
+                if not address.is_link_local:
+                    found.setdefault(fields[5], []).append(str(address))
+    return found
+
+
+def network(host: Host) -> Iterator[Finding]:
+    """The interfaces that lead to other nodes."""
+    found = interfaces(host.root)
+    outer = [one for one in found if one.up and one.addresses and not one.inner]
+    facts = {
+        "interfaces": [
+            {"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in found
+        ]
+    }
+    texts = [
+        f"{i.name} {i.addresses[0]}" + (f" ({i.speed / 1000:g} Gbit/s)" if i.speed else "")
+        for i in outer
+    ]
+    if not outer:
+        remedy = "jobs of several nodes need an interface with an address; one node works without"
+        yield Finding("interfaces", "info", "none but the loopback has an address", remedy, facts)
+    else:
+        more = len(outer) > 1
+        remedy = "name the one that joins the nodes: site.toml, [fabric] interface" if more else ""
+        yield Finding("interfaces", "ok", ", ".join(texts), remedy, facts)
+
+
+def adapters(host: Host) -> Iterator[Finding]:
+    """Adapters for remote memory: InfiniBand and RoCE, EFA, Slingshot."""
+    rows, kinds, down = [], set(), []
+    for device in _entries(host.root / "sys/class/infiniband"):
+        driver = os.path.basename(os.path.realpath(device / "device/driver"))
+        ports = [
+            (_text(port / "link_layer"), _text(port / "state"), _text(port / "rate"))
+            for port in _entries(device / "ports")
+        ]
+        kind = (
+            "efa" if driver == "efa" else "roce" if any(p[0] == "Ethernet" for p in ports) else "ib"
+        )
+        kinds.add(kind)
+        active = any("ACTIVE" in state for _, state, _ in ports)
+        rate = next((rate for _, _, rate in ports if rate), "")
+        rows.append(f"{device.name} ({kind}{f', {rate}' if rate else ''})")
+        down += [] if active or not ports else [device.name]
+    slingshot = [device.name for device in _entries(host.root / "sys/class/cxi")]
+    rows += [f"{name} (cxi)" for name in slingshot]
+    kinds |= {"cxi"} if slingshot else set()
+    facts = {"adapters": rows, "kinds": sorted(kinds), "down": down}
+    if not rows:
+        yield Finding("adapters", "info", "no InfiniBand, RoCE, EFA or Slingshot", facts=facts)
+    elif down:
+        remedy = "see ibstat, or let the administrator look at cable and switch"
+        yield Finding(
+            "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", remedy, facts
+        )
+    else:
+        seen = (host.root / "dev/infiniband").is_dir() or kinds == {"cxi"}
+        remedy = "" if seen else "pass /dev/infiniband into this container"
+        status: Status = "ok" if seen else "warn"
+        yield Finding(
+            "adapters",
+            status,
+            ", ".join(rows) + ("" if seen else "; /dev/infiniband is not here"),
+            remedy,
+            facts,
+        )
+
+
+def libfabric(host: Host) -> Iterator[Finding]:
+    """The providers of the host's libfabric."""
+    tool = find(
+        "fi_info", host.variables, "/usr/sbin:/sbin:/opt/amazon/efa/bin:/opt/cray/libfabric/bin"
+    )
+    if tool is None:
+        yield Finding(
+            "libfabric",
+            "info",
+            "no fi_info; artifacts bring their own libfabric, but for Slingshot",
+        )
+        return
+    code, said = ask([tool, "-l"], host.variables)
+    providers = [
+        line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")
+    ]
+    if code != 0:
+        yield Finding("libfabric", "warn", f"{tool}: {first_line(said)}")
+        return
+    facts = {"path": tool, "providers": providers}
+    yield Finding("libfabric", "ok", f"providers {', '.join(providers)} ({tool})", facts=facts)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,142 @@
+"""Processors, memory, shared memory and GPUs that are ours. Sources: envbuild/limits.py; nvidia-smi(1)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from envbuild import limits
+from envbuild.doctor.ask import ask, find, first_line
+from envbuild.doctor.model import Finding, Host
+from envbuild.progress import human_size
+
+_ENOUGH_MEMORY = 3 << 30
+_ENOUGH_SHM = 1 << 30
+
+
+def processors(host: Host) -> Iterator[Finding]:
+    """How many processors we may use."""
+    ours, all_ = limits.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
+    what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
+    yield Finding("processors", "ok", what, facts={"usable": ours, "all": all_})
+
+
+def memory(host: Host) -> Iterator[Finding]:
+    """How much memory we may use."""
+    found = limits.memory(host.variables, root=host.root)
+    if found is None:
+        yield Finding("memory", "info", "not known")
+        return
+    few = found < _ENOUGH_MEMORY
+    yield Finding(
+        "memory", "warn" if few else "ok", f"{human_size(found)} available to us",
+        "two ranks with torch need about 1.5 GB; ask for more in a job, or free some" if few else "",
+        {"usable": found},
+    )  # fmt: skip
+
+
+def shared_memory(host: Host) -> Iterator[Finding]:
+    """/dev/shm, through which loaders of data and NCCL pass what they have."""
+    try:
+        about = os.statvfs(host.root / "dev/shm")
+    except OSError as error:
+        yield Finding(
+            "/dev/shm",
+            "warn",
+            f"{error.strerror}",
+            "mount a tmpfs there: loaders with workers need it",
+        )
+        return
+    size = about.f_blocks * about.f_frsize
+    if not size or not os.access(host.root / "dev/shm", os.W_OK):
+        yield Finding(
+            "/dev/shm", "warn", "cannot be written", "loaders of data and NCCL need it: mode 1777"
+        )
+        return
+    small = size < _ENOUGH_SHM
+    yield Finding(
+        "/dev/shm", "warn" if small else "ok", human_size(size),
+        "docker run --shm-size=8g, or in a pod an emptyDir of medium Memory ([kubernetes] shm)" if small else "",
+        {"size": size},
+    )  # fmt: skip
+
+
+def gpus(host: Host) -> Iterator[Finding]:
+    """NVIDIA GPUs: the driver, what it lists, its library."""
+    driver = _driver_version(host)
+    tool = find("nvidia-smi", host.variables)
+    listed: list[list[str]] = []
+    trouble = ""
+    if tool:
+        fields = "--query-gpu=name,driver_version,memory.total"
+        code, said = ask([tool, fields, "--format=csv,noheader"], host.variables)
+        rows = [re.split(r"\s*,\s*", line.strip()) for line in said.splitlines()]
+        listed = [row for row in rows if len(row) == 3] if code == 0 else []
+        trouble = "" if code == 0 else first_line(said)
+    devices = sorted(path.name for path in (host.root / "dev").glob("nvidia[0-9]*"))
+    library = _libcuda(host)
+    facts: dict[str, Any] = {
+        "gpus": [row[0] for row in listed], "driver": driver or (listed[0][1] if listed else ""),
+        "devices": devices, "libcuda": library,
+    }  # fmt: skip
+    if listed:
+        names = ", ".join(
+            f"{sum(r[0] == n for r in listed)} × {n}" for n in dict.fromkeys(r[0] for r in listed)
+        )
+        facts["cuda"], text = _cuda(facts["driver"])
+        if library:
+            yield Finding(
+                "GPU", "ok", f"{names}, driver {facts['driver']}{text}, {library}", facts=facts
+            )
+        else:
+            remedy = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
+            yield Finding("GPU", "warn", f"{names}, but libcuda.so.1 is not found", remedy, facts)
+    elif tool or driver or devices:
+        parts = [f"driver {driver}" if driver else "no driver is loaded"]
+        parts += [f"nvidia-smi: {trouble}"] if trouble else ([] if tool else ["no nvidia-smi"])
+        parts += [", ".join(devices)] if devices else ["no /dev/nvidia0"]
+        remedy = (
+            "this container was started without its GPUs (--gpus all, --nv)"
+            if driver and not devices
+            else "load or repair NVIDIA's driver (dmesg tells why), or ask the job for GPUs"
+        )
+        yield Finding("GPU", "warn", "; ".join(parts), remedy, facts)
+    else:
+        what = "none: artifacts for CUDA can be built here, not verified"
+        yield Finding("GPU", "info", what, "verify them in a job on a node with GPUs", facts)
+
+
+def _libcuda(host: Host) -> str:
+    """The path of the driver's library, "" where there is none; found as verification finds it."""
+    from envbuild.verify.driver import cached, named
+
+    if tool := find("nvidia-container-cli", host.variables):
+        code, said = ask([tool, "list", "--libraries"], host.variables)
+        if code == 0 and (found := named(said.split())):
+            return found.get("libcuda.so.1", "")
+    if tool := find("ldconfig", host.variables):
+        return named(cached(ask([tool, "-p"], host.variables)[1])).get("libcuda.so.1", "")
+    return ""
+
+
+def _driver_version(host: Host) -> str:
+    try:
+        text = (host.root / "proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return ""
+    match = re.search(r"Module(?:\s+for \S+)?\s+(\d[\d.]+)", text)
+    return match[1] if match else ""
+
+
+def _cuda(driver: str) -> tuple[list[str], str]:
+    """The major versions of CUDA that a driver runs, by data/compatibility.toml, and the same for people."""
+    from envbuild.compat.rows import load_rows
+    from envbuild.compat.versions import older
+
+    good = []
+    for row in load_rows().drivers:
+        if older(driver, row.minimum) is False:
+            good.append(row.cuda.removeprefix(">=").partition(",")[0])
+    return good, f" (CUDA {', '.join(good)})" if good else ""

@@ -1,0 +1,139 @@
+"""Names, clock and locale: small things by which jobs of several nodes fail."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import envbuild
+from envbuild.doctor.ask import ask, find, first_line
+from envbuild.doctor.model import Finding, Host
+
+# adjtimex(2): the state of a clock that nothing keeps right.
+_TIME_ERROR = 5
+
+
+def own_name(host: Host) -> Iterator[Finding]:
+    """What this host's own name means: an address that others reach, or Debian's 127.0.1.1."""
+    name = socket.gethostname()
+    in_file = [
+        line.partition("#")[0].split()[0]
+        for line in _text(host.root / "etc/hosts").splitlines()
+        if name in line.partition("#")[0].split()[1:]
+    ]
+    loops = [address for address in in_file if _loopback(address)]
+    facts = {"hostname": name, "hosts": in_file}
+    if loops:
+        what = f"/etc/hosts gives {loops[0]} for {name}"
+        remedy = (
+            "harmless to jobs that envbuild writes, which pass addresses on; elsewhere torchrun's nodes "
+            f"meet at {loops[0]} or hang: give {name} its own address in /etc/hosts"
+        )
+        yield Finding("own name", "warn", what, remedy, facts)
+        return
+    try:
+        found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        remedy = f"give {name} its address in /etc/hosts or DNS: torchrun without --local-addr stops at once"
+        yield Finding("own name", "warn", f"{name} means no address: {why}", remedy, facts)
+        return
+    outer = [address for address in found if not _loopback(address)]
+    if not outer:
+        remedy = f"give {name} its own address in /etc/hosts or DNS"
+        yield Finding("own name", "warn", f"{name} means {', '.join(found)} alone", remedy, facts)
+        return
+    yield Finding(
+        "own name", "ok", f"{name} means {', '.join(found)}", facts={**facts, "addresses": found}
+    )
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def clock(host: Host) -> Iterator[Finding]:
+    """Whether the clock is plausible, and whether something keeps it right."""
+    newest = max(
+        (path.stat().st_mtime for path in Path(envbuild.__file__).parent.glob("*.py")), default=0.0
+    )
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    if time.time() < newest - 86400:
+        remedy = (
+            "set the clock (chrony, ntpd): certificates are refused and builds are dated wrongly"
+        )
+        yield Finding("clock", "warn", f"{now} is before envbuild itself was written", remedy)
+        return
+    state = None
+    function = getattr(ctypes.CDLL(None), "adjtimex", None)
+    if function is not None:
+        state = function(ctypes.create_string_buffer(512))  # struct timex, all 0: only asks
+    if state == _TIME_ERROR:
+        remedy = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
+        yield Finding(
+            "clock",
+            "info",
+            f"{now}; the kernel does not know it to be kept right",
+            remedy,
+            {"synchronised": False},
+        )
+        return
+    yield Finding("clock", "ok", now, facts={"synchronised": state is not None and state >= 0})
+
+
+def locale(host: Host) -> Iterator[Finding]:
+    """Whether names of files and output are UTF-8, and the locale that is named exists."""
+    named = next(
+        (host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), ""
+    )
+    encoding = sys.getfilesystemencoding()
+    if encoding.lower() != "utf-8":
+        yield Finding(
+            "locale",
+            "warn",
+            f"{named or 'none'}: names of files are {encoding}",
+            "export LC_ALL=C.UTF-8",
+        )
+        return
+    tool = find("locale", host.variables)
+    if named and tool:
+        env = {key: value for key, value in host.variables.items() if key != "LC_ALL"}
+        # `ask` sets LC_ALL; what is judged is the name itself.
+        code, said = ask([tool, "-a"], env)
+        known = {_plain(line) for line in said.splitlines()} if code == 0 else set()
+        if known and _plain(named) not in known | {"c", "posix"}:
+            remedy = "export LC_ALL=C.UTF-8, or let the administrator generate it (locale-gen)"
+            yield Finding("locale", "warn", f"{first_line(named)} is not installed", remedy)
+            return
+    yield Finding("locale", "ok", f"{first_line(named) or 'none named'}, {encoding}")
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def who(host: Host) -> Iterator[Finding]:
+    """Who we are."""
+    root = os.geteuid() == 0
+    yield Finding(
+        "user",
+        "ok",
+        "root" if root else f"user {os.getuid()}; nothing here needs root",
+        facts={"uid": os.getuid()},
+    )

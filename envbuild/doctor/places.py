@@ -1,0 +1,187 @@
+"""File systems: of the store, the home folder, temporary files and the current folder. Sources: proc(5), statvfs(3)."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envbuild.doctor.ask import ask, find
+from envbuild.doctor.model import Finding, Host, Status
+from envbuild.progress import human_size
+
+# Seen by several hosts, or served by one.
+NETWORK = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "fuse.ceph", "fuse.sshfs",
+     "fuse.glusterfs", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "fuse.juicefs", "efs", "fhgfs", "daos"}
+)  # fmt: skip
+_MEMORY = frozenset({"tmpfs", "ramfs"})
+# An environment with torch for CPUs, and its wheels; one for CUDA.
+_SMALL, _COMFORTABLE = 3 << 30, 12 << 30
+_LITTLE = 256 << 20
+_INODES = 60_000
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The file system that a path lies on."""
+
+    kind: str
+    options: frozenset[str]
+    at: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether other hosts may see it."""
+        return self.kind in NETWORK
+
+
+def mount_of(path: Path, root: Path = Path("/")) -> Mount | None:
+    """The file system of `path`, of which the nearest part that exists counts; None where the kernel does not tell."""
+    try:
+        text = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return None
+    real = os.path.realpath(path)
+    best: Mount | None = None
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, types = before.split(" "), after.split(" ")
+        if len(fields) < 6 or not types[0]:
+            continue
+        at = _OCTAL.sub(lambda m: chr(int(m[1], 8)), fields[4])
+        # Of several at one place the last lies on top.
+        if (real == at or real.startswith(at.rstrip("/") + "/")) and (
+            best is None or len(at) >= len(best.at)
+        ):
+            best = Mount(types[0], frozenset(fields[5].split(",")), at)  # fmt: skip
+    return best
+
+
+def store(host: Host) -> Iterator[Finding]:
+    """The store's folder."""
+    if host.environment is not None:
+        yield from _place("store", host.environment.site.store, host, heavy=True)
+
+
+def home(host: Host) -> Iterator[Finding]:
+    """$HOME, and its quota where `quota` or Lustre tell it."""
+    named = host.variables.get("HOME")
+    if not named:
+        yield Finding(
+            "home", "warn", "$HOME is not set", "export HOME=…: tools look for their settings there"
+        )
+        return
+    yield from _place("home", Path(named), host)
+    yield from _quota(Path(named), host)
+
+
+def temporary(host: Host) -> Iterator[Finding]:
+    """The folder of temporary files."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        yield Finding(
+            "tmp",
+            "fail",
+            "no folder for temporary files can be written",
+            "export TMPDIR=… with room",
+        )
+        return
+    yield from _place("tmp", Path(folder), host)
+
+
+def current(host: Host) -> Iterator[Finding]:
+    """The current folder, where artifacts are built."""
+    try:
+        folder = Path.cwd()
+    except OSError:
+        yield Finding("current folder", "fail", "it does not exist any more", "cd to one that does")
+        return
+    yield from _place("current folder", folder, host, heavy=True)
+
+
+def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterator[Finding]:
+    there = path
+    while not os.path.exists(there) and there != there.parent:
+        there = there.parent
+    mount = mount_of(there, host.root)
+    about = os.statvfs(there)
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "kind": mount.kind if mount else "unknown file system",
+        # File systems that know no such number, as some over a network, say 0 of 0.
+        "free": about.f_bavail * about.f_frsize if about.f_blocks else None,
+        "inodes": about.f_favail if about.f_files else None,
+        "noexec": bool(about.f_flag & os.ST_NOEXEC),
+        "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        "shared": bool(mount and mount.shared),
+    }
+    free = facts["free"]
+    what = f"{path}: {facts['kind']}" + (f", {human_size(free)} free" if free is not None else "")
+    status, more, remedy = judge_place(name, facts, heavy=heavy)
+    if not facts["writable"]:
+        more = f"{there} {more}"
+    yield Finding(name, status, f"{what}; {more}" if more else what, remedy, facts)
+
+
+def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
+    """(status, what is wrong, what to change) of a folder with these facts. `heavy`: environments are written there."""
+    other = {"store": "set ENVBUILD_STORE", "tmp": "set TMPDIR", "home": "move caches"}
+    elsewhere = f"{other.get(name, 'use --out')} to a folder"
+    free, inodes = facts["free"], facts["inodes"]
+    if not facts["writable"]:
+        if name == "home":
+            return "info", "cannot be written", ""
+        return "fail", "cannot be written", f"{elsewhere} that you may write"
+    if heavy and facts["noexec"]:
+        return "warn", "programs on it cannot be run (noexec)", f"{elsewhere} elsewhere"
+    if free is not None and free < (_SMALL if heavy else _LITTLE):
+        return (
+            "warn",
+            "too little for torch" if heavy else "little",
+            f"make room, or {elsewhere} with more",
+        )
+    if inodes is not None and inodes < _INODES:
+        what = f"{inodes} inodes left, and an environment has 15,000 files and more"
+        return "warn", what, f"make room, or {elsewhere} elsewhere"
+    if name == "tmp" and facts["kind"] in _MEMORY:
+        return "info", "it is memory", "set TMPDIR to a disk for large images"
+    if name == "store" and facts["shared"]:
+        return "info", "environments are copied from it, not linked", ""
+    if heavy and free is not None and free < _COMFORTABLE:
+        return "info", "little for CUDA images", ""
+    return "ok", "", ""
+
+
+def _quota(folder: Path, host: Host) -> Iterator[Finding]:
+    mount = mount_of(folder, host.root)
+    if mount and mount.kind == "lustre" and (tool := find("lfs", host.variables)):
+        command = [tool, "quota", "-q", "-h", "-u", str(os.getuid()), str(folder)]
+    elif tool := find("quota", host.variables):
+        command = [tool, "-w", "-p", "-s"]
+    else:
+        return
+    code, said = ask(command, host.variables)
+    if code is None:
+        yield Finding("quota", "info", f"{tool}: {said}")
+    elif "*" in said:
+        yield Finding(
+            "quota",
+            "warn",
+            f"over quota: {_row(said)}",
+            "set ENVBUILD_STORE and caches to another file system",
+        )
+    elif row := _row(said):
+        yield Finding("quota", "info", row)
+
+
+def _row(said: str) -> str:
+    """The row with the most numbers of what a quota tool printed."""
+    rows = [" ".join(line.split()) for line in said.splitlines()]
+    return max(rows, key=lambda row: len(re.findall(r"\d+", row)), default="")[:160]

@@ -1,0 +1,87 @@
+"""Running checks: side by side, each guarded, all of them within one deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from envbuild.doctor.model import Check, Finding, Host
+
+DEADLINE_S = 4.0
+
+
+@dataclass(slots=True)
+class _Answer:
+    findings: list[Finding]
+    done: bool = False
+
+
+def run_checks(
+    checks: Sequence[Check], host: Host, deadline_s: float = DEADLINE_S
+) -> list[tuple[Check, list[Finding]]]:
+    """Each check with its findings, in order. One that raises, or has not ended after `deadline_s` seconds, becomes a
+    finding of its own, beside what it had found until then."""
+    answers = [_Answer([]) for _ in checks]
+
+    def run(check: Check, answer: _Answer) -> None:
+        try:
+            for finding in check.run(host):
+                answer.findings.append(finding)
+        except Exception as error:  # noqa: BLE001 - whatever is broken here must not hide the rest
+            answer.findings.append(_crashed(check, error))
+        answer.done = True
+
+    jobs = [partial(run, *pair) for pair in zip(checks, answers, strict=True)]
+    together(jobs, deadline_s)
+    results = []
+    for check, answer in zip(checks, answers, strict=True):
+        found = list(answer.findings)
+        if not answer.done:
+            what = f"no answer in {deadline_s:g} s"
+            remedy = "a server, file system or tool does not answer; look at it by hand"
+            found.append(Finding(check.name, "warn", what, remedy, {"timeout": True}))
+        results.append((check, found))
+    return results
+
+
+def together(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
+    """Run all of `jobs` side by side and come back when they are done, after `deadline_s` seconds at the latest.
+
+    The threads are daemons: one that hangs in a system call must not keep the process from ending. One that raises has
+    no answer: what it leaves undone tells so.
+    """
+    end = time.monotonic() + deadline_s
+
+    def quietly(job: Callable[[], None]) -> None:
+        with contextlib.suppress(Exception):
+            job()
+
+    threads = [threading.Thread(target=quietly, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def facts_of(results: Sequence[tuple[Check, Sequence[Finding]]]) -> Mapping[str, Finding]:
+    """The findings by name; of several with one name the first."""
+    found: dict[str, Finding] = {}
+    for _, findings in results:
+        for finding in findings:
+            found.setdefault(finding.name, finding)
+    return found
+
+
+def _crashed(check: Check, error: Exception) -> Finding:
+    from envbuild.errors import EnvbuildError
+    from envbuild.site.pip_config import redact
+
+    if isinstance(error, EnvbuildError):
+        return Finding(check.name, "warn", redact(error.message.splitlines()[0]), error.hint or "")
+    text = redact(str(error).splitlines()[0] if str(error) else "")
+    what = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
+    return Finding(check.name, "warn", what, "", {"crashed": True})

@@ -1,0 +1,242 @@
+"""Whether a site file is true of this host: what can be judged here is, the rest is said to be for the nodes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from envbuild.doctor import batch, places, reach
+from envbuild.doctor.ask import ask, find, first_line
+from envbuild.doctor.model import Check, Finding, Host
+from envbuild.doctor.run import run_checks
+from envbuild.doctor.site_rules import contradictions
+from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError
+from envbuild.site.job_site import JobSite, load_job_site
+from envbuild.site.pip_config import redact
+from envbuild.site.settings import SiteFile
+from envbuild.toml import decode, read
+
+_MODULES_S = 8.0
+_DEADLINE_S = 12.0
+
+
+def check_site(
+    name: str | None, variables: Mapping[str, str], environment: Environment | None, *, offline: bool = False
+) -> list[Finding]:  # fmt: skip
+    """What is to be said of the site called `name` (None: the one in force): mistakes of its files with positions,
+    contradictions, and what this host shows to be wrong. Raises UsageError for an unknown name."""
+    try:
+        site = load_job_site(name, variables)
+    except EnvbuildError as error:
+        if error.exit_code == 2 and ":" in error.message:
+            lines = redact(error.message).splitlines()
+            return [Finding("file", "fail", line, error.hint or "") for line in lines]
+        raise
+    files = ", ".join(map(str, site.files)) or "no file: defaults are in force"
+    findings = [Finding("file", "ok" if site.files else "info", files)]
+    findings += contradictions(site)
+    host = Host(variables, environment, offline=offline)
+    checks = [
+        Check("site", "[scheduler]", lambda _: judge_scheduler(site, variables)),
+        Check("site", "[modules]", lambda _: _modules(site, variables)),
+        Check("site", "[paths]", lambda _: _paths(site, variables)),
+        Check("site", "[container]", lambda _: _container(site, variables)),
+        Check("site", "[fabric]", lambda _: _interface(site)),
+        Check("site", "[mirrors]", lambda h: _mirrors(site, h)),
+    ]
+    for _, found in run_checks(checks, host, _DEADLINE_S):
+        findings += found
+    return findings
+
+
+def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+    table = site.modules
+    if not (table.run or table.build or table.init):
+        return
+    here = on_site(site, variables) and site.scheduler.kind != "kubernetes"
+    bash = find("bash", variables)
+    if table.init and not Path(table.init).is_file():
+        yield missing(
+            "[modules] init", f"{table.init} does not exist", here, "find it with `envbuild doctor`"
+        )
+        return
+    if bash is None:
+        yield elsewhere("[modules]", "bash is not on this host")
+        return
+    start = f". {shlex.quote(table.init)}; " if table.init else ""
+    # As in jobs: no login shell; its profile could hide what is missing.
+    code, said = ask([bash, "-c", f"{start}type -t module"], variables, _MODULES_S)
+    if code != 0 or "function" not in said.split():
+        remedy = 'init = "…", the file that defines it (`envbuild doctor` finds it)'
+        yield missing("[modules]", "a batch shell has no `module`", here, remedy)
+        return
+    purge = "module purge || exit 3; " if table.purge else ""
+    for key, names in (("run", table.run), ("build", table.build)):
+        if not names or (key == "build" and names == table.run):
+            continue
+        code, said = ask(
+            [bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S
+        )
+        # Old versions of Environment Modules say what is wrong and exit with 0.
+        wrong = code != 0 or "ERROR" in said or "Unable to locate" in said
+        if wrong:
+            yield missing(
+                f"[modules] {key}",
+                f"{' '.join(names)}: {_why(said)}",
+                here,
+                "module avail, or module spider NAME",
+            )
+        else:
+            yield Finding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
+
+
+def _why(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines()]
+    told = [
+        line for line in lines if "nable to locate" in line or "unknown" in line or "ERROR" in line
+    ]
+    return first_line("\n".join(told or lines)) or "cannot be loaded"
+
+
+def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+    here = on_site(site, variables)
+    home = os.path.realpath(variables.get("HOME") or "/nonexistent")
+    for key in ("shared", "scratch", "cache"):
+        text = getattr(site.paths, key)
+        if not text:
+            continue
+        path, name = Path(text), f"[paths] {key}"
+        there = next((one for one in (path, path.parent) if one.is_dir()), None)
+        if there is None:
+            # A node's own disk need not be on a login node.
+            yield missing(
+                name,
+                f"neither {path} nor {path.parent} exists",
+                here and key != "scratch",
+                "correct the path, or have it made",
+            )
+            continue
+        if not os.access(there, os.W_OK | os.X_OK):
+            yield missing(
+                name,
+                f"{there} cannot be written by this user",
+                here and key != "scratch",
+                "another folder, or another mode",
+            )
+            continue
+        mount = places.mount_of(there)
+        if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
+            remedy = (
+                "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
+            )
+            yield Finding(
+                name,
+                "warn",
+                f"{path} lies on {mount.kind}, a file system of this host alone",
+                remedy,
+            )
+        elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):
+            yield Finding(
+                name,
+                "warn",
+                f"{path} is in the home folder, where quotas are small",
+                "a folder on scratch",
+            )
+        else:
+            kind = mount.kind if mount else "unknown file system"
+            yield Finding(
+                name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made")
+            )
+
+
+def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+    runtime, here = site.container.runtime, on_site(site, variables)
+    if runtime == "pyxis":
+        found = batch.has_pyxis(variables)
+        if found is None:
+            yield elsewhere("[container] runtime", "no srun on this host")
+        elif found:
+            yield Finding("[container] runtime", "ok", "srun has --container-image")
+        else:
+            what = "srun has no --container-image, so no pyxis"
+            remedy = 'runtime = "enroot", "apptainer" or "none"'
+            yield missing("[container] runtime", what, here, remedy)
+    elif runtime != "none":
+        path = find(runtime, variables)
+        if path:
+            yield Finding("[container] runtime", "ok", path)
+        else:
+            yield Finding(
+                "[container] runtime", "info", f"{runtime} is not on this host; nodes must have it"
+            )
+    for mount in site.container.mounts:
+        source = mount.split(":")[0]
+        if not Path(source).exists():
+            yield missing(
+                "[container] mounts",
+                f"{source} does not exist",
+                here,
+                "nodes must have it, or the container is not started",
+            )
+
+
+def _interface(site: JobSite) -> Iterator[Finding]:
+    if not site.fabric.interface or site.scheduler.kind == "kubernetes":
+        return
+    known = [name for _, name in socket.if_nameindex()]
+    for name in site.fabric.interface.split(","):
+        if name.startswith(("^", "=")):
+            yield Finding(
+                "[fabric] interface",
+                "fail",
+                f"{name!r}: a name is wanted, not NCCL's patterns",
+                f"one of this host: {', '.join(known)}",
+            )
+        elif name == "lo":
+            yield Finding(
+                "[fabric] interface",
+                "fail",
+                "lo leads to no other node",
+                f"this host has {', '.join(known)}",
+            )
+        elif name not in known:
+            what = f"{name} is not on this host, which has {', '.join(known)}; nodes must have it"
+            yield Finding(
+                "[fabric] interface", "info", what, "envbuild preflight on the nodes tells"
+            )
+        else:
+            yield Finding("[fabric] interface", "ok", name)
+
+
+def _mirrors(site: JobSite, host: Host) -> Iterator[Finding]:
+    rows: list[tuple[str, reach.Probe]] = []
+    for file in site.files:
+        settings = decode(read(file), SiteFile)
+        for url, mirrors in settings.mirrors.items():
+            page = "torch/" if "/whl" in url or "/simple" in url else ""
+            rows += [(f"[mirrors] {redact(url)}", reach.Probe(mirror, page)) for mirror in mirrors]
+        for name, table in settings.registries.items():
+            rows += [(f"[registries] {name}", reach.Probe(m, "v2/", True)) for m in table.mirrors]
+        if settings.debian.mirror:
+            rows.append(("[debian] mirror", reach.Probe(settings.debian.mirror, "dists/")))
+    if not rows:
+        return
+    if host.offline or host.environment is None:
+        yield Finding("[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else ""))
+        return
+    answers = reach.ask_all([probe for _, probe in rows], host.environment)
+    for (name, probe), answer in zip(rows, answers, strict=True):
+        # A server that has not this page of ours answers all the same.
+        good = answer is None or answer.startswith("it answers")
+        what = redact(probe.url) + ("" if good else f": {answer}")
+        yield Finding(
+            name,
+            "ok" if good else "fail",
+            what,
+            "" if good else "correct or remove it; it is tried first",
+        )

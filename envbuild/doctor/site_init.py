@@ -1,0 +1,240 @@
+"""A commented site file for this host, from what is found on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from envbuild.doctor import batch, fabric, hardware, places
+from envbuild.doctor.ask import find
+from envbuild.doctor.model import Host
+from envbuild.doctor.run import together
+from envbuild.doctor.tools import module_init
+from envbuild.site.jobs import job_variable_problem, value_problem
+
+_WAIT_S = 8.0
+# What nodes need of the caller's environment to reach anything.
+_VARIABLES = (
+    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+)  # fmt: skip
+_SHARED = ("/fsx", "/lustre", "/scratch", "/gpfs", "/work", "/shared", "/projects", "/nfs", "/home")
+_LINE = 48
+
+
+def site_file(variables: Mapping[str, str]) -> str:
+    """The text of a site file for this host. Never secrets: a proxy with a password is left out, and said."""
+    host = Host(variables)
+    parts: dict[str, list[str]] = {}
+
+    def gather(name: str, lines: Iterator[str]) -> None:
+        parts[name] = list(lines)
+
+    jobs = {
+        "scheduler": _scheduler(variables),
+        "modules": _modules(host),
+        "environment": _environment(variables),
+        "paths": _paths(host),
+        "container": _container(variables),
+        "node": _node(host),
+        "fabric": _fabric(),
+    }
+    together([partial(gather, n, j) for n, j in jobs.items()], _WAIT_S)
+    lines = [
+        "# A site file of envbuild, written by `envbuild site init` from what this host has.",
+        "# Read it through, correct what nodes have otherwise, then: envbuild site check FILE",
+        "# Every key: docs/site.md. In force as ~/.config/envbuild/site.toml or by $ENVBUILD_SITE; or by --site FILE.",
+    ]
+    for name in jobs:
+        lines += [
+            "",
+            f"[{name}]",
+            *parts.get(name, ["# could not be found out: something on this host does not answer"]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(key: str, value: object, why: str = "", *, off: bool = False) -> str:
+    """One line `key = value   # why`; `off` makes it a comment."""
+    text = f"{'# ' if off else ''}{key} = {_toml(value)}"
+    return f"{text.ljust(_LINE)} # {_plain(why)}" if why else text
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(one) for one in value)}]"
+    # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
+    found = batch.partitions(variables)
+    queues = None if found is not None else batch.queues(variables)
+    if found is not None:
+        names = ", ".join(f"{p.name} ({p.nodes} nodes, {p.time})" for p in found)
+        yield _said("kind", "slurm", f"its partitions: {names or 'none'}"[:200])
+        chosen = next((p for p in found if p.default), found[0] if found else None)
+        if chosen:
+            yield _said(
+                "partition",
+                chosen.name,
+                "Slurm's default" if chosen.default else "the first of them",
+            )
+        yield _said("account", "project", "who pays", off=True)
+        yield _said("constraint", "", "which nodes", off=True)
+        yield _said("time", "01:00:00", f"at most {chosen.time}" if chosen else "")
+        yield _said("launcher", "mpirun", "default: srun", off=True)
+    elif queues is not None:
+        yield _said("kind", "pbs", f"its queues: {', '.join(queues)}"[:200])
+        if queues:
+            yield _said("partition", queues[0], "the first of them")
+        yield _said("constraint", "model=…", "goes into each chunk of select", off=True)
+        yield _said("time", "01:00:00")
+        yield _said("launcher", "ssh", "default: mpiexec", off=True)
+    elif find("kubectl", variables) and (variables.get("KUBECONFIG") or _kube_config(variables)):
+        yield _said("kind", "kubernetes", "kubectl has a configuration")
+        yield ""
+        yield "[kubernetes]"
+        yield _said("namespace", "default")
+        yield _said("claim", "data", "persistent volume claim with data and snapshots", off=True)
+    else:
+        yield _said("kind", "none", "no Slurm, PBS or Kubernetes answers here")
+
+
+def _kube_config(variables: Mapping[str, str]) -> bool:
+    return (Path(variables.get("HOME") or "/nonexistent") / ".kube/config").is_file()
+
+
+def _modules(host: Host) -> Iterator[str]:
+    init = module_init(host)
+    if init:
+        yield _said("init", init, "defines `module` in batch shells")
+    else:
+        yield "# This host has neither Lmod nor Environment Modules."
+    yield _said("purge", True, "unload what a login shell loaded")
+    loaded = [
+        name
+        for name in host.variables.get("LOADEDMODULES", "").split(":")
+        if name.isprintable() and name
+    ]
+    why = "loaded now" if loaded else "exact versions, the same for building and running"
+    yield _said("build", loaded or ["python/3.11"], why, off=not loaded)
+    yield _said("run", loaded or ["python/3.11"], why, off=not loaded)
+
+
+def _environment(variables: Mapping[str, str]) -> Iterator[str]:
+    yield "# Variables of builds and jobs on nodes. Never secrets: scripts are read by others."
+    seen = set()
+    for name in _VARIABLES:
+        value = variables.get(name)
+        if not value or name.lower() in seen:
+            continue
+        seen.add(name.lower())
+        if job_variable_problem(name) or value_problem(value) or re.search(r"://[^/\s]*@", value):
+            yield f"# {name} is left out: it holds a user's name or password. Use a proxy that needs none."
+        else:
+            yield _said(name, value, "as in this shell")
+
+
+def _paths(host: Host) -> Iterator[str]:
+    user = host.variables.get("USER") or ""
+    candidates = list(_SHARED)
+    for line in _mounts(host.root):
+        if line not in candidates:
+            candidates.append(line)
+    shared = []
+    for place in candidates:
+        mount = places.mount_of(Path(place), host.root)
+        if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
+            shared.append((place, mount.kind))
+    shared.sort(key=lambda row: row[0] == "/home")  # the home folder last
+    if shared:
+        place, kind = shared[0]
+        mine = (
+            f"{place}/{{user}}"
+            if (user and (Path(place) / user).is_dir()) or place != "/home"
+            else place
+        )
+        yield _said(
+            "shared",
+            mine,
+            f"{kind}, seen by other hosts; all of them: {', '.join(p for p, _ in shared)}"[:160],
+        )
+        yield _said("cache", f"{mine}/.cache", "caches off $HOME")
+    else:
+        yield _said("shared", "/fsx/{user}", "no file system here is one over a network", off=True)
+        yield _said("cache", "/fsx/{user}/.cache", "caches off $HOME", off=True)
+    scratch = next(
+        (
+            p
+            for p in ("/local_scratch", "/localscratch", "/scratch/local", "/nvme")
+            if os.path.isdir(p)
+        ),
+        "",
+    )
+    yield _said("scratch", scratch or "/tmp", "a node's own disk", off=not scratch)
+    yield _said("logs", "logs")
+
+
+def _mounts(root: Path) -> list[str]:
+    try:
+        text = (root / "proc/self/mountinfo").read_text(errors="replace")
+    except OSError:
+        return []
+    found = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) > 4 and after.split(" ")[0] in places.NETWORK and "\\" not in fields[4]:
+            found.append(fields[4])
+    return found
+
+
+def _container(variables: Mapping[str, str]) -> Iterator[str]:
+    if batch.has_pyxis(variables):
+        yield _said("runtime", "pyxis", "srun has --container-image")
+    elif find("enroot", variables):
+        yield _said("runtime", "enroot", "its program is here; nodes must have it, too")
+    elif find("apptainer", variables):
+        yield _said("runtime", "apptainer", "its program is here; nodes must have it, too")
+    else:
+        yield _said("runtime", "none", "images are started by `envbuild exec`")
+    yield _said("mounts", ["/fsx:/fsx"], "what containers see of the host", off=True)
+
+
+def _node(host: Host) -> Iterator[str]:
+    gpus = next((len(f.facts["gpus"]) for f in hardware.gpus(host) if "gpus" in f.facts), 0)
+    found = batch.partitions(host.variables) or []
+    chosen = next((p for p in found if p.default), found[0] if found else None)
+    if chosen:
+        yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by sinfo")
+        yield _said("cpus", chosen.cpus, "0: not said")
+    else:
+        yield _said("gpus", gpus, "of this host")
+        yield _said("cpus", os.cpu_count() or 0, "of this host; 0: not said", off=True)
+
+
+def _fabric() -> Iterator[str]:
+    outer = [i for i in fabric.interfaces() if i.up and i.addresses and not i.inner]
+    best = max(outer, key=lambda i: (i.name.startswith("hsn"), i.speed or 0), default=None)
+    names = ", ".join(f"{i.name} {i.addresses[0]}" for i in outer)
+    if best is None:
+        yield _said("interface", "eth0", "no interface here has an address", off=True)
+    else:
+        # Nodes may call theirs otherwise, and jobs find it by the route; Slingshot's is not the default one.
+        yield _said(
+            "interface", best.name, f"this host has {names}", off=not best.name.startswith("hsn")
+        )
+    yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'

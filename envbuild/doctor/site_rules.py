@@ -1,0 +1,203 @@
+"""What contradicts itself in a site, whatever host one looks from. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from envbuild.doctor.model import Finding
+from envbuild.site.job_site import JobSite
+
+# What starts torchrun on every node, by scheduler.
+LAUNCHERS = {
+    "slurm": ("srun", "mpirun"),
+    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
+}
+# Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
+_OWN_SLURM = (
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",
+    "qos", "constraint", "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
+)  # fmt: skip
+_SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
+          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error"}  # fmt: skip
+_OWN_PBS = {
+    "N": "the job's name",
+    "l": "select and walltime",
+    "q": "partition",
+    "A": "account",
+    "j": "output",
+    "o": "output",
+}
+
+
+def contradictions(site: JobSite) -> Iterator[Finding]:
+    """What of `site` does not go together."""
+    kind = site.scheduler.kind
+    yield from _scheduler(site)
+    yield from _directives(site)
+    runtime = site.container.runtime
+    launcher = site.scheduler.launcher
+    if runtime == "pyxis" and kind != "slurm":
+        yield _bad(
+            "[container] runtime",
+            "pyxis is a part of Slurm",
+            f'"enroot", "apptainer" or "none" with {kind}',
+        )
+    if runtime == "pyxis" and launcher not in (None, "srun"):
+        yield _bad(
+            "[container] runtime",
+            f"pyxis is started by srun, not by {launcher}",
+            'launcher = "srun", or runtime = "enroot"',
+        )
+    if kind == "kubernetes" and runtime != "none":
+        yield _odd(
+            "[container] runtime", "pods bring their own; it is not used", 'runtime = "none"'
+        )
+    if kind == "kubernetes" and (site.modules.run or site.modules.build):
+        yield _odd("[modules]", "pods have no modules; they are not used", "leave the table out")
+    if kind != "kubernetes":
+        table = site.kubernetes
+        if table.claim or table.resources or table.node_selector or table.pull_secret:
+            yield _odd(
+                "[kubernetes]",
+                f"is not used with the scheduler {kind}",
+                'leave the table out, or kind = "kubernetes"',
+            )
+    if "nvidia.com/gpu" in site.kubernetes.resources:
+        yield _bad(
+            "[kubernetes] resources",
+            "nvidia.com/gpu is asked for by [node] gpus",
+            "set [node] gpus, and remove it here",
+        )
+    if kind in ("slurm", "pbs") and not site.paths.shared:
+        yield _odd(
+            "[paths] shared",
+            "is not said: artifacts and snapshots must lie where all nodes see them",
+            'shared = "/fsx/{user}" or what this site has',
+        )
+    if kind == "kubernetes" and not site.kubernetes.claim:
+        yield _odd(
+            "[kubernetes] claim",
+            "is not said: snapshots go with their pod",
+            'claim = "NAME of a persistent volume claim"',
+        )
+    if site.modules.init and not (site.modules.run or site.modules.build):
+        yield _odd(
+            "[modules] init",
+            "no module is loaded after it",
+            "name modules in run and build, or remove it",
+        )
+    if site.modules.build != site.modules.run and site.modules.run:
+        yield Finding(
+            "[modules] build",
+            "info",
+            "differs from run",
+            "what is built with other modules than it runs with may not start",
+        )
+    yield from _environment(site)
+
+
+def _scheduler(site: JobSite) -> Iterator[Finding]:
+    scheduler, kind = site.scheduler, site.scheduler.kind
+    if scheduler.launcher is not None and scheduler.launcher not in LAUNCHERS.get(kind, ()):
+        known = ", ".join(LAUNCHERS.get(kind, ())) or "none"
+        yield _bad(
+            "[scheduler] launcher",
+            f"{scheduler.launcher} does not go with {kind}",
+            f"of {kind}: {known}",
+        )
+    if scheduler.auto_resume and (kind != "slurm" or scheduler.launcher not in (None, "srun")):
+        yield _bad(
+            "[scheduler] auto_resume",
+            "is an option of srun on SageMaker HyperPod",
+            "auto_resume = false",
+        )
+    for key, only in (("qos", ("slurm",)), ("constraint", ("slurm", "pbs"))):
+        if getattr(scheduler, key) and kind not in only:
+            yield _odd(f"[scheduler] {key}", f"is not used with {kind}", "leave it out")
+    if kind in ("none", "kubernetes"):
+        for key in ("partition", "account", "directives"):
+            if getattr(scheduler, key):
+                yield _odd(
+                    f"[scheduler] {key}",
+                    f"is not used with {kind}",
+                    "leave it out, or name the scheduler",
+                )
+    seconds = duration(scheduler.time)
+    if seconds == 0:
+        yield _bad("[scheduler] time", f"{scheduler.time} is no time at all", 'such as "01:00:00"')
+
+
+def _directives(site: JobSite) -> Iterator[Finding]:
+    kind = site.scheduler.kind
+    for text in site.scheduler.directives:
+        if text.startswith("#"):
+            yield _bad(
+                "[scheduler] directives",
+                f"{text!r}: #SBATCH and #PBS are added to each",
+                "leave them out",
+            )
+        elif kind == "slurm" and (option := _slurm_option(text)) in _OWN_SLURM:
+            yield _odd(
+                "[scheduler] directives",
+                f"{text!r}: jobs set --{option} themselves",
+                "use the key of [scheduler] or [node], or an option of `envbuild job`",
+            )
+        elif kind == "pbs" and (match := re.match(r"-([A-Za-z])", text)) and match[1] in _OWN_PBS:
+            yield _odd(
+                "[scheduler] directives",
+                f"{text!r}: jobs set {_OWN_PBS[match[1]]} themselves",
+                "use the key of [scheduler] or [node]",
+            )
+
+
+def _slurm_option(text: str) -> str:
+    if match := re.match(r"--([a-z-]+)", text):
+        return match[1]
+    match = re.match(r"-([A-Za-z])", text)
+    return _SHORT.get(match[1], "") if match else ""
+
+
+def _environment(site: JobSite) -> Iterator[Finding]:
+    named = site.environment
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name in named:
+            yield _bad(
+                f"[environment] {name}", "is for torchrun to set, on each node anew", "remove it"
+            )
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if name in named and site.fabric.interface:
+            yield _odd(
+                f"[environment] {name}",
+                "goes against [fabric] interface",
+                "keep the interface alone",
+            )
+    for name in ("NCCL_DEBUG", "NCCL_IB_GID_INDEX"):
+        if name in named and name in site.fabric.variables:
+            yield _odd(f"[environment] {name}", "is in [fabric] variables too", "keep that one")
+    for name in ("http_proxy", "https_proxy"):
+        if name in named and "://" not in named[name]:
+            yield _odd(f"[environment] {name}", "has no scheme", "write http://HOST:PORT")
+    if "XDG_RUNTIME_DIR" in named:
+        yield _bad("[environment] XDG_RUNTIME_DIR", "does not exist on nodes", "remove it")
+
+
+def duration(text: str) -> int | None:
+    """Seconds of a time as Slurm writes it (D-HH:MM:SS, HH:MM:SS, MM:SS, minutes); None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
+    if not match:
+        return None
+    days, hours, minutes, last = (int(part or 0) for part in match.groups())
+    if match[3] is None:  # one number: minutes, or hours behind days
+        return days * 86400 + (last * 3600 if match[1] else last * 60)
+    if match[2] is None and match[1]:  # D-HH:MM
+        return days * 86400 + minutes * 3600 + last * 60
+    return days * 86400 + hours * 3600 + minutes * 60 + last
+
+
+def _bad(name: str, what: str, remedy: str) -> Finding:
+    return Finding(name, "fail", what, remedy)
+
+
+def _odd(name: str, what: str, remedy: str) -> Finding:
+    return Finding(name, "warn", what, remedy)
