@@ -1,0 +1,218 @@
+"""`python -m ddp_train.preflight`: started on every node of a job before training, it finds in seconds what would let
+training hang for minutes. It needs Python alone. Where it stands it reads from the ENVBUILD_* variables of the job's
+script; node 0 prints the verdict, the others only why they cannot take part.
+
+Exit codes: 0 all is well (there may be warnings), 1 training would fail, 2 the command line or a variable is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from ..errors import BAD_INPUT, RUNTIME, TrainError
+from .head import Head
+from .judge import judge
+from .model import FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
+from .node import run_node
+from .peers import Unreached
+from .place import Place, place_of
+
+WAIT_S = 15.0
+# So long before the head does a node give up: what it prints must be there when the launcher, told by the head's exit,
+# ends all processes.
+_EARLIER_S = 2.0
+# And so long it stays then, for the same reason.
+_STAY_S = 8.0
+# How many findings are worth reading.
+_MOST = {FAIL: 30, WARN: 10}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise TrainError(f"{message} (see python -m ddp_train.preflight --help)", BAD_INPUT)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. Raises TrainError."""
+    parser = _Parser(prog="python -m ddp_train.preflight", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--digest",
+        default="",
+        help="digest of the artifact that all nodes must use (environments in folders)",
+    )
+    add("--gpus", type=int, default=0, help="GPUs that each node must offer")
+    add("--provider", default="", help="libfabric provider that each node must have, such as efa")
+    add("--arch", default="", help="x86_64 or aarch64")
+    add("--shm", type=int, default=0, metavar="BYTES", help="least size of /dev/shm")
+    add("--free", type=int, default=0, metavar="BYTES", help="least free space in the run's folder")
+    add(
+        "--wait",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help="how long nodes may take to answer (%(default)s)",
+    )
+    add("--json", action="store_true", help="the head prints one JSON object on standard output")
+    found = parser.parse_args(argv)
+    if not 0 < found.wait <= 3600:
+        raise TrainError("--wait is between 0 and 3600 seconds", BAD_INPUT)
+    return found
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run this node's part and return the exit code."""
+    started = time.monotonic()
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        place = place_of(environ)
+    except TrainError as error:
+        _print([f"preflight: error: {error.message}"])
+        return error.exit_code
+    try:
+        return asyncio.run(_part(place, environ, options, started))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+
+
+async def _part(place: Place, environ: Mapping[str, str], options: Any, started: float) -> int:
+    task = asyncio.current_task()
+    if task is not None:
+        with contextlib.suppress(
+            ValueError, NotImplementedError, RuntimeError
+        ):  # not in the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        if place.node > 0:
+            earlier = max(options.wait - _EARLIER_S, options.wait / 2)
+            return 0 if await run_node(place, environ, options.provider, earlier) else RUNTIME
+        head = Head(place, environ, options.provider, options.wait)
+        nodes = await head.run()
+    except Unreached as error:
+        me = f"{place.hosts[place.node]} ({place.address})"
+        _print([f"preflight: FAILED  {me}: {error.what}", f"    fix: {error.remedy}"])
+        if place.node > 0:
+            await asyncio.sleep(
+                max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic())
+            )
+        return RUNTIME
+    wanted = Wanted(
+        options.digest, options.gpus, options.provider, options.arch, options.shm, options.free
+    )
+    findings = judge(nodes, wanted)
+    passed = not any(one.status == FAIL for one in findings)
+    seconds = time.monotonic() - started
+    _print(_lines(nodes, findings, seconds))
+    if options.json:
+        print(json.dumps(as_json(nodes, findings, seconds), indent=1), flush=True)
+    await head.tell(passed)
+    if any(one.facts is None for one in nodes):
+        await asyncio.sleep(_EARLIER_S)  # their own words may be on the way
+    return 0 if passed else RUNTIME
+
+
+def _lines(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> list[str]:
+    lines = []
+    for status, most in _MOST.items():
+        several = [one for one in findings if one.status == status]
+        lines += _told(nodes, several[:most])
+        if len(several) > most:
+            word = "failures" if status == FAIL else "warnings"
+            lines.append(f"preflight: and {len(several) - most} more {word}, which --json shows")
+    failures = sum(one.status == FAIL for one in findings)
+    warnings = len(findings) - failures
+    there = [one for one in nodes if one.facts is not None]
+    facts = nodes[0].known
+    what = [f"{len(there)} of {len(nodes)} nodes"]
+    what += [f"torch {torch_version(facts)}"] if torch_version(facts) else []
+    what += [f"{facts.gpus} GPUs a node"] if facts.gpus else []
+    what += [f"{warnings} warning{'s' if warnings > 1 else ''}"] if warnings else []
+    what += [f"{failures} failure{'s' if failures > 1 else ''}"] if failures else []
+    verdict = "failed" if failures else "ok"
+    return [*lines, f"preflight: {verdict}: {', '.join(what)}, in {seconds:.1f} s"]
+
+
+def _told(nodes: Sequence[Node], findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    for one in findings:
+        who = f"{listed(nodes, one.nodes)}: " if one.nodes else ""
+        lines.append(f"preflight: {'FAILED ' if one.status == FAIL else 'warning'} {who}{one.what}")
+        lines.append(f"    fix: {one.remedy}")
+    return lines
+
+
+def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """The verdict for programs."""
+    return {
+        "format": 1,
+        "passed": not any(one.status == FAIL for one in findings),
+        "seconds": round(seconds, 3),
+        "findings": [
+            {"status": one.status, "check": one.check, "nodes": [nodes[n].host for n in one.nodes],
+             "what": one.what, "remedy": one.remedy}
+            for one in findings
+        ],
+        "nodes": [_node_as_json(one) for one in nodes],
+    }  # fmt: skip
+
+
+def _node_as_json(node: Node) -> dict[str, Any]:
+    facts = node.known
+    told = {
+        name: value
+        for name, value in vars(facts).items()
+        if name not in ("packages", "lines", "reverse")
+    }
+    return {
+        "node": node.number,
+        "host": node.host,
+        "address": node.address,
+        "interface": node.interface,
+        "answered": node.facts is not None,
+        "clock_ahead_s": round(node.ahead_s, 6),
+        "clock_error_s": round(node.error_s, 6),
+        "pairs": {str(number): word for number, word in node.pairs.items()},
+        **(
+            {**told, "torch": torch_version(facts), "nccl": nccl_version(facts)}
+            if node.facts
+            else {}
+        ),
+    }
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Lines in one piece, for all nodes share the job's log; whatever a name on the network was, it stays one line."""
+    clean = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+    sys.stderr.write("".join(f"{line}\n" for line in clean))
+    sys.stderr.flush()
+
+
+def _leave() -> None:
+    """Run main() and end the process at once: a look-up that hangs in a thread must not keep it."""
+    code = RUNTIME
+    try:
+        code = main()
+    except SystemExit as stop:  # --help
+        code = stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 - whatever it is, it is shown, and the process ends
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave()

@@ -1,0 +1,129 @@
+"""The facts of this node, which a preflight compares with those of the others. Nothing here imports torch.
+
+Sources: getifaddrs(3), hosts(5), the kernel's Documentation/ABI/testing/sysfs-class-net, PEP 376 and 566 (installed
+packages), conda-meta, and envbuild.json of envbuild/artifacts/state.py.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..loaded import interfaces
+from . import host as this_host
+from .model import Facts
+
+_LOOKUP_S = 4.0
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def collect(
+    environ: Mapping[str, str], head: str, interface: str, hosts: Sequence[str],
+    addresses: Iterable[str], provider: str,
+) -> Facts:  # fmt: skip
+    """The facts of this node; `hosts` and `addresses` are looked up. Takes seconds at most, whatever hangs."""
+    state = _state(Path(sys.prefix))
+    jobs: dict[str, Callable[[], Any]] = {
+        "gpus": lambda: this_host.gpus(environ),
+        "provider": lambda: this_host.missing_provider(provider, state) if provider else "",
+        **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
+        **{f"reverse {one}": partial(this_host.name_of, one) for one in addresses},
+    }
+    found = this_host.at_once(jobs, this_host.TOOL_S + 1, {"name": _LOOKUP_S, "reverse": _LOOKUP_S})
+    looked_up = {host: found.get(f"name {host}") for host in hosts}
+    return Facts(
+        hostname=socket.gethostname(),
+        source=source_towards(head),
+        arch=platform.machine(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        interfaces=interfaces(),
+        mtu=this_host.number(f"/sys/class/net/{interface}/mtu"),
+        packages=packages(Path(sys.prefix)),
+        artifact=str(state.get("artifact", "")),
+        digest=state_digest(state),
+        shm=this_host.size("/dev/shm")[0],
+        run_free=this_host.size(environ.get("ENVBUILD_RUN", ""))[1],
+        tmp_free=this_host.size(environ.get("TMPDIR") or "/tmp")[1],
+        gpus=found.get("gpus") or 0,
+        driver=this_host.driver(this_host.text("/proc/driver/nvidia/version")),
+        provider=found.get("provider", "fi_info did not end"),
+        memlock=this_host.limit(resource.RLIMIT_MEMLOCK),
+        cores=os.cpu_count() or 0,
+        cores_allowed=len(os.sched_getaffinity(0)),
+        names=looked_up,
+        lines=hosts_lines(this_host.text("/etc/hosts"), hosts),
+        reverse={one: name for one in addresses if (name := found.get(f"reverse {one}"))},
+        variables={name: environ[name] for name in _VARIABLES if environ.get(name)},
+    )
+
+
+def source_towards(address: str) -> str:
+    """The address from which packets to `address` leave; "" without a route. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def hosts_lines(text: str, names: Iterable[str]) -> dict[str, str]:
+    """Where a hosts(5) file has `names`: name → `line 3: 127.0.1.1 n1`, the first line that names it."""
+    wanted = set(names)
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        for word in words[1:]:
+            if word in wanted and word not in found:
+                found[word] = f"line {number}: {' '.join(words)}"[:200]
+    return found
+
+
+def state_digest(state: Mapping[str, Any]) -> str:
+    """The digest of the artifact that envbuild.json tells of, as envbuild computes it; "" when it tells of none."""
+    try:
+        content = [state["artifact"], state["target"], state["python_version"]]
+        content.append([[str(part) for part in package] for package in state["packages"]])
+        if state.get("layers"):
+            keys = ("name", "version", "files", "path")
+            content.append([[str(one.get(key, "")) for key in keys] for one in state["layers"]])
+    except (KeyError, TypeError, AttributeError):
+        return ""
+    return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def packages(prefix: Path) -> dict[str, str]:
+    """Name → version of what is installed; conda packages as `conda:NAME`."""
+    found: dict[str, str] = {}
+    for one in metadata.distributions():
+        name = one.metadata["Name"]
+        # Where two are found, the first is the one that is imported.
+        if isinstance(name, str):
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), str(one.version))
+    for path in glob.glob(f"{glob.escape(str(prefix))}/conda-meta/*.json"):
+        name, _, rest = os.path.basename(path)[: -len(".json")].rpartition("-")[0].rpartition("-")
+        if name:
+            found[f"conda:{name}"] = rest
+    return found
+
+
+def _state(prefix: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((prefix / "envbuild.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,177 @@
+"""The head's side of a preflight.
+
+1. Each node collects its facts, opens a port of its own and connects to the head at the rendezvous' port.
+2. When all are there, or time is up, the head tells everybody where the others listen. Each tries the others (a sample
+   of them in large jobs) and looks for the file that the head wrote into the run's folder.
+3. Each tells the head how that went; the head judges, and tells each whether all is well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .model import Node, facts_of
+from .peers import FACTS_S, PAIR_S, SHARED_S, Unreached, collected, open_to_others, try_others
+from .place import Place
+from .wire import LIMIT, Late, Wire, WireError
+
+
+@dataclass
+class _Arrived:
+    """A node that the head has heard of."""
+
+    wire: Wire
+    node: Node
+    port: int
+    more: list[Wire] = field(default_factory=list)
+
+
+class Head:
+    """The head's side. `nodes` is what it knows in the end."""
+
+    def __init__(
+        self, place: Place, environ: Mapping[str, str], provider: str, wait_s: float
+    ) -> None:
+        self._place, self._environ, self._provider = place, environ, provider
+        self._wait_s = wait_s
+        self._arrived: dict[int, _Arrived] = {}
+        self._all = asyncio.Event()
+        self._over = False
+
+    async def run(self) -> list[Node]:
+        """Hear all nodes. Raises Unreached when the rendezvous' port cannot be opened."""
+        place = self._place
+        facts = asyncio.ensure_future(collected(place, self._environ, self._provider))
+        async with open_to_others(place) as port:
+            server = await self._listen()
+            try:
+                if place.nodes > 1:
+                    with suppress(Late):
+                        await asyncio.wait_for(self._all.wait(), self._wait_s)
+                # Who comes now finds the port closed.
+                server.close()
+                self._over = True
+                own = replace(
+                    place.empty(0), interface=place.interface, facts=await facts, finished=True
+                )
+                nodes = await self._consult(own, port)
+            finally:
+                server.close()
+        return nodes
+
+    async def tell(self, passed: bool) -> None:
+        """Tell all nodes how it ended, and wait until they have gone: they close first, so the port is free at once."""
+
+        async def one(arrived: _Arrived) -> None:
+            with suppress(WireError):
+                await arrived.wire.send({"passed": passed})
+                await arrived.wire.ended(1.0)
+            for wire in (arrived.wire, *arrived.more):
+                wire.close()
+
+        await asyncio.gather(*(one(arrived) for arrived in self._arrived.values()))
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        place = self._place
+        try:
+            return await asyncio.start_server(
+                self._hear, place.head, place.port, limit=LIMIT, backlog=4096
+            )
+        except OSError as error:
+            where = f"cannot listen at {place.head}:{place.port}, where the rendezvous will be"
+            if error.errno == errno.EADDRINUSE:
+                raise Unreached(
+                    f"{where}: the port is in use",
+                    "another job, or a left-over process, has it (ss -ltnp): submit again, for another job number gives"
+                    " another port; when several processes started here, start one a node",
+                ) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise Unreached(
+                    f"{where}: that address is not this machine's",
+                    "the first of the job's nodes must run as node 0: see how the launcher counts nodes",
+                ) from error
+            raise Unreached(
+                f"{where}: {(error.strerror or str(error)).lower()}", "read the reason"
+            ) from error
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, up to the node's facts; then it waits in `_arrived`."""
+        wire = Wire(reader, writer, self._place.run)
+        try:
+            while "clock" in (message := await wire.receive(self._wait_s + FACTS_S)):
+                await wire.send({"clock": time.time()})
+            arrived = self._understood(message, wire)
+        except (WireError, ValueError, KeyError, TypeError):
+            with suppress(WireError):
+                await wire.send({"error": "not understood"})
+            wire.close()
+            return
+        if self._over:
+            wire.close()
+        elif arrived.node.number in self._arrived:
+            first = self._arrived[arrived.node.number]
+            first.more.append(wire)
+            first.node = replace(first.node, doubled=True)
+        else:
+            self._arrived[arrived.node.number] = arrived
+            if len(self._arrived) == self._place.nodes - 1:
+                self._all.set()
+
+    def _understood(self, message: Mapping[str, Any], wire: Wire) -> _Arrived:
+        number = message["node"]
+        if type(number) is not int or not 0 < number < self._place.nodes:
+            raise ValueError("no such node")
+        node = replace(
+            self._place.empty(number),
+            interface=str(message["interface"]),
+            facts=facts_of(message["facts"]),
+            seen=wire.peer,
+            ahead_s=float(message["ahead_s"]),
+            error_s=float(message["error_s"]),
+        )
+        return _Arrived(wire, node, int(message["port"]))
+
+    async def _consult(self, own: Node, port: int) -> list[Node]:
+        """Have all nodes that are there try each other."""
+        place = self._place
+        ports = {0: port, **{number: one.port for number, one in self._arrived.items()}}
+        path = os.path.join(place.folder, f".preflight-{secrets.token_hex(8)}")
+        content = secrets.token_hex(16)
+        try:
+            with open(path, "x", encoding="ascii") as file:
+                file.write(content)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            own = replace(
+                own, shared=f"cannot write into the run's folder {place.folder}: {reason}"
+            )
+            path = ""
+        table = {"ports": list(ports.items()), "path": path, "content": content}
+        try:
+            pairs, others = await asyncio.gather(
+                try_others(place, ports),
+                asyncio.gather(*(self._report(one, table) for one in self._arrived.values())),
+            )
+        finally:
+            if path:
+                with suppress(OSError):
+                    os.unlink(path)
+        found = {0: replace(own, pairs=pairs), **{one.number: one for one in others}}
+        return [found.get(number, place.empty(number)) for number in range(place.nodes)]
+
+    async def _report(self, arrived: _Arrived, table: Mapping[str, Any]) -> Node:
+        try:
+            await arrived.wire.send(table)
+            message = await arrived.wire.receive(2 * PAIR_S + SHARED_S)
+            pairs = {int(number): str(word) for number, word in message["pairs"]}
+            return replace(arrived.node, pairs=pairs, shared=str(message["shared"]), finished=True)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            return replace(arrived.node, told=str(error))

@@ -1,0 +1,149 @@
+"""What this host answers, and how to ask it without waiting for ever: tools, look-ups, file systems, limits.
+
+Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver), fi_info(1) of libfabric, the efa and cxi
+drivers' devices in sysfs and /dev.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .model import UNLIMITED
+
+TOOL_S = 8.0
+
+
+def driver(text: str) -> str:
+    """The version of NVIDIA's kernel driver in what /proc/driver/nvidia/version says, "" without one."""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
+    return found[1] if found else ""
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that this process may use: fewer than the node has where the scheduler gives fewer."""
+    listed = _run("nvidia-smi", "-L")
+    if listed is not None and listed.returncode == 0:
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    else:
+        count = sum(map(_opens, glob.glob("/dev/nvidia[0-9]*")))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    chosen = [one for one in visible.split(",") if one.strip() and one.strip() != "-1"]
+    return min(count, len(chosen))
+
+
+def missing_provider(name: str, state: Mapping[str, Any]) -> str:
+    """Why libfabric's provider `name` is not here; "" when it is. Without fi_info the device itself is looked for."""
+    layers = state.get("layers") or []
+    places = [os.path.join(sys.prefix, "bin")]
+    places += [os.path.join(str(one.get("path")), "bin") for one in layers if one.get("path")]
+    tool = shutil.which("fi_info", path=os.pathsep.join([*places, os.environ.get("PATH", "")]))
+    if tool is not None:
+        told = _run(tool, "-p", name)
+        if told is not None and told.returncode == 0 and f"provider: {name}" in told.stdout:
+            return ""
+        lines = (told.stderr or told.stdout).strip().splitlines() if told else []
+        return f"{tool} -p {name}: {lines[-1] if lines else 'no such provider'}"
+    devices = {"efa": "/sys/class/infiniband/*/device/driver", "cxi": "/dev/cxi*"}.get(name)
+    if devices is None:
+        return ""  # it needs no device of its own
+    found = glob.glob(devices)
+    if name == "efa":
+        found = [one for one in found if os.path.basename(os.path.realpath(one)) == "efa"]
+    return "" if found else f"no fi_info, and no {name} device ({devices})"
+
+
+def at_once(
+    jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]
+) -> dict[str, Any]:
+    """What each job returned, of those that ended in time. One that hangs (a dead name server) is left alone."""
+    found: dict[str, Any] = {}
+
+    def do(name: str, job: Callable[[], Any]) -> None:
+        with suppress(Exception):  # a fact that cannot be told is no reason for a traceback
+            found[name] = job()
+
+    threads = {name: threading.Thread(target=do, args=(name, job), daemon=True)
+               for name, job in jobs.items()}  # fmt: skip
+    started = time.monotonic()
+    for thread in threads.values():
+        thread.start()
+    for name, thread in threads.items():
+        left = started + limits.get(name.partition(" ")[0], limit_s) - time.monotonic()
+        thread.join(max(0.0, left))
+    return dict(found)
+
+
+def addresses_of(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+
+
+def name_of(address: str) -> str:
+    try:
+        return socket.gethostbyaddr(address)[0]
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            [tool, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=TOOL_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def _opens(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def size(path: str) -> tuple[int, int]:
+    """Size of the file system of `path`, and what of it a user may still fill."""
+    try:
+        told = os.statvfs(path)
+    except OSError:
+        return -1, -1
+    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+
+
+def limit(what: int) -> int:
+    soft = resource.getrlimit(what)[0]
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def number(path: str) -> int:
+    try:
+        return int(text(path))
+    except ValueError:
+        return -1
+
+
+def text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""The side of a preflight that every node but the head plays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from .peers import (
+    AGAIN_S,
+    FACTS_S,
+    PAIR_S,
+    SHARED_S,
+    Unreached,
+    collected,
+    look_for,
+    open_to_others,
+    try_others,
+)
+from .place import Place
+from .rules_network import REMEDIES
+from .wire import REFUSED, Wire, WireError, connect, in_a_word
+
+NOT_STARTED = (
+    "see what the head prints; when it prints nothing, its process was not started, or a firewall rejects: let the"
+    " firewalls of both nodes pass all TCP between the job's nodes"
+)
+
+
+async def run_node(place: Place, environ: Mapping[str, str], provider: str, wait_s: float) -> bool:
+    """Any node but the head: whether the head finds all well. Raises Unreached when the head cannot be reached."""
+    facts = asyncio.ensure_future(collected(place, environ, provider))
+    async with open_to_others(place) as port:
+        wire, ahead_s, error_s = await _reach_head(place, wait_s)
+        try:
+            hello = {"node": place.node, "interface": place.interface, "port": port, "ahead_s": ahead_s,
+                     "error_s": error_s, "facts": vars(await facts)}  # fmt: skip
+            await wire.send(hello)
+            table = await wire.receive(wait_s + FACTS_S)
+            ports = {int(number): int(one) for number, one in table["ports"]}
+            path = str(table["path"])
+            pairs, shared = await asyncio.gather(
+                try_others(place, ports),
+                look_for(path, str(table["content"])) if path else _nothing(),
+            )
+            await wire.send({"pairs": [list(pair) for pair in pairs.items()], "shared": shared})
+            verdict = await wire.receive(3 * PAIR_S + SHARED_S)
+            return verdict.get("passed") is True
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise Unreached(
+                f"lost the head {place.hosts[0]} at {place.head}:{place.port}: {error}",
+                "see what the head prints",
+            ) from error
+        finally:
+            wire.finish()
+
+
+async def _nothing() -> str:
+    return ""
+
+
+async def _reach_head(place: Place, wait_s: float) -> tuple[Wire, float, float]:
+    """A connection to the head, and by how much this node's clock is ahead of the head's, give or take."""
+    deadline, tries, word = time.monotonic() + wait_s, 0, ""
+    remedy = NOT_STARTED
+    while (left := deadline - time.monotonic()) > 0:
+        tries += 1
+        try:
+            wire = await connect(place.head, place.port, place.run, min(left, PAIR_S))
+        except OSError as error:
+            word = in_a_word(error)
+            remedy = {**REMEDIES, REFUSED: NOT_STARTED}.get(word, NOT_STARTED)
+        else:
+            try:
+                return (wire, *(await _clock(wire, min(left, PAIR_S))))
+            except WireError as error:
+                wire.close()
+                word = f"what listens there is not this job's preflight ({error})"
+                remedy = "another program has this port: submit again, for another job number gives another port"
+        await asyncio.sleep(AGAIN_S)
+    raise Unreached(
+        f"cannot reach the head {place.hosts[0]} at {place.head}:{place.port}: {word}"
+        f" ({tries} attempts in {wait_s:.0f} s)",
+        remedy,
+    )
+
+
+async def _clock(wire: Wire, timeout_s: float) -> tuple[float, float]:
+    """This clock less the head's, and half of the quickest round trip: the error of that. As NTP does (RFC 5905, 8)."""
+    best = (float("inf"), 0.0)
+    for _ in range(3):
+        sent = time.time()
+        started = time.monotonic()
+        await wire.send({"clock": 0})
+        told = (await wire.receive(timeout_s)).get("clock")
+        trip = time.monotonic() - started
+        if not isinstance(told, float):
+            raise WireError("not a preflight's head")
+        best = min(best, (trip / 2, sent + trip / 2 - told))
+    return best[1], best[0]

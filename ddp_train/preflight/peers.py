@@ -1,0 +1,88 @@
+"""What every node of a preflight does: tell its facts, let others try it, try others, look into the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from .facts import collect
+from .model import Facts
+from .place import Place
+from .wire import LIMIT, PADDING, Wire, WireError, attempt
+
+PAIR_S = 5.0
+FACTS_S = 10.0
+SHARED_S = 3.0
+AGAIN_S = 0.25
+
+
+class Unreached(Exception):
+    """This node has no part in the preflight: `what` happened and its `remedy`."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what, self.remedy = what, remedy
+
+
+async def collected(place: Place, environ: Mapping[str, str], provider: str) -> Facts:
+    """This node's facts. It looks up its own name, the head's and those of the nodes that it tries."""
+    near = sorted({place.node, 0, *place.partners(place.node)})
+    hosts = [place.hosts[one] for one in near]
+    addresses = {place.address, place.head}
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(
+        None,
+        lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider),
+    )
+
+
+@asynccontextmanager
+async def open_to_others(place: Place) -> AsyncIterator[int]:
+    """Listen at this node's address for the other nodes' attempts; the port, 0 where that address is not here."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wire = Wire(reader, writer, place.run)
+        with suppress(WireError):
+            await wire.receive(PAIR_S)
+            await wire.send({"node": place.node, "padding": PADDING})
+            await wire.ended(PAIR_S)
+        wire.close()
+
+    try:
+        server = await asyncio.start_server(answer, place.address, 0, limit=LIMIT, backlog=1024)
+    except OSError:
+        yield 0
+        return
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def try_others(place: Place, ports: Mapping[int, int]) -> dict[int, str]:
+    """How the attempts at this node's partners ended; `ports` are those of the nodes that are there."""
+    others = [one for one in place.partners(place.node) if ports.get(one)]
+    words = await asyncio.gather(
+        *(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others)
+    )
+    return dict(zip(others, words))  # noqa: B905 - Python 3.10 has strict=
+
+
+async def look_for(path: str, content: str) -> str:
+    """Why the file that the head wrote is not here; "" when it is. Network file systems are given some time."""
+    deadline = time.monotonic() + SHARED_S
+    while True:
+        try:
+            os.listdir(os.path.dirname(path))  # has NFS look again
+            with open(path, encoding="ascii", errors="replace") as file:
+                if file.read(1000) == content:
+                    return ""
+            reason = "another file has its name"
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+        if time.monotonic() > deadline:
+            return f"does not see what the head wrote into {os.path.dirname(path)}: {reason}"
+        await asyncio.sleep(AGAIN_S)

@@ -1,0 +1,90 @@
+"""Where a node stands among the others, as the job's script exports it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import BAD_INPUT, TrainError
+from .model import Node
+
+# All pairs of nodes are tried up to this many, as gloo connects them; of more, each tries as many others.
+ALL_PAIRS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the job's script says of this node and of the others. The head is node 0."""
+
+    node: int
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    interface: str
+    port: int
+    folder: str
+    run: str
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def address(self) -> str:
+        return self.addresses[self.node]
+
+    @property
+    def head(self) -> str:
+        return self.addresses[0]
+
+    def empty(self, node: int) -> Node:
+        """What is known of a node that has not answered."""
+        return Node(node, self.hosts[node], self.addresses[node])
+
+    def partners(self, node: int) -> list[int]:
+        """The nodes that `node` tries: all others, or of many its neighbours and others at even distances."""
+        if self.nodes <= ALL_PAIRS:
+            return [other for other in range(self.nodes) if other != node]
+        steps = {
+            1,
+            self.nodes - 1,
+            *(round(i * self.nodes / ALL_PAIRS) for i in range(1, ALL_PAIRS)),
+        }
+        return sorted({(node + step) % self.nodes for step in steps} - {node})
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """The place that a job's script exports. Raises TrainError when something is missing or cannot be."""
+
+    def said(name: str) -> str:
+        value = environ.get(f"ENVBUILD_{name}", "")
+        if not value:
+            raise TrainError(
+                f"ENVBUILD_{name} is not set: the scripts of `envbuild job` and `envbuild preflight` start this",
+                BAD_INPUT,
+            )
+        return value
+
+    def number(name: str, most: int) -> int:
+        value = said(name)
+        if not (value.isascii() and value.isdigit() and int(value) <= most):
+            raise TrainError(f"ENVBUILD_{name} is {value!r}, not a number up to {most}", BAD_INPUT)
+        return int(value)
+
+    count = number("NODES", 1 << 20)
+    hosts, addresses = tuple(said("HOSTS").split()), tuple(said("ADDRESSES").split())
+    if not len(hosts) == len(addresses) == count:
+        raise TrainError(
+            f"ENVBUILD_NODES is {count}, with {len(hosts)} names in ENVBUILD_HOSTS and {len(addresses)} addresses in"
+            " ENVBUILD_ADDRESSES",
+            BAD_INPUT,
+        )
+    node = number("NODE", count - 1)
+    if environ.get("ENVBUILD_ADDRESS", addresses[node]) != addresses[node]:
+        raise TrainError(
+            f"ENVBUILD_ADDRESS is {environ['ENVBUILD_ADDRESS']!r}, and node {node} of ENVBUILD_ADDRESSES is"
+            f" {addresses[node]!r}",
+            BAD_INPUT,
+        )
+    interface = environ.get("ENVBUILD_INTERFACE", "")
+    port = number("PORT", 65535)
+    return Place(node, hosts, addresses, interface, port, said("RUN"), said("RUN_ID"))

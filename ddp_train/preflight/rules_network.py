@@ -1,0 +1,182 @@
+"""What is wrong between the nodes: who answers, addresses, routes, ports, names and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .model import FAIL, WARN, Facts, Finding, Node, Wanted, few, is_loopback, listed
+from .wire import NO_ROUTE, OK, REFUSED, STALLED, STRANGER, TIMED_OUT
+
+_SHOWN = 12
+_SKEW_WARN_S, _SKEW_FAIL_S = 1.0, 60.0
+
+REMEDIES = {
+    TIMED_OUT: "packets are dropped on the way: let firewalls (nftables, security groups) pass all TCP"
+    " between the job's nodes, and check that [fabric] interface is the network that connects them",
+    REFUSED: "nothing listens there, or a firewall rejects: see what that node prints, and let firewalls pass all TCP"
+    " between the job's nodes",
+    NO_ROUTE: "there is no route between these addresses: name the interface of a network that all nodes share in"
+    " [fabric] interface of the site",
+    STALLED: "small packets pass and large ones do not: give the interfaces of all nodes, and the switch, one MTU",
+    STRANGER: "another machine has the same address: two nodes, or a node and a container bridge, share it",
+}
+
+
+def answers(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes:
+        at = (one.number,)
+        if one.facts is None:
+            head = f"{nodes[0].host} ({nodes[0].address})"
+            yield Finding(
+                FAIL, "answers", at, f"does not answer: the head, {head}, waited and heard nothing",
+                "read what that node prints itself; when it prints nothing, it was not started: the launcher must start"
+                " one process on every node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node)",
+            )  # fmt: skip
+        elif not one.finished:
+            what = f"answered and then fell silent: {one.told or 'its connection broke'}"
+            yield Finding(FAIL, "answers", at, what, "read what that node prints itself")
+        if one.doubled:
+            what = f"several processes say that they are node {one.number}"
+            remedy = "start one a node (--ntasks-per-node=1), each with its own ENVBUILD_NODE"
+            yield Finding(FAIL, "answers", at, what, remedy)
+
+
+def addresses(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes:
+        at, facts = (one.number,), one.known
+        if is_loopback(one.address):
+            remedy = "name an interface of a network that the nodes share in [fabric] interface of the site"
+            yield Finding(
+                FAIL, "address", at, "has a loopback address, which others cannot reach", remedy
+            )
+        twins = [n.number for n in nodes if n.address == one.address]
+        if len(twins) > 1:
+            remedy = "give each node its own; look for copied network settings"
+            yield Finding(FAIL, "address", tuple(twins), "have one and the same address", remedy)
+        if not facts.interfaces:
+            continue
+        holder = [name for name, has in facts.interfaces.items() if one.address in has]
+        if not holder:
+            yield Finding(
+                FAIL, "address", at, f"{one.address} is on none of its interfaces: it has {_shown(facts)}",
+                "name the interface of the network that the nodes share in [fabric] interface of the site",
+            )  # fmt: skip
+        elif one.interface and one.interface not in holder:
+            has = _has(facts, one.interface)
+            yield Finding(
+                FAIL, "interface", at, f"{one.address} is on {holder[0]}, not on {one.interface}, which has {has}",
+                f"set [fabric] interface of the site to {holder[0]}, or to one that all nodes have in one network",
+            )  # fmt: skip
+        for name, value in facts.variables.items():
+            if not any_interface(name, value, facts.interfaces):
+                yield Finding(
+                    FAIL, "interface", at, f"{name}={value}, and its interfaces are {', '.join(facts.interfaces)}",
+                    "name an interface of these nodes in [fabric] interface of the site, or leave it out",
+                )  # fmt: skip
+
+
+def routes(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes[1:]:
+        if not one.seen or one.seen == one.address or is_loopback(one.address):
+            continue
+        own = [name for name, has in one.known.interfaces.items() if one.seen in has]
+        if own:
+            what = f"reaches the head over {own[0]} ({one.seen}), not over {one.interface or one.address}"
+            remedy = "traffic takes another network than the one asked for: check the routes (ip route get HEAD)"
+        else:
+            what = f"reaches the head as {one.seen}, which is not its own: its address is translated (NAT)"
+            remedy = "choose a network on which the nodes see each other's own addresses"
+        yield Finding(WARN, "route", (one.number,), what, remedy)
+
+
+def pairs(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    failed: dict[tuple[int, str], list[int]] = {}
+    for one in nodes:
+        for other, word in one.pairs.items():
+            if word != OK and 0 <= other < len(nodes):
+                failed.setdefault((other, word), []).append(one.number)
+    for (other, word), sources in failed.items():
+        what = f"cannot be reached from {listed(nodes, sources)}: {word}"
+        yield Finding(FAIL, "pairs", (other,), what, REMEDIES.get(word, REMEDIES[REFUSED]))
+
+
+def clocks(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes[1:]:
+        off = abs(one.ahead_s) - one.error_s
+        if one.facts is not None and off > _SKEW_WARN_S:
+            status = FAIL if off > _SKEW_FAIL_S else WARN
+            side = "ahead of" if one.ahead_s > 0 else "behind"
+            what = f"its clock is {abs(one.ahead_s):.0f} s {side} the head's"
+            yield Finding(
+                status, "clock", (one.number,), what, "let chrony or ntpd run on all nodes"
+            )
+
+
+def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    by_host = {one.host: one for one in nodes}
+    # What a host's interfaces have counts as its own: a site may name nodes by one network and train over another.
+    own = {
+        one.host: {
+            one.address,
+            *(a for has in one.known.interfaces.values() for a in has if not is_loopback(a)),
+        }
+        for one in nodes
+    }
+    by_name = "jobs of envbuild go by addresses; programs that use names"
+    for one in nodes:
+        at, names = (one.number,), one.known.names
+        if late := [host for host, found in names.items() if found is None]:
+            remedy = "a name server does not answer (/etc/resolv.conf): torchrun waits for it at every look-up"
+            verb = "is" if len(late) == 1 else "are"
+            yield Finding(WARN, "names", at, f"{few(late)} {verb} not looked up in time", remedy)
+        if unknown := [host for host, found in names.items() if found == []]:
+            remedy = f"{by_name} fail: /etc/hosts or DNS must know all nodes"
+            verb = "has" if len(unknown) == 1 else "have"
+            yield Finding(WARN, "names", at, f"{few(unknown)} {verb} no address", remedy)
+        for host, found in names.items():
+            where = one.known.lines.get(host, "")
+            told = f"{host} is {', '.join(found or ())}" + (
+                f" (/etc/hosts, {where})" if where else ""
+            )
+            if any(is_loopback(address) for address in found or ()):
+                remedy = f"{by_name} give it to others, who cannot reach it: give {host} its own address there"
+                yield Finding(WARN, "names", at, told, remedy)
+            elif (
+                found
+                and host in by_host
+                and by_host[host].known.interfaces
+                and not own[host] & set(found)
+            ):
+                remedy = f"{by_name} reach another machine: {host} has {by_host[host].address}"
+                yield Finding(WARN, "names", at, told, remedy)
+        for address, name in one.known.reverse.items():
+            host = next((n.host for n in nodes if n.address == address), "")
+            if name and host and name.partition(".")[0] != host.partition(".")[0]:
+                what = f"{address} is called {name}, and is {host}"
+                remedy = "correct the reverse entry in /etc/hosts or DNS"
+                yield Finding(WARN, "names", at, what, remedy)
+
+
+def any_interface(variable: str, value: str, interfaces: Mapping[str, object]) -> bool:
+    """Whether `value` of GLOO_SOCKET_IFNAME (whole names) or NCCL_SOCKET_IFNAME (beginnings; `=` whole, `^` all but
+    these) chooses any of `interfaces`. Sources: torch's ProcessGroupGloo, NCCL's documentation of the variable."""
+    if variable.startswith("GLOO"):
+        return all(one in interfaces for one in value.split(","))
+    kind = value[:2] if value[:2] in ("^=",) else value[:1] if value[:1] in ("^", "=") else ""
+    wanted = value[len(kind) :].split(",")
+    whole = "=" in kind
+
+    def chosen(name: str) -> bool:
+        return any(name == one if whole else name.startswith(one) for one in wanted)
+
+    return any(chosen(name) != ("^" in kind) for name in interfaces)
+
+
+def _has(facts: Facts, interface: str) -> str:
+    """The addresses of an interface that others may use."""
+    told = [one for one in facts.interfaces.get(interface, ()) if not one.startswith("fe80:")]
+    return " ".join(told) or "no address"
+
+
+def _shown(facts: Facts) -> str:
+    return ", ".join(f"{name} {_has(facts, name)}" for name in [*facts.interfaces][:_SHOWN])

@@ -1,0 +1,154 @@
+"""What is wrong on nodes: the run's folder, the artifact, versions that differ, memory, space, GPUs, the fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from .model import (
+    FAIL,
+    SHOWN,
+    UNLIMITED,
+    WARN,
+    Facts,
+    Finding,
+    Node,
+    Wanted,
+    few,
+    is_nccl,
+    nccl_version,
+    torch_version,
+)
+
+_LITTLE = 64 << 20
+# What libfabric and ibverbs pin of a process' memory is far more than this.
+_LITTLE_MEMLOCK = 64 << 20
+_ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
+_PINNING = ("efa", "cxi", "verbs")
+
+
+def shared(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes:
+        if one.shared:
+            yield Finding(
+                FAIL, "run folder", (one.number,), one.shared,
+                "the run's folder must be one that all nodes see (and containers: mount it): submit from such a folder,"
+                " or set [paths] shared of the site",
+            )  # fmt: skip
+
+
+def same(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    here = [one for one in nodes if one.facts is not None]
+
+    def differ(
+        status: str, check: str, title: str, value: Callable[[Facts], str], remedy: str
+    ) -> Iterator[Finding]:
+        groups: dict[str, list[int]] = {}
+        for one in here:
+            groups.setdefault(value(one.known), []).append(one.number)
+        if len(groups) > 1:
+            told = "; ".join(
+                f"{said or 'none'} on {few([nodes[n].host for n in numbers])}"
+                for said, numbers in groups.items()
+            )
+            # Those that the fewest nodes agree with are suspected; of two alike none is.
+            most = max(len(numbers) for numbers in groups.values())
+            suspected = [n for numbers in groups.values() if len(numbers) < most for n in numbers]
+            yield Finding(status, check, tuple(suspected), f"{title} differs: {told}", remedy)
+
+    one_kind = "run jobs on nodes of one kind ([scheduler] constraint)"
+    one_mtu, one_driver = "give all nodes one MTU", "NCCL wants one driver on all nodes"
+    yield from differ(FAIL, "architecture", "the processor", lambda f: f.arch, one_kind)
+    yield from differ(FAIL, "artifact", "the artifact", lambda f: f.digest[:19], _ONE_ARTIFACT)
+    yield from differ(FAIL, "python", "Python", lambda f: f.python, _ONE_ARTIFACT)
+    yield from differ(FAIL, "torch", "torch", torch_version, _ONE_ARTIFACT)
+    yield from differ(FAIL, "nccl", "NCCL", nccl_version, _ONE_ARTIFACT)
+
+    def version(name: str) -> Callable[[Facts], str]:
+        return lambda facts: facts.packages.get(name, "")
+
+    names = {name for one in here for name in one.known.packages if not is_nccl(name)}
+    names -= {"torch", "conda:pytorch"}
+    odd = [name for name in sorted(names) if len({version(name)(one.known) for one in here}) > 1]
+    for name in odd[:SHOWN]:
+        yield from differ(WARN, "packages", name, version(name), _ONE_ARTIFACT)
+    if len(odd) > SHOWN:
+        what = f"{len(odd) - SHOWN} more packages differ: {', '.join(odd[SHOWN:])[:200]}"
+        yield Finding(WARN, "packages", (), what, _ONE_ARTIFACT)
+    yield from differ(WARN, "driver", "NVIDIA's driver", lambda f: f.driver, one_driver)
+    yield from differ(WARN, "mtu", "the interface's MTU", lambda f: str(f.mtu), one_mtu)
+
+
+def artifact(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes:
+        facts, at = one.known, (one.number,)
+        if one.facts is None:
+            continue
+        if wanted.arch and facts.arch != wanted.arch:
+            what = f"is {facts.arch}, and the artifact is for {wanted.arch}"
+            yield Finding(
+                FAIL, "architecture", at, what, "choose other nodes, or build for this target"
+            )
+        # An image's digest is that of its file: its inside cannot tell it.
+        if (
+            wanted.digest
+            and facts.artifact in ("", "venv", "conda")
+            and facts.digest != wanted.digest
+        ):
+            made = facts.digest[:19] or "what envbuild did not make"
+            what = f"runs {made} ({facts.executable}), not {wanted.digest[:19]}"
+            yield Finding(
+                FAIL, "artifact", at, what,
+                "it was rebuilt since the job was written, or this node has another copy: write the job again",
+            )  # fmt: skip
+
+
+def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    for one in nodes:
+        facts, at = one.known, (one.number,)
+        if one.facts is None:
+            continue
+        if facts.shm < max(wanted.shm, _LITTLE):
+            status = FAIL if facts.shm < wanted.shm else WARN
+            what = f"/dev/shm has {_bytes(facts.shm)}"
+            what += f", wanted {_bytes(wanted.shm)}" if wanted.shm else ""
+            remedy = "NCCL and data loaders work in it: docker --shm-size, [kubernetes] shm"
+            yield Finding(status, "shm", at, what, remedy)
+        if 0 <= facts.run_free < max(wanted.free, _LITTLE):
+            what = f"the run's folder has {_bytes(facts.run_free)} free"
+            yield Finding(
+                FAIL,
+                "space",
+                at,
+                what,
+                "snapshots and logs go there: make room, or use another folder",
+            )
+        if 0 <= facts.tmp_free < _LITTLE:
+            what = f"the folder for temporary files has {_bytes(facts.tmp_free)} free"
+            yield Finding(WARN, "space", at, what, "make room, or set [paths] scratch of the site")
+        if facts.gpus < wanted.gpus:
+            driver = f"driver {facts.driver}" if facts.driver else "no driver of NVIDIA"
+            yield Finding(
+                FAIL, "gpus", at, f"offers {facts.gpus} GPUs, wanted {wanted.gpus} ({driver})",
+                "ask the scheduler for them ([node] gpus); in containers: --nv, NVIDIA_VISIBLE_DEVICES, nvidia-smi -L",
+            )  # fmt: skip
+        if facts.provider:
+            what = f"lacks libfabric's provider {wanted.provider}: {facts.provider}"
+            remedy = "use nodes with this network or another fabric; containers need /dev/infiniband or /dev/cxi*"
+            yield Finding(FAIL, "fabric", at, what, remedy)
+        if wanted.provider in _PINNING and UNLIMITED != facts.memlock < _LITTLE_MEMLOCK:
+            what = f"lets a process pin {_bytes(facts.memlock)} of memory"
+            remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd): what is sent is pinned"
+            yield Finding(FAIL, "memlock", at, what, remedy)
+        if facts.cores > 1 == facts.cores_allowed:
+            what = f"gives all processes together 1 of {facts.cores} cores"
+            remedy = "mpirun --bind-to none, srun --cpu-bind=none, or ask for more (--cpus-per-task, ncpus)"
+            yield Finding(WARN, "cores", at, what, remedy)
+
+
+def _bytes(count: int) -> str:
+    if count < 0:
+        return "nothing"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,138 @@
+"""The preflight of nodes that are already there: those of an allocation, or hosts that ssh reaches.
+
+The script is the one that `envbuild job` would submit, without the training, so that what passes here is what a job
+meets; it runs from here at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from envbuild.errors import HostError, UsageError
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.render import render
+
+NAME = "preflight"
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Nodes that are ours: how many, what starts processes there (None: as the site says), and the variables that the
+    script of `scheduler` asks for."""
+
+    scheduler: Literal["slurm", "pbs"]
+    nodes: int
+    job: str
+    launcher: Literal["ssh"] | None = None
+    hosts: tuple[str, ...] = ()
+
+
+def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
+    """`hosts` by ssh; without them the allocation that this shell is in. Raises UsageError when it is in none."""
+    if hosts:
+        twice = sorted({host for host in hosts if hosts.count(host) > 1})
+        if twice:
+            raise UsageError(f"{', '.join(twice)} is named twice", "name every node once")
+        for host in hosts:
+            if not host or host.startswith("-") or any(one.isspace() for one in host):
+                raise UsageError(f"{host!r} is not the name of a host", "--host n1,n2")
+        return Allocation("pbs", len(hosts), f"{os.getpid()}.ssh", "ssh", tuple(hosts))
+    if job := env.get("SLURM_JOB_ID"):
+        count = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
+        if not count.isdigit():
+            raise UsageError("SLURM_JOB_ID is set, and SLURM_JOB_NUM_NODES is not", "use salloc")
+        return Allocation("slurm", int(count), job)
+    if job := env.get("PBS_JOBID"):
+        place = env.get("PBS_NODEFILE", "")
+        try:
+            nodes = {line for line in Path(place).read_text().splitlines() if line}
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UsageError(
+                f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I"
+            ) from error
+        return Allocation("pbs", len(nodes), job)
+    raise UsageError(
+        "this is not inside of an allocation: neither SLURM_JOB_ID nor PBS_JOBID is set",
+        "use `salloc --nodes=N` or `qsub -I`, name nodes that ssh reaches by --host H1,H2, or let a job begin with it:"
+        " `envbuild job --preflight`",
+    )
+
+
+def alone(plan: JobPlan) -> JobPlan:
+    """`plan` without its training."""
+    return replace(plan, preflight=True, command=(), run_files=())
+
+
+def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> int:
+    """Run the preflight of `plan` on the nodes of `allocation`, its output being ours. The script's exit code:
+    5 when the nodes would fail a job.
+
+    Raises HostError when the working folder cannot be written, UsageError for what the script cannot express.
+    """
+    text = render(plan)
+    work = Path(plan.work)
+    try:
+        (work / plan.logs).mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".envbuild-preflight-", dir=work))
+    except OSError as error:
+        raise HostError(
+            f"{work}: {(error.strerror or str(error)).lower()}: the run's folder could not be made there",
+            "name a folder that all nodes see with --work, or in [paths] shared of the site file",
+        ) from error
+    # Only what the scheduler itself says may tell the nodes of it; the rest is the script's.
+    variables = dict(env)
+    if allocation.hosts:
+        variables |= {
+            "PBS_JOBID": allocation.job,
+            "PBS_NODEFILE": str(folder / "nodes"),
+            "PBS_O_WORKDIR": plan.work,
+        }
+    cleaned = "".join(one if one.isalnum() or one in "_.-" else "_" for one in allocation.job)
+    run = work / f"{plan.name}_{cleaned}"
+    log = work / plan.logs / f"{plan.name}_{cleaned}.out"
+    begun = log.stat().st_size if log.exists() else 0
+    try:
+        (folder / "nodes").write_text("".join(f"{host}\n" for host in allocation.hosts))
+        (folder / "script").write_text(text)
+        code = _bash(folder / "script", variables, work)
+        if (
+            plan.scheduler == "pbs"
+        ):  # its output goes to the log, for PBS keeps that of jobs to itself
+            _show(log, begun)
+            with suppress(OSError):
+                log.unlink() if not begun else None
+        return code
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _bash(script: Path, env: Mapping[str, str], work: Path) -> int:
+    """Run the script to its end; a Ctrl-C ends it in order."""
+    process = subprocess.Popen(
+        ["bash", str(script)], env=dict(env), cwd=work, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()
+    )  # fmt: skip
+    while True:
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+
+
+def _show(log: Path, begun: int) -> None:
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(begun)
+        shutil.copyfileobj(file, sys.stderr.buffer)
+        sys.stderr.flush()
