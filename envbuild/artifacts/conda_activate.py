@@ -47,12 +47,12 @@ def activated(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         "CONDA_SHLVL": "1",
         "PATH": f"{root / 'bin'}{os.pathsep}{env.get('PATH') or os.defpath}",
     }
-    result |= _settings(root)
+    result |= set_variables(root)
     scripts = sorted((root / "etc" / "conda" / "activate.d").glob("*.sh"))
     return _sourced(scripts, result) if scripts else result
 
 
-def _settings(root: Path) -> dict[str, str]:
+def set_variables(root: Path) -> dict[str, str]:
     """Variables that packages and users (`conda env config vars set`) want set; others' mistakes are not ours."""
     found: dict[str, str] = {}
     files = sorted((root / "etc" / "conda" / "env_vars.d").glob("*.json"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from envbuild.cli.build_job import AsJob, build_by_job, job_options
 from envbuild.cli.common import (
     Folder,
     finish,
@@ -37,12 +38,14 @@ from envbuild.errors import UsageError
     metavar="NAME",
     help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
 )
+@job_options
 @folder_options
 def conda_command(
     recipe: str,
     target: str | None,
     out: Path | None,
     name: str | None,
+    as_job: AsJob,
     how: Folder,
 ) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
@@ -56,6 +59,7 @@ def conda_command(
       envbuild conda pt_cpu
       envbuild conda pt_cpu --name pt_cpu --locked && conda activate pt_cpu
       envbuild conda pt_cpu --prefix /fsx/envs/pt_cpu --faults
+      envbuild conda pt_cpu --job --site aws-parallelcluster --submit
       build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     from envbuild.artifacts import conda
@@ -70,6 +74,9 @@ def conda_command(
     wanted, _ = loaded.target(target)
     if name is not None:
         out = named_prefix(name, environment.variables)
+    if as_job.job:
+        build_by_job(conda.KIND, loaded, wanted, out, as_job, how, environment)
+        return
     if not how.dry_run:
         conda.probe(wanted)
     plan, trainer = prepare(

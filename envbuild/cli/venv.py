@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from envbuild.cli.build_job import AsJob, build_by_job, job_options
 from envbuild.cli.common import (
     Folder,
     finish,
@@ -30,12 +31,14 @@ from envbuild.environment import load_environment
 @click.option(
     "--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."
 )
+@job_options
 @folder_options
 def venv_command(
     recipe: str,
     target: str | None,
     out: Path | None,
     python: str | None,
+    as_job: AsJob,
     how: Folder,
 ) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
@@ -47,6 +50,7 @@ def venv_command(
     Examples:
       envbuild venv pt_cpu
       envbuild venv pt_cpu --out /scratch/envs/pt_cpu --locked --faults
+      envbuild venv gh200_cu126 --target cu126-aarch64 --job --site pbs-gh200 --bundle bundle --submit
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """
     from envbuild.artifacts import venv
@@ -56,6 +60,10 @@ def venv_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted, _ = loaded.target(target)
+    if as_job.job:
+        options = ("--python", python) if python else ()
+        build_by_job(venv.KIND, loaded, wanted, out, as_job, how, environment, options)
+        return
     if not how.dry_run:
         venv.probe(wanted)
     plan, trainer = prepare(

@@ -156,7 +156,8 @@ def _bytes(quantity: str) -> int:
     number = quantity.rstrip("KMGTi")
     unit = quantity[len(number) :]
     power = "KMGT".index(unit[0]) + 1 if unit else 0
-    return int(number) * (1024 if unit.endswith("i") else 1000) ** power
+    base = 1024 if unit.endswith("i") else 1000
+    return int(int(number) * base**power)
 
 
 def resources(plan: JobPlan) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
     _check_rendezvous(request, opened, scheduler)
-    variables, library_path = variables_of(opened, site, nproc, origins)
+    variables, library_path = variables_of(opened, site, runtime, nproc, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(

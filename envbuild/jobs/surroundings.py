@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
+from envbuild.artifacts.conda_activate import set_variables
 from envbuild.jobs.artifact import Opened
 from envbuild.jobs.model import Runtime
 from envbuild.site.job_site import JobSite
@@ -12,7 +13,7 @@ from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_vari
 
 
 def variables_of(
-    opened: Opened, site: JobSite, nproc: int, origins: dict[str, str]
+    opened: Opened, site: JobSite, runtime: Runtime, nproc: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """The variables of every process, in order, and the folders before LD_LIBRARY_PATH."""
     artifact = opened.artifact
@@ -36,10 +37,30 @@ def variables_of(
         plugin = plugin_variables(opened.layers, root, opened.nccl)
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
+    if artifact.kind == "conda":
+        take(set_variables(Path(artifact.path)), "the conda environment")
+    take(_caches(site, runtime), "")
+    for name in _caches(site, runtime):
+        key = "scratch" if name.endswith("TMPDIR") else "cache"
+        origins[f"variables.{name}"] = site.origin("paths", key)
     take(site.environment, "")
     for name in site.environment:
         origins[f"variables.{name}"] = site.origin("environment", name)
     return tuple(found.items()), library
+
+
+def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
+    """Caches and temporary files off $HOME, where the site says so; inside of a container its paths may not be."""
+    cache, scratch = site.paths.cache, site.paths.scratch
+    found: dict[str, str] = {}
+    if runtime == "folder":
+        found = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
+    elif runtime == "apptainer":
+        found = {
+            "APPTAINER_CACHEDIR": cache and f"{cache}/apptainer",
+            "APPTAINER_TMPDIR": scratch,
+        }
+    return {name: value for name, value in found.items() if value}
 
 
 def mounts_of(

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab import lmod, slurm
+from lab.jobs import Jobs
+from lab.slurm import slurm_cluster
 
 from .conftest import Command
 
@@ -75,3 +78,29 @@ def test_a_folder_of_something_else_is_not_touched(
     done = command("bundle", "pt_minimal", "--out", tmp_path)
     assert done.returncode == 2 and "no bundle" in done.stderr
     assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network(
+    tmp_path: Path, session_store: Path, bundle: tuple[Command, Path]
+) -> None:
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    python = Path(os.path.realpath(sys.executable)).parent
+    with slurm_cluster(tmp_path / "cluster", share=(session_store,)) as cluster:
+        lmod.module_tree(cluster.modules, {"python/3.11": {"PATH": str(python)}})
+        jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
+        jobs.write_site(f'[modules]\ninit = "{lmod.INIT}"\nbuild = ["python/3.11"]\n')
+        line = [jobs.command(), "venv", "pt_minimal", "--job", "--site", jobs.site]
+        shared = cluster.shared
+        done = cluster.run(
+            [*line, "--bundle", bundle[1], "--out", shared / "venv", "--submit", "--json"],
+            env=jobs.env, timeout_s=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        end = cluster.wait(int(told["job"]), 240)
+        log = (shared / "logs" / f"pt_minimal-build_{told['job']}.out").read_text()
+    assert end.state == "COMPLETED", log
+    receipt = json.loads((shared / "venv.receipt.json").read_text())
+    assert receipt["passed"] and receipt["host"]["name"] == "n1"
+    assert receipt["artifact"]["path"] == told["path"] == str(shared / "venv")

@@ -1,0 +1,146 @@
+"""`--job` of the commands that build an environment in a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from envbuild.cli.common import Folder, print_json, say
+from envbuild.environment import Environment
+from envbuild.errors import UsageError
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class AsJob:
+    """That an environment is to be built by a job, see `job_options`."""
+
+    job: bool
+    site: str | None
+    bundle: Path | None
+    submit: bool
+    script: Path | None
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that have a job build the environment, given as `AsJob` in `as_job`."""
+
+    @wraps(command)
+    def run(
+        *arguments: Any, job: bool, site: str | None, bundle: Path | None, submit: bool, script: Path | None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        as_job = AsJob(job, site, bundle, submit, script)
+        if not job and (site or bundle or submit or script):
+            raise UsageError("--site, --bundle, --submit and --script are for --job", "add --job")
+        command(*arguments, as_job=as_job, **more)
+
+    options = [
+        click.option(
+            "--job", is_flag=True, help="Render the job that builds and verifies it on a node of --site."
+        ),
+        click.option(
+            "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
+        ),
+        click.option(
+            "--bundle", type=click.Path(path_type=Path), metavar="DIR",
+            help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
+        ),
+        click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
+        click.option(
+            "--script", type=click.Path(path_type=Path), metavar="FILE", help="Write the job there. Default: print it."
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        run = option(run)
+    return run
+
+
+def build_by_job(
+    kind: str,
+    loaded: LoadedRecipe,
+    target: Target,
+    out: Path | None,
+    as_job: AsJob,
+    how: Folder,
+    environment: Environment,
+    options: tuple[str, ...] = (),
+) -> None:
+    """Render the job that builds `kind` of the recipe, and submit it when that is wished; `options` are more ones of
+    the command that it runs."""
+    from envbuild.jobs.build import Build, plan_build, render_build
+    from envbuild.jobs.plan import JobRequest
+    from envbuild.jobs.submit import default_script, submit, write_script
+    from envbuild.site.job_site import load_job_site
+
+    site = load_job_site(as_job.site, environment.variables)
+    top = Path(site.paths.shared or Path.cwd()) / "build"
+    place = (out or top / loaded.recipe.name / target.name / kind).absolute()
+    tools = ""
+    if as_job.bundle is not None:
+        from envbuild.make_bundle import make_bundle
+
+        about = make_bundle(
+            loaded, target, environment, as_job.bundle, say, kinds=(kind,), offline=how.offline
+        )
+        tools = about["python"]
+    else:
+        _ensure_lock(kind, loaded, target, environment, how)
+    flags = [
+        ("--faults", how.faults),
+        ("--no-verify", how.no_verify),
+        ("--compile-bytecode", how.compile_bytecode),
+        ("--offline", how.offline and as_job.bundle is None),
+    ]
+    build = Build(
+        kind=kind,
+        name=loaded.recipe.name,
+        recipe=str(loaded.folder.absolute()),
+        target=target.name,
+        place=str(place),
+        envbuild=os.path.abspath(sys.argv[0]),
+        bundle=str(as_job.bundle.absolute()) if as_job.bundle else "",
+        tools=tools,
+        options=(*options, *(option for option, wanted in flags if wanted)),
+    )
+    plan = plan_build(build, JobRequest(current=Path.cwd()), site)
+    text = render_build(plan, build)
+    script, number = as_job.script, None
+    if script is None and as_job.submit:
+        script = default_script(plan, Path(plan.work))
+    if script is not None:
+        write_script(text, script)
+    if as_job.submit and script is not None:
+        number = submit(plan, script, environment.variables)
+        say(
+            f"submitted {script} to {plan.scheduler}; {place} appears when it is built and has passed"
+        )
+    if how.as_json:
+        print_json({
+            "job": number, "path": str(place), "scheduler": plan.scheduler,
+            "script": str(script.absolute()) if script else None, "text": text,
+        })  # fmt: skip
+    elif number is not None:
+        click.echo(number)
+    else:
+        click.echo(script if script is not None else text, nl=script is not None)
+
+
+def _ensure_lock(
+    kind: str, loaded: LoadedRecipe, target: Target, environment: Environment, how: Folder
+) -> None:
+    """Have the lock that the job will ask for: nodes need not reach an index to resolve."""
+    from envbuild.make import prepare
+
+    prepare(
+        loaded, target, environment, artifact=kind, locked=how.locked, offline=how.offline, say=say,
+        conda=kind == "conda",
+    )  # fmt: skip

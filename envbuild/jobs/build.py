@@ -1,0 +1,128 @@
+"""The job that builds and verifies an environment on the node that will train with it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+import envbuild
+from envbuild.errors import UsageError
+from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.jobs.modules import module_lines
+from envbuild.jobs.plan import JobRequest, scheduler_of
+from envbuild.jobs.quote import path_word, word, words
+from envbuild.jobs.script import STOP
+from envbuild.site.job_site import JobSite
+
+_VERIFIED = (
+    "# Verification simulates its nodes on this one; its receipt goes beside the environment."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What is built: `kind` (venv, conda) of the recipe in the folder or file `recipe` for `target`, at `place`, an
+    absolute path that the nodes see. `bundle` is an offline bundle, "" where nodes reach the packages themselves;
+    `tools` the Python that runs the envbuild of the bundle, "" where the nodes have envbuild: `envbuild` is its path.
+    `options` go to the command."""
+
+    kind: str
+    name: str
+    recipe: str
+    target: str
+    place: str
+    envbuild: str
+    bundle: str = ""
+    tools: str = ""
+    store: str = ""
+    options: tuple[str, ...] = ()
+
+
+def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
+    """The job of `build`: one node, whole. Raises UsageError for a scheduler that cannot run it."""
+    scheduler = scheduler_of(request, site)
+    if scheduler == "kubernetes":
+        raise UsageError(
+            "environments are built on nodes by Slurm or PBS; pods have theirs in an image",
+            "use `envbuild docker`, or --site of a cluster with a scheduler",
+        )
+    artifact = JobArtifact(
+        kind="conda" if build.kind == "conda" else "venv",
+        path=build.place,
+        digest="",
+        recipe=build.name,
+        target=build.target,
+        python=f"{build.place}/bin/python",
+    )
+    gpus = site.node.gpus or 1 if artifact.cuda else 0
+    return JobPlan(
+        name=request.name or f"{build.name}-build",
+        scheduler=scheduler,
+        artifact=artifact,
+        site=replace(site, modules=replace(site.modules, run=site.modules.build)),
+        runtime="folder",
+        launcher="srun" if scheduler == "slurm" else "mpiexec",
+        strategy="single",
+        nodes=1,
+        nproc_per_node=1,
+        command=(),
+        work=request.work or site.paths.shared or str(request.current.absolute()),
+        gpus_per_node=gpus,
+        cpus_per_node=site.node.cpus,
+        variables=tuple(site.environment.items()),
+        modules=site.modules.build,
+        time=request.time or site.scheduler.time,
+    )
+
+
+def render_build(plan: JobPlan, build: Build) -> str:
+    """The script for sbatch or qsub. Raises UsageError for what it cannot express."""
+    directives = importlib.import_module(f"envbuild.jobs.{plan.scheduler}").directives
+    login = " -l" if plan.modules and not plan.site.modules.init else ""
+    lines = [f"#!/bin/bash{login}", *directives(plan)]
+    what = f"the {build.kind} environment of {build.name} for {build.target}"
+    lines.append(
+        f"# envbuild {envbuild.__version__}: builds {what} on a node of site {plan.site.name}"
+    )
+    lines.append(STOP)
+    if plan.modules:
+        lines += ["# Exactly these modules, at run time too.", module_lines(plan)]
+    lines += ["set -euo pipefail", f"cd {path_word(plan.work, '--work')}", "unset XDG_RUNTIME_DIR"]
+    for name, value in plan.variables:
+        lines.append(f"export {name}={word(value, f'variable {name}')}")
+    if plan.site.paths.scratch:
+        lines.append(f"export TMPDIR={word(plan.site.paths.scratch, '[paths] scratch')}")
+    recipe, tool = build.recipe, word(build.envbuild, "envbuild")
+    options = [*build.options, "--locked"]
+    store = build.store or (plan.site.paths.cache and f"{plan.site.paths.cache}/envbuild")
+    if build.bundle:
+        lines.append("# All that the build reads is in the bundle.")
+        lines.append(f"bundle={word(build.bundle, '--bundle')}")
+        recipe, store = f"{build.bundle}/recipes/{build.name}", f"{build.bundle}/store"
+        options.append("--offline")
+        if build.tools:
+            lines.append('export PYTHONPATH="$bundle/envbuild"')
+            python = f"python{build.tools}"
+            lines.append(
+                f"command -v {python} >/dev/null || stop 'there is no {python} on this node; "
+                "add its module to [modules] build of the site'"
+            )
+            tool = f"{python} -m envbuild"
+    else:
+        lines.append(
+            f"command -v {tool} >/dev/null || stop 'this node does not see envbuild; install it on a shared file "
+            "system, or build from a --bundle'"
+        )
+    if store:
+        lines.append(f"export ENVBUILD_STORE={word(store, 'the store')}")
+    place = word(build.place, "--out")
+    command = (
+        f"{tool} {build.kind} {word(recipe, 'the recipe')} --target {build.target} --out {place}"
+    )
+    lines += [
+        f"mkdir -p {word(str(PurePosixPath(build.place).parent), '--out')}",
+        _VERIFIED,
+        f"exec {command} {words(options)}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,137 @@
+"""How the node program comes into a container: options of pyxis, and the lines that start the others.
+
+Settings, addresses and the command come by files in the run's folder, which is mounted: variables of an image never
+win over them, and no runtime has to carry them.
+
+Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md; apptainer-exec(1).
+Written from them; pyxis and enroot were never run with the real ones.
+"""
+
+from __future__ import annotations
+
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.quote import fill, indented, inside, mount, path_word, word, words
+
+_ENROOT = r"""# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
+XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-$ENVBUILD_RUN_ID
+export XDG_RUNTIME_DIR
+(umask 077 && mkdir -p "$XDG_RUNTIME_DIR")
+image=@IMAGE@ created=
+if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
+    created=envbuild-$ENVBUILD_RUN_ID-$number-$step-${OMPI_COMM_WORLD_RANK-0}
+    enroot create --force --name "$created" "$image"
+    image=$created
+fi
+enroot start @OPTIONS@ \
+    "$image" /bin/sh @PROGRAM@ "$step" "$number" inside &
+child=$!
+trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
+code=0
+wait "$child" || code=$?
+while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the child
+    code=0
+    wait "$child" || code=$?
+done
+[ -z "$created" ] || enroot remove --force "$created" || true
+exit "$code"
+"""
+
+
+def program_inside(plan: JobPlan) -> str:
+    """The node program's path as a container sees it, for the shell."""
+    work = path_word(inside(plan.work, plan.mounts), "--work")
+    return f'{work}/"${{ENVBUILD_RUN##*/}}/node-$restarts.sh"'
+
+
+def pyxis_options(plan: JobPlan) -> list[str]:
+    """srun's options for a container by pyxis, as words.
+
+    --container-env: of these an image could have its own, and by default an image's win.
+    """
+    mounts = []
+    for host, container in plan.mounts:
+        source, place, options = mount(host, container)
+        mounts.append(":".join([source, place, *(["+".join(options)] if options else [])]))
+    return [
+        # pyxis takes a name without a slash for one in a registry.
+        word(f"--container-image={plan.artifact.path}", "the image's path"),
+        word(f"--container-mounts={','.join(mounts)}"),
+        "--container-env=SLURM_NODEID,SLURMD_NODENAME,CUDA_VISIBLE_DEVICES",
+        "--no-container-mount-home",
+        "--no-container-entrypoint",
+    ]
+
+
+def start_container(plan: JobPlan) -> str:
+    """Lines of the node program that start it again in the container; "" where the runtime needs none."""
+    match plan.runtime:
+        case "apptainer":
+            lines = _exec(plan, _apptainer(plan))
+        case "own":
+            lines = _exec(plan, _own(plan))
+        case "enroot":
+            lines = _enroot(plan)
+        case _:
+            return ""
+    return f'if [ "$extra" != inside ]; then\n{lines}\nfi\n\n'
+
+
+def _exec(plan: JobPlan, command: list[str]) -> str:
+    start = " \\\n        ".join(command)
+    return f'    exec {start} \\\n        /bin/sh {program_inside(plan)} "$step" "$number" inside'
+
+
+def _apptainer(plan: JobPlan) -> list[str]:
+    """Without the home folder, as in verification: what lies in ~/.local is not the artifact's. Variables of the job
+    (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) come in by themselves."""
+    binds = []
+    for host, container in plan.mounts:
+        source, place, options = mount(host, container)
+        text = ":".join([source, place, *([",".join(options)] if options else [])])
+        binds.append(words(["--bind", text]))
+    gpus = ["--nv"] if plan.artifact.cuda else []
+    return [
+        " ".join(["apptainer exec --no-home", *gpus]),
+        *binds,
+        path_word(plan.artifact.path, "the image's path"),
+    ]
+
+
+def _own(plan: JobPlan) -> list[str]:
+    binds = []
+    for host, container in plan.mounts:
+        source, place, options = mount(host, container)
+        text = ":".join([source, place, *([",".join(options)] if options else [])])
+        binds.append(words(["--bind", text]))
+    return [
+        f"{path_word(plan.envbuild, 'the command envbuild')} exec",
+        *binds,
+        path_word(plan.artifact.path, "the image's path") + " --",
+    ]
+
+
+def _enroot(plan: JobPlan) -> str:
+    options = []
+    for host, container in plan.mounts:
+        source, place, more = mount(host, container)
+        flags = ",".join(["x-create=auto", "rbind", *more])
+        options.append(words(["--mount", f"{source}:{place}:none:{flags}"]))
+    if plan.artifact.cuda:  # what enroot's hook 98-nvidia.sh asks for
+        options.append("--env NVIDIA_VISIBLE_DEVICES=all")
+        options.append("--env NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    named = ["SLURMD_NODENAME", *(["CUDA_VISIBLE_DEVICES"] if plan.artifact.cuda else [])]
+    if plan.strategy == "horovod":
+        named += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
+    options += [f'${{{name}:+--env "{name}=${name}"}}' for name in named]
+    lines = fill(
+        _ENROOT,
+        image=path_word(plan.artifact.path, "the image's path"),
+        options=" \\\n    ".join(options),
+        program=program_inside(plan),
+    )
+    scratch = plan.site.paths.scratch
+    if scratch:
+        lines = (
+            f"export ENROOT_DATA_PATH={path_word(scratch + '/enroot', '[paths] scratch')}\n{lines}"
+        )
+    return indented(lines.rstrip())

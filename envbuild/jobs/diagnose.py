@@ -1,0 +1,206 @@
+"""From the logs of a job to what went wrong: the rules of data/diagnoses.toml, applied to lines as they stream by.
+
+A rule holds where each of its `all` patterns, one of its `any` and none of its `none` was found in some line of some
+log, and its counts hold over all logs together. A line of NCCL's own log is read by verify/nccl_log.py as well: what it
+understood is matched as `nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
+that tells of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from envbuild.jobs.diagnose_rules import KINDS, Count, Kind, Pattern, Rule, attempts
+from envbuild.site.pip_config import redact
+from envbuild.verify.nccl_log import parse_nccl_log
+
+_KEPT = 4  # lines of evidence for a pattern
+_SHOWN = 240  # characters of a line of evidence
+_VALUES = 1000  # different values of a group
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FAILURE = re.compile(
+    r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A line of a log, shortened, without passwords."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that holds, with what it means here and the lines that show it."""
+
+    id: str
+    kind: Kind
+    cause: str
+    remedy: str
+    source: str
+    evidence: tuple[Evidence, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "cause": self.cause,
+            "remedy": self.remedy,
+            "source": self.source,
+            "evidence": [
+                {"file": one.file, "line": one.line, "text": one.text} for one in self.evidence
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read."""
+
+    findings: tuple[Finding, ...]
+    last: tuple[Evidence, ...]
+    lines: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one pattern found in all logs: `count` lines, the first of which was number `order` of all; `values` of
+    its groups."""
+
+    kept: list[Evidence] = field(default_factory=list)
+    groups: dict[str, str] = field(default_factory=dict)
+    values: dict[str, set[str]] = field(default_factory=dict)
+    count: int = 0
+    order: int = 0
+
+
+def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -> Diagnosis:
+    """What the `logs`, (name, lines) each, tell by `rules`."""
+    seen: dict[Pattern, _Seen] = {}
+    last: deque[Evidence] = deque(maxlen=6)
+    patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
+    counted = {count.line for rule in rules for count in rule.counts}
+    total = 0
+    for name, lines in logs:
+        here: dict[Pattern, _Seen] = {}
+        for number, text in enumerate(lines, start=1):
+            total += 1
+            for line in _forms(text):
+                if any(again.search(line) for again in attempts()):
+                    here.clear()
+                for pattern in patterns:
+                    if match := pattern.search(line):
+                        start = match.start() if line in text else 0
+                        where = Evidence(name, number, _shown(text, start))
+                        _keep(seen.setdefault(pattern, _Seen(order=total)), match, where)
+                        if pattern in counted:
+                            _count(here.setdefault(pattern, _Seen()), match.groupdict())
+            if _FAILURE.search(text):
+                last.append(Evidence(name, number, _shown(text)))
+        for pattern, counts in here.items():
+            seen[pattern].count += counts.count
+            for group, values in counts.values.items():
+                seen[pattern].values.setdefault(group, set()).update(values)
+    held = [(rule, found) for rule in rules if (found := _found(rule, seen)) is not None]
+    held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
+    return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total)
+
+
+def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
+    one.count += 1
+    for group, value in groups.items():
+        values = one.values.setdefault(group, set())
+        if len(values) < _VALUES:
+            values.add(value or "")
+
+
+def _forms(text: str) -> Iterator[str]:
+    """A line as it is, and what NCCL says in it."""
+    if "\x1b" in text:
+        text = _COLOUR.sub("", text)
+    yield text
+    if "NCCL" not in text:
+        return
+    said = parse_nccl_log(text)
+    for kind, values in (("network", said.networks), ("provider", said.providers)):
+        for value in values:
+            yield f"nccl:{kind}: {value}"
+    for fault in said.faults:
+        yield f"nccl:{fault.kind}: {fault.text} => {fault.cause}"
+
+
+def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
+    for group, value in match.groupdict().items():
+        one.groups.setdefault(group, value or "")
+    # Lines that differ in numbers alone (times, processes) show the same.
+    alike = re.sub(r"\d+", "0", where.text)
+    files = [kept for kept in one.kept if kept.file == where.file]
+    if len(one.kept) < _KEPT and alike not in {re.sub(r"\d+", "0", kept.text) for kept in files}:
+        one.kept.append(where)
+
+
+def _shown(text: str, around: int = 0) -> str:
+    text = redact("".join(c if c.isprintable() else " " for c in _COLOUR.sub("", text)))
+    start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN)) if len(text) > _SHOWN else 0
+    return ("…" if start else "") + text.strip()[start : start + _SHOWN]
+
+
+def _found(rule: Rule, seen: Mapping[Pattern, _Seen]) -> tuple[int, Finding] | None:
+    """The finding of a rule that holds, with the number of its first line."""
+    if any(pattern in seen for pattern in rule.none):
+        return None
+    if not all(pattern in seen for pattern in rule.all):
+        return None
+    either = [pattern for pattern in rule.any if pattern in seen]
+    if rule.any and not either:
+        return None
+    groups: dict[str, str] = {}
+    shown = [*either, *rule.all, *(count.line for count in rule.counts), *rule.also]
+    shown = [pattern for pattern in dict.fromkeys(shown) if pattern in seen]
+    for pattern in shown:
+        for name, value in seen[pattern].groups.items():
+            if value:
+                groups.setdefault(name, value)
+    for count in rule.counts:
+        one = seen.get(count.line, _Seen())
+        number = len(one.values.get(count.distinct, ())) if count.distinct else one.count
+        if not _holds(count, number, groups):
+            return None
+        groups.setdefault("count", str(number))
+    # Of each pattern the first line, then their second ones.
+    kept = [seen[pattern].kept for pattern in shown]
+    evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
+    said = _Said(groups)
+    return min((seen[pattern].order for pattern in shown), default=0), Finding(
+        rule.id,
+        rule.kind,
+        redact(rule.cause.format_map(said)),
+        redact(rule.remedy.format_map(said)),
+        rule.source,
+        tuple(evidence),
+    )
+
+
+def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
+    if not count.at_least <= number <= count.at_most:
+        return False
+    below, equal = groups.get(count.fewer_than, ""), groups.get(count.as_many_as, "")
+    if count.fewer_than and not (below.isdecimal() and number < int(below)):
+        return False
+    return not count.as_many_as or (equal.isdecimal() and number >= int(equal))
+
+
+class _Said(dict[str, str]):
+    """Groups for a message; what no line told is a question mark."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"

@@ -1,0 +1,106 @@
+"""The rules of data/diagnoses.toml: which lines tell of which cause."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from envbuild.jobs.needle import needle
+
+Kind = Literal["cause", "symptom", "note"]
+KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A regular expression that is searched in lines; `needle` is in every line that it matches."""
+
+    regex: re.Pattern[str]
+    needle: str
+
+    def search(self, line: str) -> re.Match[str] | None:
+        """The match in `line`."""
+        return self.regex.search(line) if self.needle in line else None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many lines `line` must match: at least and at most so many; `fewer_than` or `as_many_as` name a group of
+    another pattern of the rule that matched a number. With `distinct`, the different values of that group are counted.
+    """
+
+    line: Pattern
+    at_least: int = 0
+    at_most: int = 1 << 60
+    fewer_than: str = ""
+    as_many_as: str = ""
+    distinct: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One diagnosis. The higher its `rank`, the nearer to the root of the trouble; a symptom follows from a cause, a
+    note is no failure. `source` names what prints its lines; `provoked` tells whether its test's log comes from a real
+    failure."""
+
+    id: str
+    rank: int
+    kind: Kind
+    cause: str
+    remedy: str
+    source: str
+    provoked: bool
+    all: tuple[Pattern, ...] = ()
+    any: tuple[Pattern, ...] = ()
+    none: tuple[Pattern, ...] = ()
+    also: tuple[Pattern, ...] = ()
+    counts: tuple[Count, ...] = ()
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """All that must be looked for."""
+        return (
+            *self.all,
+            *self.any,
+            *self.none,
+            *self.also,
+            *(count.line for count in self.counts),
+        )
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    text = resources.files("envbuild.data").joinpath("diagnoses.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@functools.cache
+def attempts() -> tuple[Pattern, ...]:
+    """What shows that a log goes on with another attempt of its job."""
+    return tuple(_pattern(text) for text in _data()["attempts"])
+
+
+@functools.cache
+def load_rules() -> tuple[Rule, ...]:
+    """The rules of data/diagnoses.toml, by rank."""
+    rules = [_rule(row) for row in _data()["rules"]]
+    return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
+
+
+@functools.cache
+def _pattern(text: str) -> Pattern:
+    return Pattern(re.compile(text), needle(text))
+
+
+def _rule(row: Mapping[str, Any]) -> Rule:
+    values = {**row, "kind": row.get("kind", "cause"), "provoked": row.get("provoked", True)}
+    for key in ("all", "any", "none", "also"):
+        values[key] = tuple(map(_pattern, row.get(key, ())))
+    counts = row.get("counts", ())
+    values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)
+    return Rule(**values)

@@ -1,0 +1,124 @@
+"""Faults in job scripts that others wrote by hand: sbatch, PBS and shell scripts, Kubernetes manifests.
+
+The rules look at what a script would start where (jobs/lint_shell.py); what they say is in data/job_faults.toml. Not a
+shell checker: shellcheck is one. A line that ends in `# lint-job: ignore` (or `ignore ID`) is passed over.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from envbuild.errors import UsageError
+from envbuild.jobs.lint_script import Found, Script, read_script
+from envbuild.site.pip_config import redact
+
+Level = Literal["error", "warning", "hint"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
+_LARGEST = 4 << 20
+_MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
+_IGNORED = re.compile(r"#.*lint-job: ignore(?: (?P<ids>[\w, -]+))?\s*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is known of one fault, from the data."""
+
+    id: str
+    level: Level
+    what: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault in a line of a script."""
+
+    fault: Fault
+    file: str
+    line: int
+    text: str
+    what: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "id": self.fault.id,
+            "level": self.fault.level,
+            "file": self.file,
+            "line": self.line,
+            "text": self.text,
+            "what": self.what,
+            "instead": self.fault.instead,
+        }
+
+
+@functools.cache
+def load_faults() -> dict[str, Fault]:
+    """All faults of data/job_faults.toml by their id."""
+    text = resources.files("envbuild.data").joinpath("job_faults.toml").read_text(encoding="utf-8")
+    return {name: Fault(name, **row) for name, row in tomllib.loads(text).items()}
+
+
+def lint_file(path: Path) -> list[Problem]:
+    """The problems of a script or manifest.
+
+    Raises UsageError for what cannot be read, or is no text.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise UsageError(f"{path} is too large for a job script")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        hint = "give the script that sbatch, qsub or kubectl gets"
+        raise UsageError(f"{path} is no text", hint) from None
+    return lint(text, str(path))
+
+
+def lint(text: str, name: str) -> list[Problem]:
+    """The problems of a script or manifest, by line."""
+    lines = text.splitlines()
+    found = _manifest(text, name) if is_manifest(text, name) else _rules(read_script(text))
+    faults = load_faults()
+    problems: dict[tuple[int, str], Problem] = {}
+    for one in found:
+        fault, at = faults[one.id], min(max(one.line, 1), max(len(lines), 1))
+        line = lines[at - 1] if lines else ""
+        if _ignored(line, one.id):
+            continue
+        what = redact(fault.what.replace("{nodes}", one.nodes).replace("{value}", one.value))
+        problems.setdefault((at, one.id), Problem(fault, name, at, redact(line.strip()), what))
+    return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
+
+
+def is_manifest(text: str, name: str) -> bool:
+    """Whether this is a Kubernetes manifest, not a script."""
+    return not text.startswith("#!") and (
+        name.endswith((".yaml", ".yml")) or len(_MANIFEST.findall(text)) > 1
+    )
+
+
+def _ignored(line: str, fault: str) -> bool:
+    match = _IGNORED.search(line)
+    return match is not None and (not match["ids"] or fault in re.split(r"[ ,]+", match["ids"]))
+
+
+def _rules(script: Script) -> Iterator[Found]:
+    from envbuild.jobs.lint_rules import RULES
+
+    for rule in RULES:
+        yield from rule(script)
+
+
+def _manifest(text: str, name: str) -> Iterable[Found]:
+    from envbuild.jobs.lint_kubernetes import lint_manifest
+
+    return lint_manifest(text, name)

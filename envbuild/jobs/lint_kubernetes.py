@@ -1,0 +1,149 @@
+"""Faults of Kubernetes manifests that start torchrun: PyTorchJob, TrainJob, Job, and the pods in them.
+
+Sources: training-operator v1.7 (PyTorchJob), Kubeflow Trainer v2 (TrainJob), Kubernetes' API reference (Pod).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.jobs.lint_rules import RULES, judged_image
+from envbuild.jobs.lint_script import Found, read_script
+
+# Of a container's command, what makes no sense to ask of a pod: its own network, one for each rank's node, and the
+# operator that gives endpoint and number of nodes.
+_OF_HOSTS = frozenset(
+    {"head-only", "fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"}
+)
+
+
+def lint_manifest(text: str, name: str) -> Iterator[Found]:
+    """The faults of all documents of a manifest, or of a template for envsubst.
+
+    Raises UsageError where it is no YAML.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        documents = list(YAML(typ="rt").load_all(text))
+    except YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f":{where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UsageError(f"{name}{line}: this is no YAML: {problem}") from None
+    for document in documents:
+        if isinstance(document, Mapping):
+            yield from _walk(document, _nodes(document))
+
+
+def _nodes(document: Mapping[str, Any]) -> int:
+    """How many pods a job has; 2 where that is a variable."""
+    spec = document.get("spec")
+    if not isinstance(spec, Mapping):
+        return 1
+    counts: list[Any] = []
+    for key in ("pytorchReplicaSpecs", "replicatedJobs"):
+        value = spec.get(key)
+        for one in value.values() if isinstance(value, Mapping) else value or ():
+            counts.append(one.get("replicas", 1) if isinstance(one, Mapping) else 1)
+    trainer = spec.get("trainer")
+    counts.append(trainer.get("numNodes", 1) if isinstance(trainer, Mapping) else 0)
+    if document.get("kind") == "Job":
+        counts.append(spec.get("parallelism", 1))
+    return max(1, sum(one if isinstance(one, int) else 2 for one in counts))
+
+
+def _walk(value: Any, nodes: int) -> Iterator[Found]:
+    if isinstance(value, Mapping):
+        containers = value.get("containers")
+        if isinstance(containers, Sequence) and not isinstance(containers, str):
+            yield from _pod(value, nodes)
+        if isinstance(value.get("trainer"), Mapping):
+            yield from _container(value["trainer"], nodes)
+        for inner in value.values():
+            yield from _walk(inner, nodes)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _walk(inner, nodes)
+
+
+def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
+    volumes = {one.get("name") for one in spec.get("volumes") or () if isinstance(one, Mapping)}
+    for key in ("initContainers", "containers"):
+        for container in spec.get(key) or ():
+            if not isinstance(container, Mapping):
+                continue
+            yield from _container(container, nodes)
+            shared = any(
+                str(one.get("mountPath")).rstrip("/") == "/dev/shm" and one.get("name") in volumes
+                for one in container.get("volumeMounts") or ()
+                if isinstance(one, Mapping)
+            )
+            if key == "containers" and _trains(container) and not shared:
+                yield Found("shared-memory", _line(container, "image"))
+
+
+def _words(container: Mapping[str, Any]) -> list[str]:
+    parts = []
+    for key in ("command", "args"):
+        value = container.get(key)
+        parts += [str(one) for one in value] if isinstance(value, list) else []
+    return parts
+
+
+def _trains(container: Mapping[str, Any]) -> bool:
+    return any("torch" in word or "ddp_train" in word for word in _words(container))
+
+
+def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
+    image = container.get("image")
+    if isinstance(image, str):
+        yield from judged_image(image, _line(container, "image"))
+    variables = {
+        one.get("name"): (one.get("value"), _line(one, "value"))
+        for one in container.get("env") or ()
+        if isinstance(one, Mapping)
+    }
+    # As a script, so that the rules of scripts hold; lines are found again by their text.
+    exports = [
+        f"export {name}={_quoted(' '.join(str(value).split()))}"
+        for name, (value, _) in variables.items()
+        if value is not None
+    ]
+    words = _words(container)
+    shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
+    body = words[2] if shell else " ".join(_quoted(word) for word in words)
+    begun = _line(container, "command" if "command" in container else "args")
+    if nodes > 1 and "nnodes" not in body:  # what the operator tells by PET_NNODES
+        body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
+    script = read_script("\n".join([*exports, body]))
+    lines = [line for _, (value, line) in variables.items() if value is not None]
+    for rule in RULES:
+        for found in rule(script):
+            if found.id in _OF_HOSTS:
+                continue
+            line = lines[found.line - 1] if found.line <= len(lines) else begun
+            yield Found(found.id, line, found.value, str(nodes))
+    provider = variables.get("FI_PROVIDER", ("", 0))
+    limits = (container.get("resources") or {}).get("limits") or {}
+    if provider[0] == "efa" and "vpc.amazonaws.com/efa" not in limits:
+        yield Found("efa-device", provider[1])
+
+
+def _quoted(word: str) -> str:
+    """`word` for a shell; `$(NAME)` and `$NAME` of manifests stay as they are."""
+    return word if word and not set(word) & set(" \t\n;|&<>'\"`#") else shlex.quote(word)
+
+
+def _line(value: Any, key: str) -> int:
+    """The line of `key` in a mapping of ruamel.yaml, else that of the mapping."""
+    position = getattr(value, "lc", None)
+    if position is None:
+        return 1
+    if position.data and key in position.data:
+        return int(position.data[key][0]) + 1
+    return int(position.line) + 1

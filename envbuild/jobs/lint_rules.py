@@ -1,0 +1,240 @@
+"""The rules of `envbuild lint-job` for scripts: each yields the lines in which its fault stands."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+
+from envbuild.jobs.lint_script import Found, Launch, Script
+from envbuild.jobs.lint_shell import CONTAINERS, Command, expanded
+
+_LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
+_FALLBACK = re.compile(
+    r"\$\{\w+(?:\[[^]]*\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
+)
+_HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
+_RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
+_LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_ELSEWHERE = re.compile(r"\bhsn\d|/dev/cxi|\bFI_CXI_|slingshot|\bcray|\bmlx5_", re.IGNORECASE)
+_DEBUG = {
+    "NCCL_DEBUG": "INFO|TRACE",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "CUDA_LAUNCH_BLOCKING": "1",
+}
+_IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
+_INSTALL = re.compile(
+    r"^(?:pip3?|python[\d.]* -m pip|uv pip|conda|mamba|micromamba|apt|apt-get|yum|dnf)"
+    r" (?:install|create|env create|update)\b"
+)
+
+
+def of_launches(script: Script) -> Iterator[Found]:
+    """torchrun on the head only, or doubled; its endpoint, id and port."""
+    several = script.several
+    for one in script.launches:
+        line, options = one.command.line, one.options
+        # Given a node's number, it is meant to be started by hand on each.
+        by_hand = script.kind == "shell" and "node-rank" in options
+        alone = not (one.launcher or one.command.file or by_hand or _carried(script, one))
+        if several and alone:
+            yield Found("head-only", line, nodes=several)
+        if several and "standalone" in options:
+            yield Found("standalone", script.where("--standalone", line), nodes=several)
+        nodes = options.get("nnodes", "").rpartition(":")[2]
+        if script.nodes and nodes.isdecimal() and int(nodes) != script.nodes[1]:
+            at = script.where("nnodes", line)
+            yield Found("nodes-differ", at, nodes, str(script.nodes[1]))
+        yield from _endpoint(script, one)
+        if several and "standalone" not in options:
+            yield from _identity(script, one)
+        if one.launcher == "srun":
+            yield from _doubled(script, one)
+        if one.launcher in ("mpirun", "orterun") and not _words_have(
+            script, one, "bind-to", "none"
+        ):
+            yield Found("mpi-binding", line)
+
+
+def _carried(script: Script, one: Launch) -> bool:
+    """Whether the function or the file in which this torchrun stands is started by a launcher."""
+    name = one.command.function
+    return bool(name) and any(
+        (command.started_by and name in command.words)
+        or any(name in word.split() for word in command.words[1:])
+        for command in script.commands
+    )
+
+
+def _endpoint(script: Script, one: Launch) -> Iterator[Found]:
+    given = [(n, one.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in one.options]
+    for name, value in given:
+        raw = script.where(name.replace("-", "_"), one.command.line)
+        at = script.where(name, one.command.line) if raw == one.command.line else raw
+        per_node = one.command.per_node and one.launcher != ""
+        if _LOCAL.match(value) and script.several:
+            yield Found("localhost-endpoint", at, value, script.several)
+        elif found := _HOSTNAME.search(value):
+            fault = "endpoint-per-node" if per_node and script.several else "hostname-endpoint"
+            yield Found(fault, at, found[0])
+        port = _LITERAL_PORT.search(value)
+        number = port[1] if port else one.options.get("master-port", "")
+        if number.isdecimal() and number != "0" and not one.command.file:
+            yield Found("fixed-port", script.where(number, at), number)
+
+
+def _identity(script: Script, one: Launch) -> Iterator[Found]:
+    value = one.options.get("rdzv-id", "")
+    name = "rdzv_id" if any("rdzv_id" in line for line in script.lines) else "rdzv-id"
+    at = script.where(name, one.command.line)
+    if one.command.per_node and one.launcher and _RANDOM.search(value):
+        yield Found("run-id-per-node", at, value)
+    elif _RANDOM.search(value) or (value and "$" not in value):
+        yield Found("run-id", at, value)
+    if "rdzv-endpoint" in one.options and not one.command.file:
+        told = "local-addr" in one.options or "is_host" in one.options.get("rdzv-conf", "")
+        if not told and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
+            yield Found("local-address", one.command.line)
+
+
+def _doubled(script: Script, one: Launch) -> Iterator[Found]:
+    around = " ".join(one.around)
+    if re.search(
+        r"--ntasks-per-node[= ]1\b|(?:--ntasks|-n)[= ]?\"?\$\{?SLURM_(?:JOB_NUM_)?N", around
+    ):
+        return
+    given = script.directive("--ntasks-per-node", "--tasks-per-node")
+    if given and given[1].isdecimal() and int(given[1]) > 1:
+        yield Found("tasks-per-node", given[0], given[1])
+
+
+def _words_have(script: Script, one: Launch, option: str, value: str) -> bool:
+    words = [*one.around, *expanded(one.command.words, script.values)]
+    text = " ".join(words)
+    return re.search(rf"--?{option}[= ]{value}\b", text) is not None
+
+
+def of_variables(script: Script) -> Iterator[Found]:
+    """MASTER_ADDR, interfaces, providers, library paths, debugging."""
+    for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
+        for command, value in script.exported(variable):
+            if _LOCAL.match(value) and script.several:
+                yield Found("localhost-endpoint", command.line, value, script.several)
+    for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
+        for command, value in script.exported(variable):
+            if value.isdecimal() and not any("master-port" in one.options for one in script.launches):  # fmt: skip
+                yield Found("fixed-port", command.line, value)
+    seen: dict[str, Command] = {}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for command, value in script.exported(variable):
+            if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
+                yield Found("loopback-interface", command.line, f"{variable}={value}")
+            elif "$" not in value and not value.startswith("^"):
+                seen.setdefault(value.lstrip("="), command)
+    if len(seen) > 1:
+        yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
+    text = "\n".join(line for line in script.lines if not line.startswith("#!"))
+    for command, value in script.exported("FI_PROVIDER"):
+        signs = _ELSEWHERE.search(text)
+        if value.split(";")[0] == "efa" and (signs or script.kind == "pbs"):
+            yield Found("efa-elsewhere", command.line, signs[0] if signs else "PBS")
+    for command, value in script.exported("LD_LIBRARY_PATH"):
+        own = "".join(value.split(":$LD_LIBRARY_PATH")[0:1])
+        if re.search(r"(?<!ofi-)(?<!ofi_)nccl(?![-_]?(?:net|ofi|tests))", own, re.IGNORECASE):
+            yield Found("nccl-library-path", command.line)
+    for variable, bad in _DEBUG.items():
+        for command, value in script.exported(variable):
+            if re.fullmatch(bad, value, re.IGNORECASE):
+                yield Found("debug", command.line, f"{variable}={value}")
+    for variable in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET_DISABLE"):
+        for command, value in script.exported(variable):
+            if value == "1":
+                yield Found("network-disabled", command.line, f"{variable}=1")
+
+
+def of_lines(script: Script) -> Iterator[Found]:
+    """Fallbacks, wherever they stand; what the directives say; what is missing altogether."""
+    for number, line in enumerate(script.lines, start=1):
+        if not line.lstrip().startswith("#") and _FALLBACK.search(line):
+            yield Found("localhost-fallback", number)
+    for number, words in script.directives:
+        text = " ".join(words)
+        if re.search(r"\bselect=\S*,(?:walltime|place)=", text):
+            yield Found("pbs-one-line", number)
+    if script.kind != "shell" or script.launches:
+        options = [word for c in script.commands if c.words[:1] == ("set",) for word in c.words[1:]]
+        options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
+        if not any(re.match(r"-[a-z]*e", word) or word == "errexit" for word in options):
+            yield Found("error-ignored", 1)
+    real = [one for one in script.launches if not one.command.file]
+    if real and "OMP_NUM_THREADS" not in "\n".join(script.lines):
+        yield Found("threads", real[0].command.line)
+    text = "\n".join(line for line in script.lines if not line.startswith("#"))
+    saves = script.kind == "slurm" and real and re.search("snapshot|checkpoint|resume", text, re.I)
+    said = {word for _, words in script.directives for word in words}
+    if saves and not said & {"--requeue", "--no-requeue"}:
+        yield Found("requeue", script.directives[0][0])
+
+
+def of_commands(script: Script) -> Iterator[Found]:
+    """Modules, conda, containers, images, installing, addresses."""
+    purged, set_up = False, False
+    for command in script.commands:
+        words, line = command.words, command.line
+        name = posixpath.basename(words[0]) if words else ""
+        text = " ".join((name, *words[1:]))
+        purged |= name in ("module", "ml") and words[1:2] in (("purge",), ("reset",), ("restore",))
+        if name in ("module", "ml") and words[1:2] in (("load",), ("add",)) and not purged:
+            yield Found("modules-not-purged", line)
+            purged = True
+        set_up |= name in ("source", ".") and re.search(r"conda|/activate\b", text) is not None
+        set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
+        if words[:2] == ("conda", "activate") and not set_up:
+            yield Found("conda-activate", line)
+        if _INSTALL.match(text) and "--dry-run" not in words and "--help" not in words:
+            yield Found("install-in-job", line, text[:60])
+        if name == "hostname" and set(words[1:]) & {
+            "-I",
+            "-i",
+            "--all-ip-addresses",
+            "--ip-address",
+        }:
+            yield Found("first-address", line)
+        if name == "scontrol" and (set(command.started_by) & (CONTAINERS | {"pyxis"})):
+            yield Found("scontrol-in-container", line)
+        yield from _images(script, command)
+
+
+def _images(script: Script, command: Command) -> Iterator[Found]:
+    words = expanded(command.words, script.values)
+    name = posixpath.basename(words[0]) if words else ""
+    for number, word in enumerate(words):
+        option, equal, value = word.partition("=")
+        if option == "--container-image":
+            image = value if equal else "".join(words[number + 1 : number + 2])
+            if not image.startswith(("/", ".", "$")):
+                image = image.replace("#", "/", 1)
+                yield from judged_image(image, script.where(image, command.line))
+        elif match := _IMAGE.match(word):
+            yield from judged_image(match[1].replace("#", "/", 1), command.line)
+    # Of `run` options with values cannot be told from the image; of `pull` it is the last word.
+    if name in ("docker", "podman") and words[1:2] == ["pull"] and len(words) > 2:
+        yield from judged_image(words[-1], command.line)
+
+
+def judged_image(image: str, line: int) -> Iterator[Found]:
+    """What is wrong with the reference of an image, in line `line`."""
+    if "@sha256:" in image or not image or image.startswith("$"):
+        return
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if tag in ("", "latest"):
+        yield Found("image-unpinned", line, image)
+    elif (
+        not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag
+    ):  # whole versions are seldom moved
+        yield Found("image-tag", line, image)
+
+
+RULES: tuple[Callable[[Script], Iterator[Found]], ...] = (
+    of_launches, of_variables, of_lines, of_commands,
+)  # fmt: skip

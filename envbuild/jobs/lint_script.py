@@ -1,0 +1,179 @@
+"""What a job script asks of its scheduler, and which torchrun it would start where."""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded, parse
+
+_DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(.*)")
+_TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A fault, where it is, and what fills its text."""
+
+    id: str
+    line: int
+    value: str = ""
+    nodes: str = "several"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One torchrun. `options` are its own, without dashes, `_` as `-`; `around` the words that start it, in the
+    command itself; `started_by` names launchers and containers around it."""
+
+    command: Command
+    options: Mapping[str, str]
+    around: tuple[str, ...]
+    started_by: tuple[str, ...]
+
+    @property
+    def launcher(self) -> str:
+        """What starts it on nodes, "" for nothing."""
+        return next((one for one in self.started_by if one in LAUNCHERS), "")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, read. `directives` are (line, words); `values` the words of all assignments to a variable."""
+
+    kind: Literal["slurm", "pbs", "shell"]
+    lines: tuple[str, ...]
+    directives: tuple[tuple[int, tuple[str, ...]], ...]
+    commands: tuple[Command, ...]
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def directive(self, *names: str) -> tuple[int, str] | None:
+        """The line and value of the last directive of one of these names."""
+        last = None
+        for line, words in self.directives:
+            for number, word in enumerate(words):
+                name, equal, value = word.partition("=")
+                if name in names:
+                    last = (line, value if equal else "".join(words[number + 1 : number + 2]))
+                elif len(word) > 2 and word[:2] in names and word[1] != "-":
+                    last = (line, word[2:])
+        return last
+
+    @functools.cached_property
+    def nodes(self) -> tuple[int, int] | None:
+        """(line, how many nodes the job asks for), None when it does not say."""
+        given = self.directive("--nodes", "-N") if self.kind == "slurm" else None
+        if given and (match := re.fullmatch(r"(?:\d+-)?(\d+)", given[1])):
+            return given[0], int(match[1])
+        for line, words in self.directives if self.kind == "pbs" else ():
+            text = " ".join(words)
+            if match := re.search(r"\b(?:select|nodes)=([^\s,]+)", text):
+                chunks = re.findall(r"(?:^|\+)(\d+)", match[1])
+                return line, sum(map(int, chunks)) or 1
+        return None
+
+    @functools.cached_property
+    def launches(self) -> tuple[Launch, ...]:
+        """Every torchrun that this script would start."""
+        return tuple(_launches(self.commands, self.values))
+
+    @functools.cached_property
+    def several(self) -> str:
+        """How many nodes are meant where they are more than one ("several" where it is not said), "" for one."""
+        if self.nodes is not None:
+            return str(self.nodes[1]) if self.nodes[1] > 1 else ""
+        numbers = [one.options.get("nnodes", "1").rpartition(":")[2] for one in self.launches]
+        if any(not number.isdecimal() for number in numbers):
+            return "several"
+        most = max(map(int, numbers), default=1)
+        return str(most) if most > 1 else ""
+
+    def where(self, text: str, near: int = 1) -> int:
+        """The line of `text` nearest behind `near`, outside of comments; `near` when it is nowhere."""
+        for number in chain(range(near, len(self.lines) + 1), range(1, near)):
+            line = self.lines[number - 1]
+            if text in line and not line.lstrip().startswith("#"):
+                return number
+        return near
+
+    def exported(self, name: str) -> Iterator[tuple[Command, str]]:
+        """(command, value) of each assignment to the variable `name`."""
+        for command in self.commands:
+            for variable, words in command.assignments:
+                if variable.rstrip("+") == name:
+                    yield command, " ".join(expanded(words, self.values))
+            for word in command.words:
+                # env NAME=…, -x NAME=…, --export=NAME=…, --env NAME=…
+                if match := re.search(rf"(?:^|[=,\s]){name}=([^,\s]+)", word):
+                    yield command, match[1]
+
+
+def read_script(text: str) -> Script:
+    """A script, understood as far as the rules need it."""
+    lines = text.splitlines()
+    directives, kind = [], "shell"
+    for number, line in enumerate(lines, start=1):
+        if match := _DIRECTIVE.match(line):
+            kind = "slurm" if match[1] == "SBATCH" else "pbs"
+            directives.append((number, tuple(_split(match[2]))))
+    commands = tuple(parse(text))
+    values: dict[str, tuple[str, ...]] = {}
+    for command in commands:
+        for name, words in command.assignments:
+            values[name.rstrip("+")] = (*values.get(name.rstrip("+"), ()), *words)
+    kinds: dict[str, Literal["slurm", "pbs", "shell"]] = {"slurm": "slurm", "pbs": "pbs"}
+    return Script(kinds.get(kind, "shell"), tuple(lines), tuple(directives), commands, values)
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        return text.split()
+
+
+def _launches(
+    commands: tuple[Command, ...], values: Mapping[str, tuple[str, ...]]
+) -> Iterator[Launch]:
+    for command in commands:
+        words = expanded(command.words, values)
+        # In a string for another shell it is a command of its own.
+        at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
+        if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
+            continue
+        names = [posixpath.basename(word) for word in words[:at]]
+        around = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
+        if any(word.startswith("--container-image") for word in words[:at]):
+            around += ("pyxis",)
+        yield Launch(command, _options(words[at + 1 :]), tuple(words[:at]), around)
+
+
+def _is_torchrun(words: list[str], at: int) -> bool:
+    word = words[at]
+    if _TORCHRUN.fullmatch(word):
+        return at > 0 and words[at - 1] == "-m"
+    return posixpath.basename(word) == "torchrun" and "=" not in word
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """torchrun's options up to the script that it starts."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        name, equal, value = words[at].lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        at += 1
+        if name in ("standalone", "no-python", "run-path", "module", "m"):
+            found[name] = "yes"
+            continue
+        if not equal and at < len(words):
+            value = words[at]
+            at += 1
+        found[name] = value
+    return found

@@ -1,0 +1,127 @@
+"""Values in scripts: each is one word of a shell, or one value of a directive, or refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from envbuild.errors import UsageError
+
+# Batch systems refuse or cut scripts with carriage returns, NUL and other controls.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# Neither Slurm nor PBS takes all of them alike from a directive; Slurm expands %, too.
+_DIRECTIVE = re.compile(r"[^\s\"'\\#%`\x00-\x1f\x7f]+")
+_OPTIONS = re.compile(r"[a-z-]+(,[a-z-]+)*")
+_MOUNT = re.compile(r"/[^\s:,\"'\\\x00-\x1f\x7f]*")
+
+
+def word(value: str, what: str = "a value") -> str:
+    """`value` as one word for POSIX shells. `what` names it in errors.
+
+    Raises UsageError for text that no script can hold: control characters besides tab and newline, and what is
+    not Unicode.
+    """
+    if found := _CONTROL.search(value):
+        raise UsageError(
+            f"{what} has the control character {found.group()!r}: {value!r}",
+            "job scripts hold text, tabs and newlines",
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not Unicode: {value!r}", "rename it") from error
+    return shlex.quote(value)
+
+
+def path_word(value: str, what: str) -> str:
+    """As `word`, for what is one line: a path, a name. Raises UsageError also for newlines and tabs."""
+    if not value or not value.isprintable():
+        raise UsageError(f"{what} is not one line of text: {value!r}", "rename it")
+    return word(value, what)
+
+
+def words(values: Iterable[str], what: str = "a value") -> str:
+    """`values` as words, with a space between."""
+    return " ".join(word(value, what) for value in values)
+
+
+def array(name: str, values: Sequence[str], what: str) -> str:
+    """The assignment of an array in bash, one value a line when they are many."""
+    if len(values) < 2:
+        return f"{name}=({words(values, what)})"
+    return "\n".join([f"{name}=(", *(f"    {word(value, what)}" for value in values), ")"])
+
+
+def fill(template: str, **values: str | int) -> str:
+    """`template` with each @NAME@ replaced, once: what is put in is not looked at again."""
+    return re.sub(r"@([A-Z]+)@", lambda found: str(values[found[1].lower()]), template)
+
+
+def indented(text: str) -> str:
+    """`text` with four spaces before each line. For text of scripts, not for values, which may be of many lines."""
+    return textwrap.indent(text, "    ")
+
+
+def heredoc(command: str, text: str, end: str) -> str:
+    """`command` with `text` as its standard input, unchanged; `end` marks its end, made longer until no line is it."""
+    lines = set(text.splitlines())
+    while end in lines:
+        end += "_"
+    return f"{command} <<'{end}'\n{text.rstrip()}\n{end}"
+
+
+def directive(option: str, value: str, what: str) -> str:
+    """`option` and `value` as a directive says them; `what` is the key it comes from.
+
+    Raises UsageError for a value that schedulers would cut or expand.
+    """
+    if not _DIRECTIVE.fullmatch(value):
+        raise UsageError(
+            f"{what} cannot be said in a directive: {value!r}",
+            "no spaces, quotes, backslashes, # or % there",
+        )
+    return f"{option}{value}"
+
+
+def directive_line(line: str) -> str:
+    """A line that the site adds. Raises UsageError for more than one line."""
+    if not line or not line.isprintable():
+        raise UsageError(f"[scheduler] directives: {line!r} is not one line of text")
+    return line
+
+
+def mount(host: str, container: str) -> tuple[str, str, tuple[str, ...]]:
+    """A mount's two paths and its options (`container` may say some: `/data:ro`).
+
+    Raises UsageError for paths with characters at which container runtimes cut them.
+    """
+    place, _, options = container.partition(":")
+    for path in (host, place):
+        if not _MOUNT.fullmatch(path):
+            raise UsageError(
+                f"containers cannot mount {path!r}",
+                "only absolute paths without spaces, colons, commas and quotes; choose another --work",
+            )
+    if options and not _OPTIONS.fullmatch(options):
+        raise UsageError(
+            f"{options!r} are not options of a mount", "such as ro; change [container] mounts"
+        )
+    return host, place, tuple(filter(None, options.split(",")))
+
+
+def inside(path: str, mounts: Sequence[tuple[str, str]]) -> str:
+    """Where a container sees the host's `path`, by the longest of `mounts`. Raises UsageError when none shows it."""
+    best: tuple[str, str] | None = None
+    for host, container in mounts:
+        root = host.rstrip("/")
+        shows = path == host or path.startswith(f"{root}/")
+        if shows and (best is None or len(root) > len(best[0])):
+            best = (root, container.partition(":")[0].rstrip("/"))
+    if best is None:
+        raise UsageError(
+            f"containers do not see {path}: no mount shows it",
+            "add it to [container] mounts of the site",
+        )
+    return best[1] + path[len(best[0]) :] or "/"

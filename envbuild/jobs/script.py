@@ -1,0 +1,169 @@
+"""What the scripts of Slurm and PBS have in common, in the order of the file.
+
+Directives, modules, what the job is, the programs for the nodes, the first step, the preflight, the training.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+
+import envbuild
+from envbuild.errors import UsageError
+from envbuild.jobs.find_program import find_program
+from envbuild.jobs.launchers import everywhere
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.modules import module_lines
+from envbuild.jobs.node_program import node_program, settings
+from envbuild.jobs.quote import fill, heredoc, path_word
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+STOP = r"""stop() { # message, exit code
+    printf 'envbuild: %s\n' "$1" >&2
+    exit "${2-6}"
+}
+"""
+
+_FIRST_STEP = r"""[ "${#hosts[@]}" -eq "$nodes" ] ||
+    stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
+
+# The first step: every node tells where it is.
+head=$(sh "$ENVBUILD_RUN/find-$restarts.sh" head 0 "$peer") || exit 5
+head=${head% *}
+rm -f "$ENVBUILD_RUN/at-$restarts".*
+(everywhere find nodes "$head" $((20000 + 10#$job_number % 10000))) || stop 'the first step failed, see above' 5
+names=() addresses=() interfaces=()
+for ((number = 0; number < nodes; number++)); do
+    row=$ENVBUILD_RUN/at-$restarts.$number
+    for ((wait = 0; wait < 20; wait++)); do
+        [ ! -s "$row" ] || break
+        sleep 1 # network file systems may be late
+    done
+    read -r name address interface port <"$row" ||
+        stop "node $number left no word in $ENVBUILD_RUN, which must be on a file system that all nodes see" 5
+    for host in "${hosts[@]}"; do
+        [ "${host%%.*}" != "${name%%.*}" ] || name=$host
+    done
+    case " ${names[*]-} " in
+    *" $name "*) stop "@LAUNCHER@ started two processes on node $name and none on another" 5 ;;
+    esac
+    names+=("$name") addresses+=("$address") interfaces+=("$interface")
+    [ "$number" -gt 0 ] || ENVBUILD_PORT=$port
+    echo "envbuild: node $number is $name, $address on $interface"
+done
+printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
+    ENVBUILD_HOSTS "${names[*]}" ENVBUILD_ADDRESSES "${addresses[*]}" ENVBUILD_INTERFACES "${interfaces[*]}" \
+    ENVBUILD_PORT "$ENVBUILD_PORT" ENVBUILD_RUN_ID @NAME@"-$job-$restarts"
+"""
+
+_ONE_INTERFACE = r"""ENVBUILD_INTERFACE=${interfaces[0]} one_interface=yes
+for interface in "${interfaces[@]}"; do
+    [ "$interface" = "$ENVBUILD_INTERFACE" ] || one_interface=no
+done
+"""
+
+_PREFLIGHT = r"""
+(everywhere node preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
+"""
+
+_TRAINING = r"""
+everywhere node training &
+launched=$!
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+while :; do
+    code=0
+    wait "$launched" || code=$?
+    kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
+done
+[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"
+"""
+
+
+def check(plan: JobPlan, launchers: tuple[str, ...]) -> None:
+    """Raises UsageError for what a batch script cannot do."""
+    if plan.launcher not in launchers:
+        raise UsageError(
+            f"{plan.launcher} does not start processes under {plan.scheduler}",
+            f"set [scheduler] launcher to one of {', '.join(launchers)}",
+        )
+    if not _NAME.fullmatch(plan.name):
+        raise UsageError(
+            f"{plan.name!r} cannot be a job's name",
+            "letters, digits, dots, dashes and underscores; say --name",
+        )
+    if plan.runtime == "pyxis" and plan.launcher != "srun":
+        raise UsageError(
+            f"pyxis is a plugin of srun, and the launcher is {plan.launcher}",
+            'set [scheduler] launcher = "srun", or another [container] runtime',
+        )
+    if plan.strategy == "horovod" and plan.launcher not in ("mpirun", "mpiexec"):
+        raise UsageError(
+            f"Horovod's ranks are started by Open MPI, not by {plan.launcher}",
+            'set [scheduler] launcher = "mpirun"',
+        )
+    if plan.strategy == "single" and plan.world_size != 1:
+        raise UsageError("strategy single is one process on one node")
+    if plan.runtime == "pod":
+        raise UsageError(f"{plan.scheduler} has no pods", "give an artifact that is not an image")
+
+
+def opening(plan: JobPlan, directives: list[str]) -> str:
+    """The first lines, up to the loaded modules."""
+    login = " -l" if plan.modules and not plan.site.modules.init else ""
+    artifact = plan.artifact
+    verified = f"verified {artifact.verified_at}" if artifact.verified_at else "NOT VERIFIED"
+    about = (
+        f"# envbuild {envbuild.__version__}: {artifact.recipe} for {artifact.target}, {artifact.kind} "
+        f"{artifact.digest}, {verified}; site {plan.site.name}"
+    )
+    lines = [f"#!/bin/bash{login}", *directives, _comment(about), STOP]
+    if plan.modules:
+        lines += ["# Exactly these modules.", f"{module_lines(plan)}"]
+    lines.append("set -euo pipefail")
+    return "\n".join(lines)
+
+
+def _comment(line: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in line)
+
+
+def known(plan: JobPlan, template: str) -> str:
+    """What the job is, where it runs and writes: `template` with @RUN@, @WORK@, @LOGS@ and @LOG@ as words."""
+    logs = posixpath.join(plan.work, plan.logs)
+    return fill(
+        template,
+        nodes=plan.nodes,
+        run=path_word(posixpath.join(plan.work, plan.name), "--work"),
+        work=path_word(plan.work, "--work"),
+        logs=path_word(logs, "[paths] logs"),
+        log=path_word(posixpath.join(logs, plan.name), "[paths] logs"),
+    )
+
+
+def programs(plan: JobPlan) -> str:
+    """The files for the nodes, and the settings read here too, for what launchers and runtimes ask for."""
+    return "\n\n".join(
+        [
+            "# What every node reads and runs, in the folder of this run.",
+            heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan), "SETTINGS"),
+            heredoc('cat >"$ENVBUILD_RUN/find-$restarts.sh"', find_program(plan), "FIND"),
+            heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan), "NODE"),
+            "# shellcheck disable=SC1090,SC1091\n"
+            '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
+            "# From the host where the job was submitted; it need not be here.\n"
+            "unset XDG_RUNTIME_DIR",
+            everywhere(plan),
+        ]
+    )
+
+
+def steps(plan: JobPlan) -> str:
+    """The first step, the preflight and the training; without a command, the preflight alone."""
+    text = fill(_FIRST_STEP, launcher=plan.launcher, name=plan.name)
+    if plan.strategy == "horovod":
+        text += _ONE_INTERFACE
+    if plan.preflight:
+        text += _PREFLIGHT
+    return text + (_TRAINING if plan.command else "")

@@ -1,0 +1,2 @@
+APPTAINER_CACHEDIR="/not/my/home/directory"
+apptainer pull docker://pytorch/pytorch

