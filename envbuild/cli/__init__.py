@@ -32,7 +32,15 @@ COMMANDS = {
     "apptainer": ("apptainer", "Build a verified SIF image for Apptainer, without it or root."),
     "layers": ("layers", "Build the source-built layers of a recipe alone."),
     "build": ("build", "Build several artifacts of one recipe in one go."),
+    "bundle": ("bundle", "Collect all that a build reads, for nodes without a network."),
     "verify": ("verify", "Train in an artifact and judge it again."),
+    "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
+    "preflight": ("preflight", "Check nodes and network of an allocation before training."),
+    "diagnose": ("diagnose", "Say from a job's logs why it failed."),
+    "lint-job": ("lint_job", "Find faults in a job script written by hand."),
+    "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
+    "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
+    "exec": ("exec", "Run a program in an image without any container runtime."),
     "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
     "diff": ("diff", "Compare two artifacts of any kinds."),
     "matrix": ("matrix", "List the builds that a CI should run."),
@@ -49,7 +57,7 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"envbuild.cli.{COMMANDS[cmd_name][0]}")
-        command = getattr(module, f"{cmd_name}_command")
+        command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         assert isinstance(command, click.Command)
         return command
 
@@ -97,8 +105,9 @@ def main() -> None:
     # Trees of 100,000 paths are built once and kept: looking through them for garbage takes a tenth of the time.
     gc.set_threshold(100_000, 50, 100)
     try:
-        cli.main(standalone_mode=False)
-        code = 0
+        # What a command returns is None; an Exit raised in it comes back as its code.
+        ended = cli.main(standalone_mode=False)
+        code = ended if isinstance(ended, int) else 0
     except click.exceptions.Exit as done:
         code = done.exit_code
     except (click.Abort, KeyboardInterrupt):

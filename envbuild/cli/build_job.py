@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -12,7 +10,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli.common import Folder, print_json, say
+from envbuild.cli.common import Folder, own_command, print_json, say
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -106,7 +104,7 @@ def build_by_job(
         recipe=str(loaded.folder.absolute()),
         target=target.name,
         place=str(place),
-        envbuild=os.path.abspath(sys.argv[0]),
+        envbuild=own_command(),
         bundle=str(as_job.bundle.absolute()) if as_job.bundle else "",
         tools=tools,
         options=(*options, *(option for option, wanted in flags if wanted)),

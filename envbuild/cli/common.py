@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -82,6 +84,14 @@ def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
     return load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
 
 
+def own_command() -> str:
+    """The path of this envbuild as nodes start it, where they see it at the same place."""
+    path = Path(sys.argv[0]).absolute()
+    if path.name == "__main__.py":  # python -m envbuild
+        path = Path(sys.executable).absolute().parent / "envbuild"
+    return os.fspath(path)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on standard output."""
     click.echo(json.dumps(value, indent=1))
@@ -121,6 +131,7 @@ __all__ = [
     "locked_option",
     "offline_option",
     "open_recipe",
+    "own_command",
     "print_json",
     "print_plan",
     "say",

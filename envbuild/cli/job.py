@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import json_option, print_json, say, target_option
+from envbuild.cli.common import json_option, own_command, print_json, say, target_option
 from envbuild.errors import HostError, UsageError
 
 if TYPE_CHECKING:
@@ -111,9 +110,7 @@ def job_command(
     from envbuild.site.job_site import load_job_site
 
     where = load_job_site(site, os.environ)
-    request = JobRequest(
-        arguments=arguments, current=Path.cwd(), envbuild=os.path.abspath(sys.argv[0]), **options
-    )
+    request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     scheduler = scheduler_of(request, where)
     opened = open_artifact(named, wanted_kinds(scheduler, where), target, unverified=unverified)
     plan = plan_job(request, opened, where)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import say, target_option
+from envbuild.cli.common import own_command, say, target_option
 from envbuild.errors import VerificationError
 
 
@@ -68,7 +68,7 @@ def preflight_command(
         preflight=True,
         work=work,
         current=Path.cwd(),
-        envbuild=os.path.abspath(sys.argv[0]),
+        envbuild=own_command(),
     )
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(named, kinds, target, unverified=unverified)

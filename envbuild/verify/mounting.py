@@ -20,7 +20,7 @@ _NOATIME, _NODIRATIME, _RELATIME = 1 << 10, 1 << 11, 1 << 21
 _REMOUNT, BIND, MOVE, REC, SLAVE = 32, 4096, 8192, 16384, 1 << 19
 DETACH = 2
 NEWNS, NEWUSER = 0x00020000, 0x10000000
-_PDEATHSIG, SET_DUMPABLE = 1, 4
+_PDEATHSIG, SET_DUMPABLE, SET_SUBREAPER = 1, 4, 36
 _LOOP_SET_FD, _LOOP_CLR_FD, _LOOP_SET_STATUS64 = 0x4C00, 0x4C01, 0x4C04
 _LOOP_CONFIGURE, _LOOP_GET_FREE = 0x4C0A, 0x4C82
 _LO_READ_ONLY, _LO_AUTOCLEAR = 1, 4
@@ -113,6 +113,11 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
 def as_extracted(spec: dict[str, Any], place: str) -> None:
     """The unpacked image, made read-only as the mounted one is."""
     mount(place, place, None, BIND)
+    read_only(place)
+
+
+def read_only(place: str) -> None:
+    """Forbid writing through the mount at `place`."""
     status = os.statvfs(place)
     flags = _REMOUNT | BIND | RDONLY
     # What an outer namespace forbids must be forbidden again, or remounting is refused.

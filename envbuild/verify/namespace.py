@@ -2,23 +2,25 @@
 
 `keep SPEC` makes the namespace (and, where we are not root, a user namespace around it), says so in one line
 of JSON, and holds it until it is killed; nothing then stays mounted, whatever killed it. `enter KEEPER …` joins
-the namespace of that keeper and becomes a program of the image.
+the namespace of that keeper and becomes a program of the image. `run FD` makes a namespace for one program alone.
 
 Sources: mount_namespaces(7), user_namespaces(7), pivot_root(2), setns(2); doc/image-format.md of enroot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from envbuild.verify import mounting
+from envbuild.verify import binding, mounting, supervise
 from envbuild.verify.mounting import Failed, call, die_with, mount
 
 # What the processes of the image see of the host: the work folder, and the libraries of its GPU driver.
@@ -36,32 +38,82 @@ _WAYS = {
 
 
 def main() -> NoReturn:
-    """`keep SPEC` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
+    """`keep SPEC`, `run FD` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
     what, *words = sys.argv[1:]
     if what == "keep":
         keep(json.loads(Path(words[0]).read_text(encoding="utf-8")))
+    if what == "run":
+        run(socket.socket(fileno=int(words[0])))
     enter(*words)
 
 
 def keep(spec: dict[str, Any]) -> NoReturn:
     """Make the namespace that `spec` (own_runtime.py) describes, print one line, and hold it."""
-    parent = os.getppid()
-    try:
-        _isolate()
-        # An exec or a change of credentials may have cleared what the parent arranged.
-        die_with(parent, signal.SIGKILL)
-        _build(spec)
-    except Failed as error:
-        said = {"failed": "image", "why": str(error)}
-    except OSError as error:
-        said = {"failed": "namespace", "why": error.strerror or str(error)}
-    else:
-        said = {}
+    said = _made(spec, os.getppid(), signal.SIGKILL)
     print(json.dumps(said), flush=True)
     if said:
         sys.exit(1)
     while True:
         signal.pause()
+
+
+def run(launcher: socket.socket) -> NoReturn:
+    """Make the namespace that exec_image.py describes through `launcher`, answer in one line, start the program in it
+    with this process's streams, and stay until it has ended; its wait status is the second line.
+    """
+    parent = os.getppid()
+    launcher.set_inheritable(False)
+    held = supervise.hold_signals()
+    with launcher.makefile("rb") as stream:
+        told = json.load(stream)
+    unpacked = Path(told["unpacked"]) if told["unpacked"] else None
+    if unpacked:
+        import shutil  # not any more when the host is out of sight
+
+        above = os.open(unpacked.parent, os.O_RDONLY | os.O_DIRECTORY)
+    said = _made(told, parent, signal.SIGTERM)
+    if not said:
+        try:
+            os.chdir(told["folder_inside"])
+        except OSError as error:
+            said = {"failed": "folder", "why": f"{told['folder_inside']}: {error.strerror}"}
+    launcher.sendall(json.dumps(said).encode() + b"\n")
+    if said:
+        sys.exit(1)
+
+    def become() -> NoReturn:
+        error = _become(told["kind"], told["program"], tuple(told["arguments"]), told["variables"])
+        print(f"{told['program']}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if error.errno == errno.ENOENT else 126)
+
+    def ended(status: int) -> None:
+        with contextlib.suppress(OSError):  # a launcher that was killed
+            launcher.sendall(f"{status}\n".encode())
+
+    supervise.keep_program(become, held, parent, ended)
+    if unpacked and os.getppid() != parent:  # the launcher would remove it
+        # A folder cannot be removed while something is mounted on it here, wherever that is seen.
+        for point in reversed(binding.mounts_below("/")):
+            with contextlib.suppress(OSError):
+                call("umount2", os.fsencode(point), mounting.DETACH)
+        shutil.rmtree(unpacked.name, ignore_errors=True, dir_fd=above)
+    os._exit(0)
+
+
+def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
+    """Make the namespace of `spec`; empty, or what failed and why. Our `parent`'s end gives us a signal."""
+    try:
+        _isolate()
+        # An exec or a change of credentials may have cleared what the parent arranged.
+        die_with(parent, at_its_end)
+        _build(spec)
+    except Failed as error:
+        return {"failed": "image", "why": str(error)}
+    except binding.Unfit as error:
+        return {"failed": "bind", "why": str(error)}
+    except OSError as error:
+        return {"failed": "namespace", "why": error.strerror or str(error)}
+    return {}
 
 
 def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
@@ -78,7 +130,14 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     die_with(parent, signal.SIGTERM)
     os.chdir(WORK)
     os.environ.pop("LC_CTYPE", None)  # Python's own doing, where no locale is set (PEP 538)
-    variables = {"HOME": "/tmp", **os.environ}
+    error = _become(kind, program, arguments, {"HOME": "/tmp", **os.environ})
+    sys.exit(f"{program}: {error.strerror}")
+
+
+def _become(
+    kind: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]
+) -> OSError:
+    """Become `program`, with the variables of an image of `kind` under `variables`; the error, if it returns."""
     driver = DRIVER if os.path.isdir(DRIVER) else ""
     if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):
         extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "
@@ -91,8 +150,7 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
         if driver:
             before = variables.get("LD_LIBRARY_PATH")
             variables["LD_LIBRARY_PATH"] = f"{driver}:{before}" if before else driver
-    error = _execute(program, arguments, variables)
-    sys.exit(f"{program}: {error.strerror}")
+    return _execute(program, arguments, variables)
 
 
 def image_variables(file: str = "/etc/environment") -> dict[str, str]:
@@ -163,14 +221,19 @@ def _build(spec: dict[str, Any]) -> None:
         mount("tmpfs", f"{root}/{name}", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
     if os.path.isdir(f"{root}/var/tmp") and not os.path.islink(f"{root}/var/tmp"):
         mount("tmpfs", f"{root}/var/tmp", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
-    os.mkdir(root + WORK)
-    mount(spec["work"], root + WORK, None, mounting.BIND)
+    if spec["work"]:
+        os.mkdir(root + WORK)
+        mount(spec["work"], root + WORK, None, mounting.BIND)
     if spec["libraries"]:
         os.mkdir(root + DRIVER)
     for name, library in spec["libraries"].items():
         place = f"{root}{DRIVER}/{name}"
         os.close(os.open(place, os.O_CREAT))
         mount(os.path.realpath(library), place, None, mounting.BIND)
+    if binds := spec.get("binds"):
+        stash = f"{spec['folder']}/stash"
+        os.mkdir(stash)
+        binding.show_binds(root, binds, stash)
     _change_root(root)
 
 
@@ -193,21 +256,7 @@ def _show_etc(etc: str, place: str) -> None:
 def _show_all(folder: str, place: str, leave: Sequence[str]) -> None:
     for entry in os.scandir(folder):
         if entry.name not in leave:
-            _show(entry, f"{place}/{entry.name}")
-
-
-def _show(entry: os.DirEntry[str], place: str) -> None:
-    """Let a file or folder of the image be seen at `place`."""
-    if entry.is_symlink():
-        os.symlink(os.readlink(entry.path), place)
-        return
-    if entry.is_dir():
-        os.mkdir(place)
-    elif entry.is_file():
-        os.close(os.open(place, os.O_CREAT))
-    else:
-        return
-    mount(entry.path, place, None, mounting.BIND)
+            binding.show(entry, f"{place}/{entry.name}")
 
 
 def _change_root(root: str) -> None:

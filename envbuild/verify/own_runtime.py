@@ -31,7 +31,7 @@ from envbuild.verify.image_file import ImageFile, Runtime, passed
 MOUNT, SQUASHFUSE, EXTRACT = WAYS = ("mount", "squashfuse", "extract")
 # Our own modules and Python's, whatever the caller's variables and the current folder hold.
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.verify.namespace import main; main()"
-_START = (sys.executable, "-I", "-c", _BOOT, str(Path(namespace.__file__).parents[2]))
+START = (sys.executable, "-I", "-c", _BOOT, str(Path(namespace.__file__).parents[2]))
 _FUSE = Path("/dev/fuse")
 # What may forbid user namespaces: the setting, the value that does, and how to allow them.
 _SETTINGS = (
@@ -42,8 +42,8 @@ _SETTINGS = (
 )
 
 
-class _Refused(Exception):
-    """An image that cannot be brought in this way; why."""
+class Refused(Exception):
+    """An image that cannot be brought in in one way; why."""
 
 
 def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> Runtime:
@@ -55,7 +55,7 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
     for one in (way,) if way else WAYS:
         try:
             detail = _try(image, one, environment)
-        except _Refused as error:
+        except Refused as error:
             refused.append(f"{one}: {error}")
             continue
         name = f"own:{one} ({detail})" if detail else f"own:{one}"
@@ -70,46 +70,41 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
 
 
 def _try(image: ImageFile, way: str, environment: Environment) -> str:
-    """Mount `image` by `way` and let it go. Returns what is worth telling of the way. Raises _Refused, or
+    """Mount `image` by `way` and let it go. Returns what is worth telling of the way. Raises Refused, or
     HostError when no way would do better."""
-    detail = ""
-    if way == MOUNT:
-        if os.geteuid() != 0:
-            raise _Refused("only root may mount squashfs images")
-        detail = f"Linux {platform.release()}"
-    elif way == SQUASHFUSE:
-        tool = _squashfuse(environment.variables)
-        detail = _version(tool)
-    with (
-        environment.store.working("launched") as folder,
-        _keeper(_spec(image, way, folder, folder, environment), environment),
-    ):
-        return detail
+    with environment.store.working("launched") as folder:
+        spec = spec_of(image, way, folder, folder, environment)
+        detail = f"Linux {platform.release()}" if way == MOUNT else ""
+        if way == SQUASHFUSE:
+            detail = _version(spec["tool"])
+        with _keeper(spec, environment):
+            return detail
 
 
 @contextlib.contextmanager
 def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> Iterator[Launch]:
     with environment.store.working("launched") as folder:
         if way == EXTRACT:
-            _extract(image, folder / "image")
+            extract(image, folder / "image")
         with contextlib.ExitStack() as stack:
             try:
-                spec = _spec(image, way, folder, work, environment)
+                spec = spec_of(image, way, folder, work, environment)
                 keeper = stack.enter_context(_keeper(spec, environment))
-            except _Refused as error:
+            except Refused as error:
                 raise HostError(f"{image.path} cannot be launched any longer: {error}") from None
             variables = passed(environment.variables)
 
             def launch(
                 program: str, arguments: Sequence[str], extra: Mapping[str, str]
             ) -> tuple[list[str], Mapping[str, str]]:
-                enter = [*_START, "enter", str(keeper), image.kind]
+                enter = [*START, "enter", str(keeper), image.kind]
                 return [*enter, program, *arguments], {**variables, **extra}
 
             yield launch
 
 
-def _extract(image: ImageFile, into: Path) -> None:
+def extract(image: ImageFile, into: Path) -> None:
+    """Unpack `image` into the folder `into`. Raises BuildError."""
     from envbuild.image.squashfs.read import open_squashfs
 
     with writing(into), image.path.open("rb") as stream:
@@ -117,10 +112,13 @@ def _extract(image: ImageFile, into: Path) -> None:
         open_squashfs(stream, image.offset, str(image.path)).extract(into, owners=False)
 
 
-def _spec(
-    image: ImageFile, way: str, folder: Path, work: Path, environment: Environment
+def spec_of(
+    image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment
 ) -> dict[str, Any]:
-    """What namespace.py is told."""
+    """What namespace.py is told; `work` is the work folder, if there is to be one. Raises Refused for a way
+    that this user or this host cannot go."""
+    if way == MOUNT and os.geteuid() != 0:
+        raise Refused("only root may mount squashfs images")
     return {
         "image": str(image.path),
         "offset": image.offset,
@@ -128,14 +126,14 @@ def _spec(
         "way": way,
         "tool": _squashfuse(environment.variables) if way == SQUASHFUSE else "",
         "folder": str(folder),
-        "work": str(work),
+        "work": str(work or ""),
         "libraries": driver_libraries(environment.variables) if image.cuda else {},
     }
 
 
 @contextlib.contextmanager
 def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
-    """The process that holds the namespace of `spec`. Raises _Refused when the image could not be brought
+    """The process that holds the namespace of `spec`. Raises Refused when the image could not be brought
     in, HostError when namespaces are forbidden."""
     folder = Path(spec["folder"])
     for name in ("image", "root"):
@@ -144,7 +142,7 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
     told.write_text(json.dumps(spec), encoding="utf-8")
     with log.open("wb") as stream:
         child = process.start(
-            [*_START, "keep", told],
+            [*START, "keep", told],
             env={"PATH": environment.variables.get("PATH", os.defpath)},
             stderr=stream.fileno(),
         )
@@ -157,15 +155,15 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
         except ValueError:
             said = {"failed": "namespace", "why": log.read_text(errors="replace").strip()[-2000:]}
         if said.get("failed") == "image":
-            raise _Refused(said["why"])
+            raise Refused(said["why"])
         if "failed" in said:
-            raise _forbidden(said["why"])
+            raise forbidden(said["why"])
         yield child.pid
     finally:
         process.stop([child])
 
 
-def _forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
+def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
     """The error for a host where we may not have a namespace; names the settings that may be why."""
     found = []
     for name, forbids, allows in _SETTINGS:
@@ -187,16 +185,16 @@ def _forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
 
 
 def _squashfuse(variables: Mapping[str, str]) -> str:
-    """The path of squashfuse. Raises _Refused when there is none or it could not work."""
+    """The path of squashfuse. Raises Refused when there is none or it could not work."""
     search = variables.get("PATH", os.defpath)
     # squashfuse_ll is the faster one, and has the same options.
     tool = shutil.which("squashfuse_ll", path=search) or shutil.which("squashfuse", path=search)
     if tool is None:
-        raise _Refused("squashfuse is not installed")
+        raise Refused("squashfuse is not installed")
     try:
         os.close(os.open(_FUSE, os.O_RDWR))
     except OSError as error:
-        raise _Refused(f"{_FUSE}: {error.strerror}") from None
+        raise Refused(f"{_FUSE}: {error.strerror}") from None
     return tool
 
 

@@ -79,7 +79,15 @@ class Jobs:
     ) -> int:
         """Submit the bundled trainer; the job's number."""
         said = self.render(
-            artifact, "--nodes", "2", "--nproc-per-node", "2", *options, "--submit", *arguments
+            artifact,
+            "--nodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            *options,
+            "--submit",
+            "--",
+            *arguments,
         )
         return int(said.splitlines()[-1])
 
@@ -97,13 +105,13 @@ class Jobs:
             run,
         )
 
-    def trained(self, ended: Ended, *, world: int = 4) -> Mapping[str, Any]:
-        """Assert that a job trained to its end, on both nodes, over their network; its report."""
+    def trained(self, ended: Ended, *, interface: str = "eth0") -> Mapping[str, Any]:
+        """Assert that a job trained to its end, in 2 x 2 ranks, over that network of the nodes; its report."""
         assert ended.end.state == "COMPLETED", ended.log
         assert ended.report.get("status") == "finished", ended.log
-        assert ended.report["world_size"] == world
+        assert ended.report["world_size"] == 4
         assert sorted(set(ended.hosts)) == list(self.cluster.nodes)
         names = {rank["gloo_ifname"] for rank in ended.report["ranks"]}
-        assert names == {"eth0"}, ended.log
+        assert names == {interface}, ended.log
         assert ended.report["snapshots"] and (ended.run / "snapshot.pt").exists()
         return ended.report

@@ -129,6 +129,16 @@ def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
 
 
 @pytest.fixture(scope="session")
+def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
+    """`envbuild build pt_cpu --artifact enroot,apptainer`, without a daemon; by kind what `--json` said."""
+    folder = tmp_path_factory.mktemp("squash")
+    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
+    made = command.json("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
+    enroot, apptainer = made["artifacts"]
+    return {"enroot": enroot, "apptainer": apptainer, "command": command}
+
+
+@pytest.fixture(scope="session")
 def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptainer:
     """The real Apptainer, in a folder of its own."""
     reason = apptainer.missing()

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import slurm
 from lab.apptainer import Apptainer
 from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
+from lab.jobs import Jobs
+from lab.slurm import slurm_cluster
 
 from .conftest import NO_DAEMON, REPOSITORY, Command
 
@@ -335,3 +338,13 @@ def test_apptainer_runs_torchrun_of_the_conda_environment(
         "exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, "torchrun", *TRAIN
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_job_of_the_environment_trains_on_two_nodes(pt_conda: Site, tmp_path: Path) -> None:
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    with slurm_cluster(tmp_path / "cluster", share=[pt_conda.prefix]) as cluster:
+        jobs = Jobs(cluster)
+        jobs.write_site()
+        report = jobs.trained(jobs.ended(jobs.submit(pt_conda.prefix)))
+        assert {rank["sys_prefix"] for rank in report["ranks"]} == {str(pt_conda.prefix)}

@@ -42,16 +42,6 @@ ADDED = {"etc/rc", "etc/rc.local", "etc/environment", "etc/fstab", "singularity"
 ADDED |= {".run", ".exec", ".shell", ".test", ".singularity.d"}
 
 
-@pytest.fixture(scope="session")
-def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild build pt_cpu --artifact enroot,apptainer`, without a daemon; by kind what `--json` said."""
-    folder = tmp_path_factory.mktemp("squash")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
-    made = command.json("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
-    enroot, apptainer = made["artifacts"]
-    return {"enroot": enroot, "apptainer": apptainer, "command": command}
-
-
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([str(p) for p in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -170,3 +170,32 @@ def test_an_interruption_within_code_made_of_text_exits_as_any_other(tmp_path: P
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
+
+
+def test_a_command_that_ends_with_a_code_of_its_own_ends_with_it() -> None:
+    script = (
+        "import sys, click\n"
+        "from envbuild import cli\n"
+        "from envbuild.cli import recipes\n"
+        "recipes.stop_command = click.Command('stop', callback=lambda: click.get_current_context().exit(7))\n"
+        "cli.COMMANDS['stop'] = ('recipes', 'Stop.')\n"
+        "sys.argv = ['envbuild', 'stop']\n"
+        "cli.main()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/opt/tools/bin/envbuild", "/opt/tools/bin/envbuild"),
+        ("/opt/envbuild/__main__.py", str(Path(sys.executable).parent / "envbuild")),
+    ],
+)
+def test_nodes_are_told_a_program_that_they_can_start(
+    program: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from envbuild.cli.common import own_command
+
+    monkeypatch.setattr(sys, "argv", [program])
+    assert own_command() == expected

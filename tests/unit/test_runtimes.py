@@ -144,7 +144,7 @@ def test_a_host_that_forbids_namespaces_is_told_which_setting_does(
     for name, value in settings.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(value + "\n")
-    error = own_runtime._forbidden("unshare: Operation not permitted", tmp_path)
+    error = own_runtime.forbidden("unshare: Operation not permitted", tmp_path)
     assert error.exit_code == 6 and says in str(error.hint)
     assert "Operation not permitted" in error.message
 

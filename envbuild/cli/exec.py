@@ -1,0 +1,91 @@
+"""`envbuild exec`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from envbuild.cli.common import say
+from envbuild.environment import load_environment
+from envbuild.errors import UsageError
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
+    help="Show a folder or file of this host in the image, by default at the same path. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--workdir", metavar="DIR",
+    help="Folder to start in. Default: the current one if a --bind shows it, else /.",
+)  # fmt: skip
+@click.option(
+    "--env", "given", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable; NAME alone passes the caller's, so that a secret is on no command line. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--runtime", default="own", show_default=True, metavar="NAME",
+    help="own, or one way of it: own:mount (root), own:squashfuse, own:extract.",
+)  # fmt: skip
+def exec_command(
+    image: Path,
+    command: tuple[str, ...],
+    binds: tuple[str, ...],
+    workdir: str | None,
+    given: tuple[str, ...],
+    runtime: str,
+) -> None:
+    """Start a program in IMAGE, a .sqsh or .sif, without any container runtime or root.
+
+    The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names,
+    and the job's variables (SLURM_*, NCCL_*, …). Its exit code is this command's.
+
+    \b
+    Examples:
+      envbuild exec pytorch.sqsh -- python -c 'import torch; print(torch.__version__)'
+      envbuild exec --bind /fsx --bind "$PWD" pytorch.sif -- torchrun train.py
+      envbuild exec --bind data:/data:ro --workdir /data pytorch.sqsh -- bash
+    """
+    from envbuild.exec_image import exec_image, parse_bind
+
+    if command[0] == "--":  # click leaves it where IMAGE stands before it
+        command = command[1:]
+    if not command:
+        raise UsageError("no program is named", "envbuild exec IMAGE -- PROGRAM [ARGUMENT]…")
+    environment = load_environment()
+    status = exec_image(
+        image, command, environment, binds=[parse_bind(text) for text in binds], folder=workdir,
+        variables=_variables(given), runtime=runtime, say=say,
+    )  # fmt: skip
+    if os.WIFSIGNALED(status):
+        _end_by(os.WTERMSIG(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def _variables(given: tuple[str, ...]) -> dict[str, str]:
+    """What --env asks for; a name that the caller does not have is left out. Raises UsageError."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
+        if equals:
+            found[name] = value
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def _end_by(number: int) -> None:
+    """End as the program did, so that whoever started us sees the signal."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

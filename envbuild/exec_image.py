@@ -1,0 +1,220 @@
+"""Start one program in a .sqsh or .sif: what `envbuild exec` does. No runtime, no root, no daemon.
+
+The image is brought in as for a verification (verify/own_runtime.py): mounted by the kernel, by squashfuse, or
+unpacked. Unlike there, nothing is tried first, the namespace is one program's, and nothing is kept in the store, which
+nodes of a cluster may share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from envbuild.environment import Environment
+from envbuild.errors import HostError, UsageError
+from envbuild.store.store import remove_tree
+from envbuild.verify import supervise
+from envbuild.verify.image_file import ImageFile, open_image_file
+from envbuild.verify.own_runtime import EXTRACT, START, WAYS, Refused, extract, forbidden, spec_of
+from envbuild.verify.runtimes import OWN
+
+RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
+# What a job tells its programs. Never PATH, LD_LIBRARY_PATH, PYTHONPATH and the like: those of the host name files of
+# the host, and the image has its own.
+PASSED = (
+    "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_", "OFI_NCCL_", "FI_",
+    "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_", "CUDA_", "CUBLAS_",
+    "NVIDIA_", "ROCR_", "HIP_", "HSA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HOROVOD_",
+)  # fmt: skip
+PASSED_NAMES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOGLEVEL", "TERM", "TZ", "USER", "LOGNAME",
+    "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE", "PYTHONHASHSEED", "PYTHONWARNINGS",
+    "PYTHONDONTWRITEBYTECODE", "SOURCE_DATE_EPOCH",
+    "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy",
+    "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+# Of the host's own programs and files.
+_NOT_PASSED = ("ENVBUILD_STORE", "ENVBUILD_SITE", "CUDA_HOME", "CUDA_PATH", "MPI_HOME", "MPI_ROOT")
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A folder or file `host` of this host, seen at `place` in the image; `readonly`: not to be written there."""
+
+    host: Path
+    place: str
+    readonly: bool = False
+
+
+def parse_bind(text: str) -> Bind:
+    """HOST[:PLACE][:ro|:rw]; without PLACE, the absolute path that HOST has here. Raises UsageError."""
+    parts = text.split(":")
+    mode = parts.pop() if len(parts) > 1 and parts[-1] in ("ro", "rw") else "rw"
+    host, place = parts[0], (parts[1] if len(parts) == 2 else os.path.abspath(parts[0]))
+    if len(parts) > 2 or not host or not place.startswith("/"):
+        raise UsageError(
+            f"--bind {text!r} is not HOST[:PLACE][:ro]",
+            "PLACE is an absolute path in the image; paths that hold a colon cannot be bound",
+        )
+    if not os.path.exists(host):
+        raise UsageError(f"--bind {text!r}: there is no {host} on {socket.gethostname()}")
+    return Bind(Path(os.path.abspath(host)), place, mode == "ro")
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """What of the caller's `variables` a program of the image is given without being asked for."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _NOT_PASSED and (name in PASSED_NAMES or name.startswith(PASSED))
+    }
+
+
+def exec_image(
+    path: Path,
+    command: Sequence[str],
+    environment: Environment,
+    *,
+    binds: Sequence[Bind] = (),
+    folder: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    runtime: str = OWN,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Run `command` in the image at `path` with this process's streams, and wait for it.
+
+    `variables` go over those that the image sets and those that are `inherited`. `folder` is the working folder
+    inside; by default the current one where a bind shows it, else /. `runtime` is one of RUNTIMES.
+    Returns the wait status. Raises UsageError for a file that is no image and a bind that does not fit it, HostError
+    where this host cannot start it.
+    """
+    if runtime not in RUNTIMES:
+        raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
+    image = open_image_file(path, cuda=any(Path("/dev").glob("nvidia*")))
+    shown = {
+        name: value
+        for name, value in environment.variables.items()
+        if name == "HOME" and _seen(value, binds)
+    }
+    told = {
+        "kind": image.kind,
+        "program": command[0],
+        "arguments": list(command[1:]),
+        "variables": {
+            "HOME": "/tmp", **shown, **inherited(environment.variables), **(variables or {})
+        },
+        "binds": [(str(bind.host), bind.place, bind.readonly) for bind in binds],
+        "folder_inside": folder or (os.getcwd() if _seen(os.getcwd(), binds) else "/"),
+    }  # fmt: skip
+    way = runtime.partition(":")[2]
+    refused = []
+    for one in (way,) if way else WAYS:
+        try:
+            return _start(image, one, told, environment, say)
+        except Refused as error:
+            refused.append(f"{one}: {error}")
+    raise HostError(
+        f"{image.path} cannot be started here; {'; '.join(refused)}",
+        f"choose another way: --runtime {' or '.join(f'{OWN}:{one}' for one in WAYS if one != way)}",
+    )
+
+
+def _seen(path: str, binds: Sequence[Bind]) -> bool:
+    """Whether `path` of the host is at the same path in the image."""
+    return any(
+        str(bind.host) == os.path.normpath(bind.place)
+        and PurePosixPath(path).is_relative_to(bind.host)
+        for bind in binds
+    )
+
+
+def _start(
+    image: ImageFile,
+    way: str,
+    told: Mapping[str, Any],
+    environment: Environment,
+    say: Callable[[str], None],
+) -> int:
+    """The wait status of the program. Raises Refused where the image cannot be brought in by `way`."""
+    # On the node's own disk: a store may lie on a file system that all nodes share.
+    folder = Path(tempfile.mkdtemp(prefix="envbuild-exec-"))
+    try:
+        spec = {**spec_of(image, way, folder, None, environment), **told, "unpacked": ""}
+        if way == EXTRACT:
+            size = image.path.stat().st_size >> 20
+            say(
+                f"unpacking {image.path.name} ({size} MiB) into {folder}; "
+                "with squashfuse and /dev/fuse it would be mounted instead"
+            )
+            extract(image, folder / "image")
+            spec["unpacked"] = str(folder)
+        for name in ("image", "root"):
+            (folder / name).mkdir(exist_ok=True)
+        return _supervised(spec, environment, None if way == EXTRACT else folder)
+    finally:
+        remove_tree(folder)
+
+
+def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Path | None) -> int:
+    """Start the keeper, and wait. `removable` is a folder that is needed no longer when the image is there."""
+    spare = supervise.descendants()  # of a shell that became us
+    supervise.inherit_orphans()
+    held = supervise.hold_signals()
+    ours, theirs = socket.socketpair()
+    theirs.set_inheritable(True)
+    keeper = None
+    try:
+        keeper = subprocess.Popen(
+            [*START, "run", str(theirs.fileno())],
+            env={"PATH": environment.variables.get("PATH", os.defpath)},
+            close_fds=False,  # what the caller lets be inherited, as PMI's, is for the program
+        )
+        theirs.close()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            ours.sendall(json.dumps(dict(spec)).encode())
+            ours.shutdown(socket.SHUT_WR)
+        with ours.makefile("rb") as answers:
+            _judge(answers.readline())
+            if removable is not None:
+                remove_tree(removable)
+            supervise.launcher_waits(keeper.pid, held)
+            keeper.returncode = 0  # waited for above
+            status = answers.readline()
+        return int(status) if status else signal.SIGKILL  # someone killed the keeper
+    finally:
+        if keeper is not None and keeper.returncode is None:
+            keeper.kill()
+            keeper.wait()
+        supervise.end_rest(spare)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        ours.close()
+
+
+def _judge(line: bytes) -> None:
+    """Raise what the keeper says."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        raise forbidden("the process that holds the image ended by itself") from None
+    why = said.get("why", "")
+    match said.get("failed"):
+        case "image":
+            raise Refused(why)
+        case "bind":
+            raise UsageError(f"--bind: {why}")
+        case "folder":
+            raise UsageError(
+                f"there is no working folder in the image: {why}",
+                "bind it, or say another --workdir",
+            )
+        case "namespace":
+            raise forbidden(why)

@@ -1,0 +1,94 @@
+"""Rendered jobs on a real Slurm whose nodes are set up wrong, or die: the job trains to its end all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import slurm
+from lab.jobs import Ended, Jobs
+from lab.slurm import slurm_cluster
+
+# Long enough to be hit in the middle, with a snapshot every epoch.
+LONG = ("12", "1", "--dataset_size", "16000")
+# What installers write, and what is left where nobody wrote anything.
+LOOPBACK, NONE = "127.0.0.1 localhost\n127.0.1.1 {node}\n", "127.0.0.1 localhost\n"
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, session_store: Path, pt_cpu: dict[str, Any]
+) -> Iterator[Jobs]:
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("faults")
+    share = [session_store, Path(pt_cpu["path"])]
+    with slurm_cluster(folder / "cluster", second_network=True, share=share) as cluster:
+        jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
+        jobs.write_site()
+        yield jobs
+
+
+@pytest.mark.parametrize(
+    "hosts", [(LOOPBACK, NONE), (NONE, LOOPBACK)], ids=["loopback first", "none first"]
+)
+def test_names_that_mislead_or_are_unknown_do_not_matter(
+    jobs: Jobs, pt_cpu: dict[str, Any], hosts: tuple[str, str]
+) -> None:
+    for node, text in zip(jobs.cluster.nodes, hosts, strict=True):
+        jobs.cluster.set_hosts(node, text.format(node=node))
+    try:
+        jobs.trained(jobs.ended(jobs.submit(pt_cpu["path"])))
+    finally:
+        for node in jobs.cluster.nodes:
+            jobs.cluster.set_hosts(node)
+
+
+def resumed(jobs: Jobs, ended: Ended, interface: str = "eth0") -> dict[str, Any]:
+    report = dict(jobs.trained(ended, interface=interface))
+    assert report["resumed_from"].endswith("snapshot.pt"), ended.log
+    # From the middle: neither from the beginning, nor was all of it done before.
+    assert 0 < report["start_epoch"] < int(LONG[0])
+    assert report["snapshots"][-1]["epoch"] == int(LONG[0]) - 1
+    return report
+
+
+def under_way(jobs: Jobs, job: int) -> None:
+    snapshot = jobs.cluster.shared / f"pt_cpu_{job}" / "snapshot.pt"
+    jobs.cluster.until(snapshot.exists, 120)
+
+
+def test_a_killed_rank_restarts_from_the_snapshot_on_the_interface_that_the_site_names(
+    jobs: Jobs, pt_cpu: dict[str, Any]
+) -> None:
+    jobs.write_site('[fabric]\ninterface = "eth1"\n')
+    job = jobs.submit(pt_cpu["path"], arguments=LONG)
+    jobs.write_site()
+    under_way(jobs, job)
+    # The processes that torchrun started on the other node; its own has the same words and no RANK.
+    find = "for p in $(pgrep -f ddp_train); do grep -qz ^RANK= /proc/$p/environ && echo $p; done"
+    ranks = jobs.cluster.run(["bash", "-c", find], on="n2").stdout.split()
+    assert len(ranks) == 2
+    jobs.cluster.run(["kill", "-9", ranks[0]], on="n2", check=True)
+    ended = jobs.ended(job)
+    report = resumed(jobs, ended, "eth1")
+    assert report["ranks"][0]["store"].startswith(jobs.cluster.address("n1", 1))
+    assert ended.end.restarts == 0
+    assert max(rank["restart_count"] for rank in report["ranks"]) == 1
+
+
+def test_a_job_whose_node_dies_goes_on_from_the_snapshot(
+    jobs: Jobs, pt_cpu: dict[str, Any]
+) -> None:
+    job = jobs.submit(pt_cpu["path"], arguments=LONG)
+    under_way(jobs, job)
+    jobs.cluster.kill_node("n2")
+    jobs.cluster.start_node("n2")
+    jobs.cluster.resume_now(job)
+    ended = jobs.ended(job)
+    resumed(jobs, ended)
+    assert ended.end.restarts == 1
+    # Each start meets under a name of its own, and both are in one log.
+    assert f"pt_cpu-{job}-0" in ended.log and f"pt_cpu-{job}-1" in ended.log

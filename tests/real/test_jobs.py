@@ -1,0 +1,157 @@
+"""`envbuild job` on a real Slurm of two nodes: every kind of artifact, every launcher, modules, PBS's directives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import lmod, slurm
+from lab.apptainer import Apptainer
+from lab.jobs import EPOCHS, Jobs
+from lab.slurm import slurm_cluster
+
+PORTS = 20000
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory,
+    session_store: Path,
+    pt_cpu: dict[str, Any],
+    squash: dict[str, Any],
+    real_apptainer: Apptainer,
+) -> Iterator[Jobs]:
+    """Two nodes on which three jobs fit at a time."""
+    if reason := slurm.missing(pbs=True):
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("jobs")
+    share = [
+        session_store,
+        Path(pt_cpu["path"]),
+        Path(squash["enroot"]["path"]),
+        real_apptainer.folder,
+    ]
+    with slurm_cluster(folder / "cluster", pbs=True, cpus=6, share=share) as cluster:
+        jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
+        jobs.write_site()
+        yield jobs
+
+
+@pytest.fixture(scope="module")
+def owners(jobs: Jobs) -> Iterator[list[subprocess.Popen[str]]]:
+    """Programs on the head that have the ports which the first jobs would take."""
+    listen = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); print(1, flush=True); s.accept()"
+    found = [
+        jobs.cluster.popen([sys.executable, "-c", listen, str(PORTS + job)], on="n1")
+        for job in range(1, 7)
+    ]
+    for owner in found:
+        assert owner.stdout is not None and owner.stdout.readline() == "1\n"
+    yield found
+    for owner in found:
+        owner.kill()
+
+
+@pytest.fixture(scope="module")
+def started(
+    jobs: Jobs,
+    pt_cpu: dict[str, Any],
+    squash: dict[str, Any],
+    real_apptainer: Apptainer,
+    owners: list[subprocess.Popen[str]],
+) -> dict[str, int]:
+    """The same training with every kind of artifact and launcher, submitted at once: three run beside each other."""
+    venv, sqsh, sif = pt_cpu["path"], squash["enroot"]["path"], squash["apptainer"]["path"]
+    found = {
+        "venv": jobs.submit(venv, "--preflight"),
+        "sqsh": jobs.submit(sqsh, "--name", "own-sqsh"),
+        "sif": jobs.submit(sif, "--name", "own.sif"),
+        "mpirun": jobs.submit(venv, "--launcher", "mpirun"),
+    }
+    script = jobs.cluster.shared / "job.pbs"
+    by_pbs = ("--scheduler", "pbs", "--launcher", "mpirun", "--nodes", "2", "--nproc-per-node", "2")
+    jobs.render(venv, *by_pbs, "--out", script, *EPOCHS)
+    found["pbs"] = jobs.cluster.qsub(script)
+    # Apptainer is what the site's module has; without its setuid starter root needs a user namespace here.
+    modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
+    lmod.module_tree(jobs.cluster.modules, modules)
+    jobs.write_site(
+        '[container]\nruntime = "apptainer"\n\n'
+        f'[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
+        APPTAINER_USERNS="true",
+    )
+    found["apptainer"] = jobs.submit(sif)
+    jobs.write_site()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("venv", "pt_cpu"),
+        ("sqsh", "own-sqsh"),
+        ("sif", "own.sif"),
+        ("mpirun", "pt_cpu"),
+        ("pbs", "pt_cpu"),
+        ("apptainer", "pt_cpu"),
+    ],
+)
+def test_the_rendered_job_trains_on_both_nodes(
+    jobs: Jobs, started: dict[str, int], pt_cpu: dict[str, Any], what: str, name: str
+) -> None:
+    ended = jobs.ended(started[what], name)
+    report = jobs.trained(ended)
+    inside = "/opt/env" if what in ("sqsh", "sif", "apptainer") else pt_cpu["path"]
+    assert {rank["sys_prefix"] for rank in report["ranks"]} == {inside}
+    assert ended.run.name.split(".ctl")[0] == f"{name}_{started[what]}"
+    assert [rank["local_world_size"] for rank in report["ranks"]] == [2] * 4
+
+
+def test_occupied_ports_of_the_head_were_left_to_their_owners(
+    jobs: Jobs, started: dict[str, int], owners: list[subprocess.Popen[str]]
+) -> None:
+    assert sorted(started.values()) == [1, 2, 3, 4, 5, 6]
+    assert all(owner.poll() is None for owner in owners)
+
+
+def test_a_script_of_the_users_gets_its_arguments_as_they_are(
+    jobs: Jobs, pt_cpu: dict[str, Any]
+) -> None:
+    folder = jobs.cluster.shared / "it's a folder"
+    folder.mkdir()
+    script = folder / "train $HOME.py"
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "here = {'arguments': sys.argv[1:], 'rank': os.environ['RANK'], 'xdg': os.environ.get('XDG_RUNTIME_DIR')}\n"
+        "here |= {name: value for name, value in os.environ.items() if name.startswith('ENVBUILD_')}\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(here))\n"
+    )
+    awkward = ['it\'s "q"', "$HOME `id` \\", "*", "", "--flag=a b", "naïve\ttab"]
+    said = jobs.render(
+        pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1", "--script", script, "--submit", "--", *awkward
+    )  # fmt: skip
+    ended = jobs.ended(int(said.splitlines()[-1]))
+    assert ended.end.state == "COMPLETED", ended.log
+    for number in (0, 1):
+        told = json.loads((folder / str(number)).read_text())
+        assert told["arguments"] == awkward and told["xdg"] is None
+        assert told["ENVBUILD_NODES"] == "2" and told["ENVBUILD_HOSTS"] == "n1 n2"
+        assert told["ENVBUILD_ADDRESSES"].split() == [jobs.cluster.address(n) for n in ("n1", "n2")]
+        assert told["ENVBUILD_ADDRESS"] == told["ENVBUILD_ADDRESSES"].split()[int(told["ENVBUILD_NODE"])]  # fmt: skip
+        assert told["ENVBUILD_RUN"] == str(ended.run) and told["ENVBUILD_INTERFACE"] == "eth0"
+
+
+def test_what_did_not_pass_its_verification_is_refused(
+    jobs: Jobs, squash: dict[str, Any], tmp_path: Path
+) -> None:
+    copy = jobs.cluster.shared / "copy.sqsh"
+    os.link(squash["enroot"]["path"], copy)
+    refused = jobs.render(copy, code=5)
+    assert "receipt" in refused
+    assert "NOT VERIFIED" in jobs.render(copy, "--unverified")
