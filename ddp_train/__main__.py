@@ -1,4 +1,4 @@
-"""Entry point: `torchrun … -m ddp_train …` or `python -m ddp_train …`."""
+"""Entry point: `torchrun … -m ddp_train …` or `python -m ddp_train …`; under mpirun with `--strategy horovod`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import traceback
 from .args import parse_arguments
 from .errors import RUNTIME, TrainError, one_line
 from .output import complain
-from .place import die_with_parent, find_place
+from .place import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     from .loop import Clock, run
 
     try:
-        run(arguments, find_place(os.environ), Clock(started, imported - before))
+        run(arguments, os.environ, Clock(started, imported - before))
     except TrainError as error:
         if not error.reported:
             complain(error.message)

@@ -34,8 +34,11 @@ class Arguments:
     report: str | None
     seed: int
     bandwidth: float | None = None
+    strategy: str = "ddp"
 
 
+# Of torchrun, horovodrun and Open MPI's mpirun: which rank of its node this is.
+_LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 _LAST_WORDS_S = 5.0
 
 
@@ -43,10 +46,10 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, printed once per node rather than once per rank."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if next((os.environ[one] for one in _LOCAL_RANKS if one in os.environ), "0") == "0":
             complain(f"{message} (see python -m ddp_train --help)")
         else:
-            # torchrun ends all ranks of a node when the first exits: that must be the one that says why.
+            # Launchers end all ranks of a node when the first exits: that must be the one that says why.
             time.sleep(_LAST_WORDS_S)
         sys.exit(BAD_INPUT)
 
@@ -128,6 +131,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=None,
         metavar="SECONDS",
         help="after training, measure the all-reduce bus bandwidth over sizes for about SECONDS",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("ddp", "horovod"),
+        default="ddp",
+        help="ddp under torchrun, horovod under mpirun or horovodrun (default: %(default)s)",
     )
     return parser
 

@@ -74,7 +74,7 @@ def _timed(group: Group, tensor: Any) -> float:
     """Seconds that one all-reduce takes on this rank."""
     _wait(group)
     before = time.perf_counter()
-    torch.distributed.all_reduce(tensor)
+    group.sum_over_ranks(tensor)
     _wait(group)
     # Else the sums grow to infinity, which some processors add more slowly.
     elapsed = time.perf_counter() - before
@@ -90,5 +90,4 @@ def _wait(group: Group) -> None:
 def _slowest(group: Group, value: float) -> float:
     """The largest `value` of all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64, device=group.device)
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return float(tensor.item())
+    return float(group.largest(tensor).item())

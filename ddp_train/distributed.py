@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .collectives import Collectives, TorchCollectives
 from .errors import BAD_INPUT, TrainError, one_line
 from .output import complain
 from .place import Place
@@ -26,10 +27,17 @@ class Group:
     Every method but close() is collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, place: Place, device: Any, backend: str | None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: Any,
+        backend: str | None,
+        collectives: Collectives | None = None,
+    ) -> None:
         self.place = place
         self.device = device
         self.backend = backend
+        self.collectives: Collectives = collectives or TorchCollectives()
 
     @property
     def leads(self) -> bool:
@@ -39,7 +47,13 @@ class Group:
     def sum_over_ranks(self, tensor: Any) -> Any:
         """Add up `tensor`, in place, over all ranks."""
         if self.backend is not None:
-            torch.distributed.all_reduce(tensor)
+            self.collectives.all_reduce(tensor)
+        return tensor
+
+    def largest(self, tensor: Any) -> Any:
+        """The largest of each element of `tensor` over all ranks, in place."""
+        if self.backend is not None:
+            self.collectives.all_reduce(tensor, largest=True)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -49,13 +63,10 @@ class Group:
         # Not all_gather_object: it needs NumPy.
         own = bytes_tensor(json.dumps(value).encode(), self.device)
         size = torch.tensor([own.numel()], dtype=torch.int64, device=self.device)
-        sizes = [torch.zeros_like(size) for _ in range(self.place.world_size)]
-        torch.distributed.all_gather(sizes, size)
-        counts = [int(each.item()) for each in sizes]
+        counts = [int(each.item()) for each in self.collectives.all_gather(size)]
         padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
         padded[: own.numel()] = own
-        parts = [torch.zeros_like(padded) for _ in counts]
-        torch.distributed.all_gather(parts, padded)
+        parts = self.collectives.all_gather(padded)
         return [json.loads(tensor_bytes(part[: counts[i]])) for i, part in enumerate(parts)]
 
     def broadcast(self, payload: bytes | None) -> bytes:
@@ -63,12 +74,12 @@ class Group:
         if self.backend is None:
             return payload or b""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.device)
-        torch.distributed.broadcast(size, src=0)
+        self.collectives.broadcast(size)
         if payload is not None:
             buffer = bytes_tensor(payload, self.device)
         else:
             buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
-        torch.distributed.broadcast(buffer, src=0)
+        self.collectives.broadcast(buffer)
         return tensor_bytes(buffer)
 
     def agree(self, error: TrainError | None) -> None:
@@ -88,9 +99,9 @@ class Group:
         if self.leads:
             complain(message)
         if self.backend is not None:
-            # torchrun ends all ranks when the first exits: rank 0 must have printed by then.
+            # Launchers end all ranks when the first exits: rank 0 must have printed by then.
             with contextlib.suppress(RuntimeError):
-                torch.distributed.barrier()
+                self.collectives.barrier()
         raise TrainError(message, exit_code, reported=True)
 
     @contextlib.contextmanager
@@ -110,15 +121,14 @@ class Group:
                 work()
 
     def close(self) -> None:
-        """Leave the process group.
+        """Leave the group.
 
         The caller has dropped its DDP model by then. What remains of it is freed before the group's
         threads end: otherwise torch 2.13 with gloo sometimes aborts the process (SIGABRT).
         """
         gc.collect()
         if self.backend is not None:
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
+            self.collectives.leave()
             self.backend = None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .errors import BAD_INPUT, TrainError
 from .files import require_writable
 from .models import batch_loss, build_model, build_optimizer
 from .output import complain, say
-from .place import Place
+from .place import find_place
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
 from .selfcheck import check_allreduce, require_exact
 from .snapshot import Found, SnapshotFile, apply_snapshot, from_bytes, make_snapshot, to_bytes
@@ -50,7 +51,7 @@ class Clock:
 class Trainer:
     """A model, its data and its optimizer on one rank.
 
-    `model` is the bare model; `step_model` is the same one, wrapped in DDP when there is a group.
+    `model` is the bare model; `step_model` is the same one, and `optimizer` the given one, as the group trains them.
     """
 
     def __init__(
@@ -60,11 +61,10 @@ class Trainer:
         self.group = group
         self.data = data
         self.model = model
-        self.optimizer = optimizer
-        self.step_model = model
+        self.step_model, self.optimizer = model, optimizer
         if group.backend is not None:
-            ids = [group.device.index] if group.device.type == "cuda" else None
-            self.step_model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
+            prepared = group.collectives.prepare(model, optimizer, group.device)
+            self.step_model, self.optimizer = prepared
         self.sampler = torch.utils.data.distributed.DistributedSampler(
             data,  # only its length is asked for
             num_replicas=group.place.world_size,
@@ -101,10 +101,20 @@ class Trainer:
         return float(loss_sum / count)
 
 
-def _join(arguments: Arguments, place: Place, clock: Clock) -> tuple[Group, dict[str, Any]]:
+def _connect(arguments: Arguments, environ: Mapping[str, str]) -> Group:
+    if arguments.strategy == "horovod":
+        from .horovod_backend import connect_horovod
+
+        return connect_horovod(environ, socket.gethostname(), arguments.backend)
+    return connect(find_place(environ), arguments.backend)
+
+
+def _join(
+    arguments: Arguments, environ: Mapping[str, str], clock: Clock
+) -> tuple[Group, dict[str, Any]]:
     """Join the group, print the table of ranks, and check that they can work together."""
     began = time.perf_counter()
-    group = connect(place, arguments.backend)
+    group = _connect(arguments, environ)
     entry = describe_rank(group)
     ranks = group.gather(entry)
     clock.rendezvous = time.perf_counter() - began
@@ -114,7 +124,7 @@ def _join(arguments: Arguments, place: Place, clock: Clock) -> tuple[Group, dict
         _require_same(group.gather(_shared(arguments)), "command lines")
     entry["allreduce"] = check_allreduce(group)
     with _judged(arguments, group):
-        require_exact(entry["allreduce"], place.host)
+        require_exact(entry["allreduce"], group.place.host)
     return group, entry
 
 
@@ -216,12 +226,12 @@ def _bandwidth(arguments: Arguments, group: Group) -> list[dict[str, Any]]:
     return rows
 
 
-def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
+def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Group:
     """Everything up to the report; returns the group, which is still joined.
 
     The DDP model lives in this function only, so that it is gone when the group is left.
     """
-    group, entry = _join(arguments, place, clock)
+    group, entry = _join(arguments, environ, clock)
     store = SnapshotFile(arguments.checkpoint_path)
     group.on_rank0(lambda: _prepare_files(arguments, store))
     data = _load_data(arguments, group)
@@ -242,7 +252,8 @@ def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
     report = {
         "format": FORMAT,
         "status": "finished",
-        "world_size": place.world_size,
+        "world_size": group.place.world_size,
+        "strategy": arguments.strategy,
         "backend": group.backend,
         "ranks": ranks,
         "model": arguments.model,
@@ -269,6 +280,9 @@ def _work(arguments: Arguments, place: Place, clock: Clock) -> Group:
     return group
 
 
-def run(arguments: Arguments, place: Place, clock: Clock) -> None:
-    """Run the training; raises TrainError, on all ranks alike, for foreseen failures."""
-    _work(arguments, place, clock).close()
+def run(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> None:
+    """Run the training, placed as the launcher's variables say.
+
+    Raises TrainError, on all ranks alike, for foreseen failures.
+    """
+    _work(arguments, environ, clock).close()

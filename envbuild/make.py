@@ -16,7 +16,7 @@ from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.manage import ensure_lock
-from envbuild.make_layers import Declared, on_host
+from envbuild.make_layers import Declared, against, on_host
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -79,6 +79,7 @@ def prepare(
         )
     else:
         lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
+    layers = against(layers, lock)
     trainer = load_trainer()
     plan = make_plan(
         loaded.recipe,

@@ -131,11 +131,11 @@ def _fill_store(
 
 
 def _put_sources(layer: SourceLayer, store: Path, environment: Environment, offline: bool) -> None:
-    from envbuild.layers.source_fetch import KIND, fetch_cuda, fetch_source
+    from envbuild.layers.source_fetch import KIND, fetch_source, fetch_wheels
 
     archive = fetch_source(layer, environment, offline=offline)
     _put(archive, store / KIND / layer.sha256 / archive.name)
-    for wheel in fetch_cuda(layer, environment, offline=offline):
+    for wheel in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):
         digest = environment.store.file_digest(wheel)
         _put(wheel, store / "wheels" / digest / wheel.name)
 

@@ -11,7 +11,7 @@ from envbuild.artifacts import conda, venv
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
 from envbuild.layers.trainer import Trainer
-from envbuild.make_layers import Declared, build_layers
+from envbuild.make_layers import Declared, ahead, build_layers
 from envbuild.plan.plan import Plan
 from envbuild.progress import say as to_stderr
 
@@ -67,6 +67,15 @@ class Conda:
         )  # fmt: skip
 
 
-def _layers(plan: Plan, environment: Environment, say: Say, offline: bool) -> Sequence[LayerFolder]:
+def _layers(
+    plan: Plan, environment: Environment, say: Say, offline: bool
+) -> Callable[[Path], Sequence[LayerFolder]]:
+    """What gives the layers of `plan` to an environment whose interpreter it is told: Python projects are compiled
+    against its packages. All others are built now, so that what fails does so early."""
     declared = Declared(plan.sources, plan.host_layers)
-    return build_layers(declared, plan.folder, environment, say, offline=offline)
+    first = build_layers(ahead(declared), plan.folder, environment, say, offline=offline)
+    if len(first) == len(declared.sources):
+        return lambda python: first
+    return lambda python: build_layers(
+        declared, plan.folder, environment, say, offline=offline, python=python
+    )

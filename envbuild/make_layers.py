@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
 from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -65,6 +69,37 @@ def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> D
     return replace(found, sources=tuple(sources))
 
 
+def against(layers: Declared, lock: Lock | CondaLock) -> Declared:
+    """`layers`, those that are Python projects for the packages of `lock`: they are compiled against these, and are
+    compiled again when one of them is another."""
+    if not any(one.system == "wheel" for one in layers.sources):
+        return layers
+    wheels = lock.pip if isinstance(lock, CondaLock) else lock
+    conda = lock.packages if isinstance(lock, CondaLock) else ()
+    content = [
+        wheels.python,
+        [[one.name, one.version, one.hashes] for one in wheels.packages],
+        [[one.name, one.version, one.sha256] for one in conda],
+    ]
+    packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    sources = (
+        replace(one, environment=f"{one.environment}; packages {packages[:16]}")
+        if one.system == "wheel"
+        else one
+        for one in layers.sources
+    )
+    return replace(layers, sources=tuple(sources))
+
+
+def ahead(layers: Declared) -> Declared:
+    """Those of `layers` that can be built before there is an environment: no Python projects, and nothing on them."""
+    late: set[str] = set()
+    for one in layers.sources:  # each comes after what it requires
+        if one.system == "wheel" or late.intersection(one.requires):
+            late.add(one.name)
+    return replace(layers, sources=tuple(one for one in layers.sources if one.name not in late))
+
+
 def in_image(
     loaded: LoadedRecipe,
     target: Target,
@@ -92,10 +127,17 @@ def in_image(
 
 
 def build_layers(
-    layers: Declared, folder: Path, environment: Environment, say: Say, *, offline: bool
+    layers: Declared,
+    folder: Path,
+    environment: Environment,
+    say: Say,
+    *,
+    offline: bool,
+    python: Path | None = None,
 ) -> list[LayerFolder]:
     """Every source-built layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
 
+    `python` is the interpreter of the finished environment that Python projects among them are compiled against.
     Raises BuildError for a build that fails, HostError where none can run, UsageError for what cannot be built.
     """
     if not layers.sources:
@@ -104,9 +146,11 @@ def build_layers(
     from envbuild.artifacts.layers_in import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
-    _check(layers)
+    _check(layers, python)
     workshop = workshops(layers, folder, environment, say, offline=offline)
     hosts = {one.name: one.path for one in layers.hosts}
+    if python is not None:
+        hosts["python"] = os.path.abspath(python)
     done: dict[str, LayerFolder] = {}
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}
@@ -118,7 +162,7 @@ def build_layers(
     return list(done.values())
 
 
-def _check(layers: Declared) -> None:
+def _check(layers: Declared, python: Path | None) -> None:
     """Raise UsageError for a layer that neither this host nor an image can build."""
     hosts = {one.name: one for one in layers.hosts}
     for one in layers.sources:
@@ -130,12 +174,18 @@ def _check(layers: Declared) -> None:
                 f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
                 "that the nodes' can take the place of when the image is started; or build a venv on a node",
             )
-        if one.system == "wheel":
+        if one.system == "wheel" and layers.builder is not None:
             raise UsageError(
                 f"layer {one.name} is a Python package that is compiled against the environment's torch: "
-                "envbuild does not build such layers yet",
-                f"leave [layers.{one.name}] out, and have pip build it in the finished environment "
-                "(pip install --no-build-isolation)",
+                "envbuild does not build such layers for images yet",
+                "build a venv (envbuild venv) or a conda environment with it on shared storage, or leave it out of "
+                f"this target (`targets = [...]` in [layers.{one.name}])",
+            )
+        if one.system == "wheel" and python is None:
+            raise UsageError(
+                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
+                "it is built with an environment, not alone",
+                "envbuild venv RECIPE, or envbuild conda RECIPE",
             )
 
 

@@ -6,7 +6,7 @@ Unlike a venv its files hold its path: it is made in a folder beside its place w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,11 +72,12 @@ def build(
     final: Path,
     *,
     offline: bool,
-    layers: Sequence[LayerFolder] = (),
+    layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
 
-    `layers` are those of the plan's sources. Raises BuildError: a package or wheel that no source has or that is
+    `layers` gives those of the plan's sources; it is called with the interpreter in `staged` when all packages are
+    installed. Raises what that does, and BuildError: a package or wheel that no source has or that is
     damaged, a path too long for one, a disk that is full or may not be written.
     """
     from envbuild.artifacts.conda_install import install_packages
@@ -98,12 +99,13 @@ def build(
         install_packages(plan.conda, environment.store, staged, final, command, find, add)
     if plan.compile_bytecode:
         _compile(staged, final, environment)
+    folders = layers(interpreter(staged))
     with place.writing(staged):
-        built = install_layers(layers, staged)
+        built = install_layers(folders, staged)
         records = read_records(staged)
         inside = os.fspath(_site_packages(Path(), plan.python))
         added = installed.distributions(staged / inside, owned_dist_infos(records, inside)).values()
-        _check_added(plan, trainer, layers, {d.name: d.version for d in added})
+        _check_added(plan, trainer, folders, {d.name: d.version for d in added})
         state = state_of(
             plan,
             python_version=_python_version(plan),

@@ -24,13 +24,13 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
     if not plan.sources:
         return {}
     from envbuild.layers.relocate import patchelf_program
-    from envbuild.layers.source_fetch import fetch_cuda, fetch_source
+    from envbuild.layers.source_fetch import fetch_source, fetch_wheels
     from envbuild.layers.source_standalone import describe
 
     files: dict[str, Path | bytes] = {}
     for layer in plan.sources:
         files[f"{layer.sha256}.source"] = fetch_source(layer, environment, offline=offline)
-        for wheel in fetch_cuda(layer, environment, offline=offline) if layer.wheels else ():
+        for wheel in fetch_wheels(layer.wheels, environment, offline=offline):
             files[wheel.name] = wheel
         files |= {f"{patch.sha256}.patch": Path(patch.path) for patch in layer.patches}
     if Target.parse(plan.target).arch == host_arch():  # it is one static program

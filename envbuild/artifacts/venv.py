@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,13 +68,13 @@ def build(
     *,
     python: str | None,
     offline: bool,
-    layers: Sequence[LayerFolder] = (),
+    layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged` and return its state.
 
-    `python` is an interpreter's path or version (default: the plan's version), `layers` are those of the plan's
-    sources. Raises BuildError,
-    LockError (a wheel that no source has) or HostError (no fitting interpreter).
+    `python` is an interpreter's path or version (default: the plan's version). `layers` gives those of the plan's
+    sources; it is called with the environment's interpreter when all wheels are installed. Raises BuildError, LockError
+    (a wheel that no source has) or HostError (no fitting interpreter), and what `layers` raises.
     """
     from envbuild.artifacts.layers_in import install_layers
 
@@ -100,10 +100,11 @@ def build(
         plan, trainer, wheels, environment, staged, interpreter(staged),
         "--compile-bytecode" if plan.compile_bytecode else None,
     )  # fmt: skip
+    folders = layers(interpreter(staged))
     with place.writing(staged):
-        built = install_layers(layers, staged)
+        built = install_layers(folders, staged)
         found = installed.distributions(site_packages(staged, plan.python))
-        _check_installed(plan, trainer, layers, {d.name: d.version for d in found.values()})
+        _check_installed(plan, trainer, folders, {d.name: d.version for d in found.values()})
         state = state_of(
             plan,
             python_version=_config(staged).get("version_info", plan.python),

@@ -41,7 +41,7 @@ def layers_command(
       srun -p arm envbuild layers pt_efa --target cu130-aarch64
       envbuild layers pt_efa --for host --json
     """
-    from envbuild.make_layers import build_layers, in_image, on_host
+    from envbuild.make_layers import ahead, build_layers, in_image, on_host
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
@@ -49,7 +49,10 @@ def layers_command(
     if place == "image":
         found = in_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
     else:
-        found = on_host(loaded, wanted, environment)
+        every = on_host(loaded, wanted, environment)
+        found = ahead(every)
+        for late in (one for one in every.sources if one not in found.sources):
+            say(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
     built = build_layers(found, loaded.folder, environment, say, offline=offline)
     if as_json:
         layers = [

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,9 @@ _DECIDE = (
     "CRAYPE_VERSION", "CRAY_CPU_TARGET",
 )  # fmt: skip
 
+# An option that has a Python project use the host's MPI.
+_MPI = re.compile(r"[A-Z0-9_]*WITH_MPI=1")
+
 # Ends all that a command started when we are killed ourselves: make would tell its children alone, not theirs.
 _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
@@ -58,6 +62,8 @@ def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
     parts = [_compiler(layer, kept, "CC", ("cc", "gcc"))]
     with contextlib.suppress(HostError):
         parts.append(_compiler(layer, kept, "CXX", ("c++", "g++")))
+    if any(_MPI.fullmatch(option) for option in layer.configure):
+        parts.append(_mpi(kept))
     parts.append(" ".join(platform.libc_ver()))
     parts.append(os.uname().machine)
     decide = [f"{name}={kept[name]}" for name in _DECIDE if kept.get(name)]
@@ -85,6 +91,15 @@ def _compiler(
         + (f" ({key}={variables[key]})" if variables.get(key) else ""),
         "load the module of one, or install it (Debian: apt-get install gcc g++ make libc6-dev)",
     )
+
+
+def _mpi(variables: Mapping[str, str]) -> str:
+    """The MPI that is on PATH, by what its launcher says: "mpirun (Open MPI) 4.1.4"."""
+    program = shutil.which("mpirun", path=variables["PATH"])
+    if program is None:
+        return "no MPI"
+    done = process.run([program, "--version"], env={**variables, "LC_ALL": "C"}, check=False)
+    return " ".join(done.stdout.split()[:4])
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,11 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
 from envbuild.layers.source_causes import failure, keep_log
-from envbuild.layers.source_fetch import fetch_cuda, fetch_source
+from envbuild.layers.source_fetch import fetch_source, fetch_wheels
 from envbuild.layers.source_manifest import Manifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_steps import Job, StepError, make_layer
 from envbuild.layers.source_unpack import unpack_cuda
+from envbuild.layers.source_wheel import environment_of, renew_records, unpack_tools
 from envbuild.layers.workshop import Workshop
 from envbuild.limits import workers
 from envbuild.plan.sources import SourceLayer
@@ -53,8 +54,9 @@ def build_layer(
 
     `requires` are the folders that this function returned for layers which `layer` requires, `hosts` the folders that
     nodes have instead, each by name; more than it requires may be given. Where the layer is a Python project, "python"
-    among them is the interpreter, with what the build imports, that it is built for. `workshop` opens a place with
-    compilers over an empty folder. The content belongs to the store: copy it, never link it where others may write.
+    among them is the absolute path of the interpreter that it is built for, whose environment has what the build
+    imports; `layer.environment` says what that is, so the interpreter's place decides nothing. `workshop` opens a place
+    with compilers over an empty folder. The content belongs to the store: copy it, never link it where others write.
 
     Raises BuildError naming the step that failed, with the end of its log, and what `workshop` raises. Another
     process that builds the same is waited for. Ctrl-C stops the build and leaves nothing but the archive.
@@ -66,14 +68,14 @@ def build_layer(
         )
     needed = {name: requires[name] for name in layer.requires if name not in hosts}
     folders = {name: hosts[name] for name in layer.requires if name in hosts}
-    if layer.system == "wheel" and "python" in hosts:
-        folders["python"] = hosts["python"]
+    python = PurePath(hosts.get("python", "python3")) if layer.system == "wheel" else None
     store = environment.store
     tree = store.root / "built" / layer_key(layer, needed, folders) / "tree"
     if read_manifest(tree) is not None:
         return tree
     archive = fetch_source(layer, environment, offline=offline)
-    cuda = fetch_cuda(layer, environment, offline=offline) if layer.wheels else []
+    cuda = fetch_wheels(layer.wheels, environment, offline=offline)
+    tools = fetch_wheels(layer.build, environment, offline=offline)
     lock = store.folder("partial") / f"built-{tree.parent.name}"
     try:
         with alone(lock, threading.Event()):
@@ -81,8 +83,9 @@ def build_layer(
                 begun = time.monotonic()
                 with store.working("building") as folder:
                     made = _build(
-                        layer, archive, cuda, needed, folders, workshop, folder, environment, say
-                    )
+                        layer, archive, cuda, tools, needed, folders, python, workshop, folder,
+                        environment, say,
+                    )  # fmt: skip
                     _put(store, made, tree.parent)
                 say(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
     finally:
@@ -111,8 +114,10 @@ def _build(
     layer: SourceLayer,
     archive: Path,
     cuda: list[Path],
+    tools: list[Path],
     requires: Mapping[str, Path],
     hosts: Mapping[str, str],
+    python: PurePath | None,
     workshop: Callable[[Path], AbstractContextManager[Workshop]],
     folder: Path,
     environment: Environment,
@@ -131,6 +136,9 @@ def _build(
         if cuda:
             unpack_cuda(cuda, work / "cuda")
             own["cuda"] = shop.inside / "cuda"
+        if python is not None:
+            places["python"] = python
+            unpack_tools(tools, work)
         patches = [Path(patch.path) for patch in layer.patches]
         _check_patches(layer)
         job = Job(
@@ -146,8 +154,12 @@ def _build(
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
         arch = layer.target.rpartition("-")[2]
-        traces = sorted({str(shop.inside), str(work)})
-        done = relocate(staged, arch, traces, own, host_libraries(hosts.values()))
+        traces = {str(shop.inside), str(work)}
+        if python is not None and python.is_absolute():
+            traces.add(str(environment_of(python)))
+        done = relocate(staged, arch, sorted(traces), own, host_libraries(hosts.values()))
+        if python is not None:
+            renew_records(staged, layer.name)
     return _finish(layer, staged, done, folder, say)
 
 

@@ -36,6 +36,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     (r"fatal error: ([^:\s]+): No such file or directory",
      "the header {0} is missing: install the development package that has it, load its module, or name the package in "
      "[image] build_packages"),
+    (r"#error C\+\+([0-9]+) or later compatible compiler is required",
+     "torch's headers are C++{0}: say so with a patch, as recipes/horovod/patches/cxx20.patch does"),
+    (r"Could NOT find MPI",
+     "there is no MPI to compile with: load a module, install libopenmpi-dev, or take its option out of `configure`"),
     (r"cannot find -l([A-Za-z0-9_.+-]+)",
      "the library lib{0} is missing: install its development package, load its module, or name the package in "
      "[image] build_packages"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.plan.sources import SourceLayer
+from envbuild.plan.sources import BuildWheel, SourceLayer
 from envbuild.site.pip_config import redact
 
 if TYPE_CHECKING:
@@ -57,11 +57,15 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     raise _not_found(layer, answers, found_sums, offline)
 
 
-def fetch_cuda(layer: SourceLayer, environment: Environment, *, offline: bool) -> list[Path]:
-    """The wheels that the layer's build reads. Raises BuildError naming those that no source has."""
+def fetch_wheels(
+    wheels: Sequence[BuildWheel], environment: Environment, *, offline: bool
+) -> list[Path]:
+    """Wheels that a build reads or runs, by hash. Raises BuildError naming those that no source has."""
+    if not wheels:
+        return []
     from envbuild.store.fetch import Wanted, locate_wheels
 
-    wanted = [Wanted(one.name, one.version, frozenset(one.hashes)) for one in layer.wheels]
+    wanted = [Wanted(one.name, one.version, frozenset(one.hashes)) for one in wheels]
     found = locate_wheels(
         wanted,
         environment.store,

@@ -21,6 +21,7 @@ from envbuild.toml import nearest
 
 _FILE = Path(__file__).resolve().parents[1] / "data" / "sources.toml"
 _NEGATED = re.compile("^--(without|disable)-")
+_NEGATED_VARIABLE = re.compile("^((?:[A-Z0-9]+_)+)WITHOUT_")
 _POSITIVE = {"--without-": "--with-", "--disable-": "--enable-"}
 _OWN_PLACES = frozenset({"prefix", "install"})
 
@@ -117,6 +118,7 @@ def _layer(
     requires = tuple(one for one in _requires(known, table) if kinds.get(one) != "wheel")
     own = {_key(option) for option in table.configure}
     configure = tuple(o for o in known.configure if _key(o) not in own) + table.configure
+    system = known.system if table.system == "default" else table.system
     places = {place for option in configure for place in PLACE.findall(option)}
     for place in sorted(places - _OWN_PLACES - {"cuda"} - set(requires)):
         raise RecipeError(
@@ -127,7 +129,7 @@ def _layer(
         name=name,
         version=table.version,
         target=target.name,
-        system=known.system if table.system == "default" else table.system,
+        system=system,
         url=url,
         sha256=sha256,
         configure=configure,
@@ -138,6 +140,7 @@ def _layer(
         packages=tuple(dict.fromkeys([*_data()["debian"]["packages"], *known.packages])),
         licences=known.licences,
         check=known.check,
+        build=_build_wheels(target) if system == "wheel" else (),
     )
 
 
@@ -148,7 +151,9 @@ def _url(known: Known, version: str) -> str:
 
 def _key(option: str) -> str:
     """What an option is about, so that a recipe's own takes the place of a known one: --without-x is about --with-x."""
-    return _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
+    name = _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
+    # HOROVOD_WITHOUT_MPI=1 is about HOROVOD_WITH_MPI.
+    return _NEGATED_VARIABLE.sub(r"\1WITH_", name)
 
 
 @lru_cache(maxsize=1)
@@ -218,6 +223,13 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
             if version is None
             else f"choose one of {', '.join(known)}, or give a toolkit's folder in the layer's own `configure`",
         )
+    return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
+
+
+def _build_wheels(target: Target) -> tuple[BuildWheel, ...]:
+    """The wheels that the build of a Python project runs on the processor of `target`."""
+    known = _data()["build"]
+    rows = {**known["any"], **known[target.arch]}
     return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
 
 

@@ -210,23 +210,9 @@ def _make(job: Job) -> None:
 
 
 def _wheel(job: Job) -> None:
-    """A wheel of a Python project, unpacked into site-packages. Options are variables of its build, NAME=VALUE."""
-    from envbuild.layers.source_unpack import unpack_wheel
+    from envbuild.layers.source_wheel import build_wheel
 
-    python = str(job.places.get("python", "python3"))
-    work, inside = job.workshop.work, job.workshop.inside
-    variables = dict(option.split("=", 1) for option in job.options() if "=" in option)
-    told = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
-    job.run("python", [python, "-c", told, str(inside / "python-version")])
-    job.run(
-        "pip wheel",
-        [python, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index",
-         "--disable-pip-version-check", "--wheel-dir", str(inside / "dist")],
-        {"MAKEFLAGS": f"-j{job.jobs}", "MAX_JOBS": str(job.jobs), **variables},
-    )  # fmt: skip
-    version = (work / "python-version").read_text(encoding="ascii").strip()
-    for wheel in sorted((work / "dist").glob("*.whl")):
-        unpack_wheel(wheel, job.staged, version)
+    build_wheel(job)
 
 
 _SYSTEMS: Mapping[str, Callable[[Job], None]] = {

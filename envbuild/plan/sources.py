@@ -35,7 +35,8 @@ class SourceLayer:
     `tools` are programs that a build needs, `packages` the Debian packages that have them and libraries.
     `licences` are patterns of licence files in the source. `check` is a command of the artifact, with its arguments,
     that shows that the layer works. `environment` is what the build depends on besides: the compiler of a host,
-    the digest of a builder image; "" until it is known.
+    the digest of a builder image, the packages that a Python project is compiled against; "" until it is known.
+    `build` are the wheels that the build of a Python project runs: pip, setuptools, cmake.
     """
 
     name: str
@@ -53,6 +54,7 @@ class SourceLayer:
     licences: tuple[str, ...] = ()
     check: tuple[str, ...] = ()
     environment: str = ""
+    build: tuple[BuildWheel, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -62,6 +64,8 @@ class SourceLayer:
             [patch.sha256 for patch in self.patches], self.requires,
             [[wheel.name, wheel.version] for wheel in self.wheels], self.packages, self.environment,
         ]  # fmt: skip
+        if self.build:  # a layer without them has the digest that it always had
+            content.append([[wheel.name, wheel.version] for wheel in self.build])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

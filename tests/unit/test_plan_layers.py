@@ -409,6 +409,31 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     assert refused.value.hint and "envbuild layers" in refused.value.hint
 
 
+def test_a_python_project_is_compiled_again_for_other_packages_and_nothing_else_is() -> None:
+    project = dataclasses.replace(SOURCE, name="project", system="wheel", environment="gcc 12")
+    declared = Declared((SOURCE, project))
+    packages = (LockedPackage("torch", "2.13.0+cpu", ("a" * 64,)),)
+    lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
+    foo, first = make_layers.against(declared, lock).sources
+    assert foo == SOURCE and first.environment.startswith("gcc 12; packages ")
+    # What does not change the packages does not compile for minutes.
+    same = dataclasses.replace(lock, recipe="other", recipe_digest="sha256:e")
+    assert make_layers.against(declared, same).sources == (foo, first)
+    for other in (
+        dataclasses.replace(lock, packages=(LockedPackage("torch", "2.13.0+cpu", ("b" * 64,)),)),
+        dataclasses.replace(lock, python="3.12"),
+    ):
+        assert make_layers.against(declared, other).sources[1].digest != first.digest
+
+
+def test_what_a_python_project_is_needed_for_waits_for_it() -> None:
+    project = dataclasses.replace(SOURCE, name="project", system="wheel")
+    on_it = dataclasses.replace(SOURCE, name="on-it", requires=("project",))
+    more = dataclasses.replace(SOURCE, name="more", requires=("on-it",))
+    first = make_layers.ahead(Declared((SOURCE, project, on_it, more), (HOST,)))
+    assert first == Declared((SOURCE,), (HOST,))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
+from envbuild.artifacts.installed import check_files
 from envbuild.errors import BuildError
+from envbuild.layers import source_wheel
 from envbuild.layers.host_workshop import build_variables, host_workshop
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure, likely_cause
@@ -150,6 +153,44 @@ def test_wheels_of_cuda_become_one_toolkit(tmp_path: Path) -> None:
     assert (tmp_path / "cuda/include/cuda.h").is_file()
     assert (tmp_path / "cuda/include/crt/host.h").is_file()
     assert (tmp_path / "cuda/lib64/libcudart.so").read_text() == "x"
+
+
+def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(
+    tmp_path: Path,
+) -> None:
+    tree = tmp_path / "env"
+    site = tree / "lib/python3.11/site-packages"
+    info = site / "foo-1.0.dist-info"
+    info.mkdir(parents=True)
+    for path, text in {
+        site / "foo, bar.py": "x = 1", site / "lib.so": "stripped", tree / "share/licenses/foo/LICENSE": "MIT",
+        info / "RECORD": "lib.so,sha256=old,5\ngone.a,sha256=x,1\n", info / "METADATA": "Name: foo",
+    }.items():  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (info / "entry_points.txt").write_text("[console_scripts]\nfoo = foo.cli:Main.run\n")
+    (tree / "bin").mkdir()
+    (tree / "bin/script").write_text("#!python -s\nprint('script')\n")
+    source_wheel._add_scripts(tree, "foo")
+    source_wheel.renew_records(tree, "foo")
+    report = check_files(site)
+    assert (report.missing, report.altered, report.unowned) == ([], [], []) and report.files == 7
+    assert (info / "INSTALLER").read_text() == "envbuild\n"
+    assert "gone.a" not in (info / "RECORD").read_text()
+    # Started by the interpreter beside it, wherever that is, by whatever name and with any arguments.
+    (tree / "bin/python").symlink_to(sys.executable)
+    (site / "foo").mkdir()
+    (site / "foo/cli.py").write_text(
+        "import sys\nclass Main:\n    def run():\n        print(sys.executable, sys.argv[1:])\n"
+    )
+    moved = tmp_path / "else where"
+    tree.rename(moved)
+    (tmp_path / "link").symlink_to(moved / "bin/foo")
+    env = {"PYTHONPATH": str(moved / "lib/python3.11/site-packages"), "PATH": os.environ["PATH"]}
+    done = subprocess.run([tmp_path / "link", "a b", "$c"], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{moved}/bin/python ['a b', '$c']\n", done.stderr
+    script = subprocess.run([moved / "bin/script"], env=env, capture_output=True, text=True)
+    assert script.stdout == "script\n", script.stderr
 
 
 def test_a_wheel_is_laid_out_for_its_python(tmp_path: Path) -> None:
@@ -290,6 +331,8 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
         ("configure.ac:8: error: possibly undefined macro: AC_PROG_LIBTOOL\n", "macro AC_PROG_LIBTOOL"),
         ("patching file a.c\nHunk #1 FAILED at 3.\n1 out of 1 hunk FAILED\n", "patch does not fit"),
         ("make: *** No rule to make target 'install'.  Stop.\n", "no install target"),
+        ("all.h:9:2: error: #error C++20 or later compatible compiler is required to use PyTorch.\n", "are C++20"),
+        ("CMake Error at Modules/Find.cmake:233 (message):\n  Could NOT find MPI (missing: MPI_CXX_FOUND)\n", "no MPI"),
     ],
 )  # fmt: skip
 def test_well_known_messages_are_explained(log: str, cause: str) -> None:

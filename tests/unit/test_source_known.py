@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -188,3 +189,19 @@ def test_the_data_has_a_whole_hash_for_each_version_and_headers_for_each_process
         for row in [row for rows in processors.values() for row in rows.values()]:
             assert row[0].startswith(version + ".")
             assert all(re.fullmatch("[0-9a-f]{64}", one) for one in row[1:]) and len(row) > 1
+
+
+def test_horovod_brings_what_builds_it_and_the_recipe_chooses_mpi(tmp_path: Path) -> None:
+    plain = '[layers.horovod]\nversion = "0.28.1"\n'
+    here = _layers(tmp_path, plain, "cpu-x86_64")["horovod"]
+    assert here.system == "wheel" and "cmake" not in here.tools
+    assert {one.name for one in here.build} >= {"pip", "setuptools", "packaging", "cmake"}
+    assert "HOROVOD_WITHOUT_MPI=1" in here.configure
+    mpi = _layers(tmp_path, plain + 'configure = ["HOROVOD_WITH_MPI=1"]\n', "cpu-x86_64")["horovod"]
+    assert "HOROVOD_WITH_MPI=1" in mpi.configure and "HOROVOD_WITHOUT_MPI=1" not in mpi.configure
+    assert "HOROVOD_WITH_GLOO=1" in mpi.configure and mpi.digest != here.digest
+    other = _layers(tmp_path, plain, "cu126-aarch64")["horovod"]
+    cmake = [one.hashes for one in (*here.build, *other.build) if one.name == "cmake"]
+    assert len(set(cmake)) == 2, "each processor has programs of its own"
+    changed = dataclasses.replace(here.build[0], version="1")
+    assert dataclasses.replace(here, build=(changed, *here.build[1:])).digest != here.digest

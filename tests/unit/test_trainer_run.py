@@ -26,7 +26,7 @@ RANK_KEYS = {
 REPORT_KEYS = {
     "format", "status", "world_size", "backend", "ranks", "model", "data", "seed", "batch_size",
     "dataset_size", "steps_per_epoch", "start_epoch", "resumed_from", "rejected_snapshots",
-    "total_epochs", "losses", "snapshots", "bandwidth", "seconds",
+    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "strategy",
 }  # fmt: skip
 
 

@@ -1,0 +1,164 @@
+"""A Python project as a layer: compiled against an environment's packages, laid out in site-packages.
+
+pip builds a wheel with the interpreter that it is for, without isolation and without an index: what is imported is that
+environment's, and what only builds (pip, setuptools, cmake) lies in a folder aside. Sources: PEP 517 (build back ends);
+"Binary distribution format" and "Recording installed projects" of the PyPA (scripts, RECORD, INSTALLER).
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from envbuild.errors import BuildError
+from envbuild.layers.entry_points import entry_point_scripts
+from envbuild.layers.source_steps import PREFIX
+from envbuild.layers.source_unpack import unpack_wheel, unzip
+
+if TYPE_CHECKING:
+    from envbuild.layers.source_steps import Job
+
+# Where the wheels of SourceLayer.build lie, below the folder of the build.
+TOOLS = "tools"
+_WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
+_VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
+# Compilers are told by these; a recipe's own go after ours, and win.
+_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
+_INSTALLER = "envbuild\n"
+# A script that is started by the interpreter beside it, wherever the environment is: sh runs the second line, which is
+# a string for Python.
+_START = (
+    "#!/bin/sh\n"
+    "'''exec' \"$(dirname -- \"$(realpath -- \"$0\")\")\"/'python' \"$0\" \"$@\"\n"
+    "' '''\n"
+)  # fmt: skip
+
+
+def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
+    """Lay out the wheels that a build runs below its folder `work`: modules, and programs in bin.
+
+    Raises BuildError for a damaged one.
+    """
+    folder = work / TOOLS
+    folder.mkdir()
+    for wheel in wheels:
+        unzip(wheel, folder)
+    for scripts in sorted(folder.glob("*.data/scripts")):
+        shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)
+
+
+def build_wheel(job: Job) -> None:
+    """Build the project of `job` for the interpreter `job.places["python"]` and lay its wheel out in `job.staged`.
+
+    The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError for a project that gives
+    none or several wheels.
+    """
+    python = job.places.get("python", PurePath("python3"))
+    work, inside = job.workshop.work, job.workshop.inside
+    job.run("python", [str(python), "-c", _VERSION, str(inside / "python-version")])
+    job.run(
+        "pip wheel",
+        ["sh", "-c", _WITH_PATH, "sh", _programs(work, inside), str(python), "-m", "pip", "wheel", ".",
+         "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check",
+         "--wheel-dir", str(inside / "dist")],
+        _variables(job, python),
+    )  # fmt: skip
+    wheels = sorted((work / "dist").glob("*.whl"))
+    if len(wheels) != 1:
+        raise BuildError(
+            f"{job.layer.name} {job.layer.version}: pip made {len(wheels)} wheels of it, not one"
+        )
+    version = (work / "python-version").read_text(encoding="ascii").strip()
+    unpack_wheel(wheels[0], job.staged, version)
+    _add_scripts(job.staged, wheels[0].name)
+
+
+def renew_records(tree: Path, name: str) -> None:
+    """Write RECORD and INSTALLER of the one distribution in `tree` anew: stripping and moving changed its libraries.
+
+    The licences that the layer `name` keeps aside are no part of it.
+    """
+    for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
+        (info / "INSTALLER").write_text(_INSTALLER, encoding="utf-8")
+        rows = [
+            (os.path.relpath(path, info.parent), *_hash(path))
+            for path in _files(tree)
+            if path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
+        ]
+        rows.append((f"{info.name}/RECORD", "", ""))
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(sorted(rows))
+        (info / "RECORD").write_text(text.getvalue(), encoding="utf-8")
+        for one in ("INSTALLER", "RECORD"):
+            (info / one).chmod(0o644)
+
+
+def environment_of(python: PurePath) -> PurePath:
+    """The environment's root of an interpreter in its bin."""
+    return python.parent.parent
+
+
+def _programs(work: Path, inside: PurePath) -> str:
+    """The folders with programs of the tools, for PATH. cmake's wheel has them in cmake/data/bin."""
+    found = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
+    return ":".join(str(inside / path.relative_to(work)) for path in found)
+
+
+def _variables(job: Job, python: PurePath) -> dict[str, str]:
+    """The variables of the build: nothing of the host's pip and Python, no path of a folder that will be gone."""
+    inside, ours = job.workshop.inside, job.variables()
+    maps = ours["CPPFLAGS"]
+    if python.is_absolute():
+        maps = f"-ffile-prefix-map={environment_of(python)}={PREFIX} {maps}"
+    variables = {
+        "PYTHONPATH": str(inside / TOOLS),
+        "PYTHONNOUSERSITE": "1",
+        # Modules that the build imports are compiled aside: the environment stays as it was installed.
+        "PYTHONPYCACHEPREFIX": str(inside / "pycache"),
+        "PYTHONHASHSEED": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+        "MAKEFLAGS": f"-j{job.jobs}",
+        "MAX_JOBS": str(job.jobs),
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(job.jobs),
+        "CFLAGS": maps,
+        "CXXFLAGS": maps,
+    }  # fmt: skip
+    for option in job.options():
+        name, _, value = option.partition("=")
+        before = variables.get(name) or ours.get(name, "")
+        variables[name] = f"{before} {value}".strip() if name in _FLAGS else value
+    return variables
+
+
+def _add_scripts(tree: Path, where: str) -> None:
+    """Make the programs of entry points, and have scripts find the interpreter beside them."""
+    programs = tree / "bin"
+    for path in sorted(programs.iterdir()) if programs.is_dir() else ():
+        head, _, rest = path.read_bytes().partition(b"\n")
+        if head.startswith(b"#!python"):
+            path.write_bytes(_START.encode() + rest)
+            path.chmod(0o755)
+    for text in sorted(tree.glob("lib/python*/site-packages/*.dist-info/entry_points.txt")):
+        for name, script in entry_point_scripts(text.read_text(encoding="utf-8"), "", where):
+            programs.mkdir(exist_ok=True)
+            (programs / name).write_bytes(_START.encode() + script.partition(b"\n")[2])
+            (programs / name).chmod(0o755)
+
+
+def _files(tree: Path) -> Iterator[Path]:
+    for here, _, names in os.walk(tree):
+        yield from (Path(here, name) for name in names)
+
+
+def _hash(path: Path) -> tuple[str, str]:
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").digest()
+    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return f"sha256={encoded}", str(path.stat().st_size)
