@@ -102,7 +102,7 @@ def job_command(
       envbuild job pt_cpu --site aws-parallelcluster --nodes 4 --submit
       envbuild job pytorch.sqsh --site slurm-modules --script train.py -- --lr 0.1
       envbuild job pt_cpu --site aws-eks --out job.yaml
-      envbuild job pt_cpu --site local --explain --preflight 50 10
+      envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
     from envbuild.jobs.artifact import open_artifact
     from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds

@@ -49,6 +49,8 @@ def open_artifact(
     path = Path(named)
     if "@sha256:" in named:
         return _image(named, target, unverified)
+    if (path / "recipe.toml").is_file():
+        return _built(path.resolve().name, kinds, target, unverified)
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
         return _local(path, target, unverified)
     if "/" in named:

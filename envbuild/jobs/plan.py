@@ -14,6 +14,7 @@ from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TIME = re.compile(r"(\d+-)?\d{1,3}:\d{2}:\d{2}")
 _LAUNCHERS: dict[Scheduler, tuple[Launcher, ...]] = {
     "slurm": ("srun", "mpirun"),
     "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
@@ -131,6 +132,8 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     time, origins["time"] = _first(
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
+    if not _TIME.fullmatch(time):
+        raise UsageError(f"{time!r} is no time limit", "HH:MM:SS or D-HH:MM:SS, such as 04:00:00")
     _check_rendezvous(request, opened, scheduler)
     variables, library_path = variables_of(opened, site, runtime, nproc, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")

@@ -137,6 +137,7 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (SLURM + "[node]\ngpus = 2\n", JobRequest(nproc_per_node=4), _opened(target="cu126-x86_64"), "has 2 GPUs"),
         (SLURM, JobRequest(launcher="pbsdsh"), _opened(), "one of srun, mpirun"),
         (SLURM, JobRequest(name="a b"), _opened(), "cannot be a job's name"),
+        (SLURM, JobRequest(time="banana"), _opened(), "is no time limit"),
         (SLURM, JobRequest(script="absent.py"), _opened(), "there is no script absent.py"),
         (SLURM, JobRequest(strategy="single", nodes=2), _opened(), "leave out --nodes"),
         (SLURM, JobRequest(rendezvous="etcd-v2"), _opened(), "needs --endpoint"),
@@ -197,6 +198,9 @@ def test_a_recipe_means_what_was_built_of_it(
     assert opened.artifact.path == str(folder)
     assert opened.artifact.python == str(folder / "bin/python")
     assert opened.packages == {"torch"}
+    (tmp_path / "recipes/pt_cpu").mkdir(parents=True)
+    (tmp_path / "recipes/pt_cpu/recipe.toml").write_text("")
+    assert open_artifact("recipes/pt_cpu", ("venv",), None) == opened
     _built(tmp_path / "build/pt_cpu/cpu-aarch64/venv", True)
     with pytest.raises(UsageError, match="cpu-aarch64, cpu-x86_64"):
         open_artifact("pt_cpu", ("venv",), None)
