@@ -23,6 +23,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.manifests import container_of, expanded, faults
+from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
 
 from envbuild.errors import UsageError
@@ -312,9 +313,7 @@ def test_the_shell_in_manifests_passes_shellcheck(name: str, tmp_path: Path) -> 
         if document["kind"] in ("PyTorchJob", "TrainJob", "Job"):
             script.write_text("#!/bin/sh\n" + container_of(document)["command"][2])
     # 2006: backquotes instead of $(…), which is kubelet's.
-    line = ["shellcheck", "--exclude=SC2006,SC2154", str(script)]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    assert shellcheck("--exclude=SC2006,SC2154", script) == ""
 
 
 # What the operators do with a manifest.

