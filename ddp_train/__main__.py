@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-import traceback
 
 from .args import parse_arguments
+from .ending import leave
 from .errors import RUNTIME, TrainError, one_line
 from .output import complain
 from .place import die_with_parent
@@ -37,26 +36,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _leave() -> None:
-    """Run main() and end the process at once.
-
-    Not by sys.exit(): threads that torch's gloo backend has left behind sometimes abort the process
-    (SIGABRT) while the interpreter winds down, and a finished training would count as failed.
-    """
-    code = RUNTIME
-    try:
-        code = main()
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else RUNTIME
-    except KeyboardInterrupt:
-        code = 130
-    except BaseException:  # noqa: BLE001 - whatever it is, it is shown, and the process ends
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _leave()
+    leave(main)

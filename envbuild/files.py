@@ -6,6 +6,15 @@ import os
 import tempfile
 from pathlib import Path
 
+import envbuild
+
+
+def shipped(name: str) -> Path:
+    """The folder `name` that comes with envbuild: inside an installed wheel, or at a checkout's top."""
+    package = Path(envbuild.__file__).parent
+    bundled = package / "_bundled" / name
+    return bundled if bundled.is_dir() else package.parent / name
+
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """Write `text` beside `path` and rename it into place; parents are made. Raises OSError."""

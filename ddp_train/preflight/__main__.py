@@ -15,10 +15,10 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from ..ending import leave
 from ..errors import BAD_INPUT, RUNTIME, TrainError
 from .head import Head
 from .judge import judge
@@ -197,22 +197,5 @@ def _print(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-def _leave() -> None:
-    """Run main() and end the process at once: a look-up that hangs in a thread must not keep it."""
-    code = RUNTIME
-    try:
-        code = main()
-    except SystemExit as stop:  # --help
-        code = stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt:
-        code = 130
-    except BaseException:  # noqa: BLE001 - whatever it is, it is shown, and the process ends
-        traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _leave()
+    leave(main)

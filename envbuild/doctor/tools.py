@@ -8,12 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import envbuild
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Finding, Host
 from envbuild.doctor.run import together
+from envbuild.site.settings import site_files
 
 # What a shell says of a program that cannot be started, a library missing for instance.
 _UNSTARTED = (126, 127)
@@ -82,10 +82,7 @@ def configuration(host: Host) -> Iterator[Finding]:
             host.hint or "correct the file; every command reads it",
         )
         return
-    named = host.variables.get("ENVBUILD_SITE")
-    home = host.variables.get("XDG_CONFIG_HOME") or f"{host.variables.get('HOME', '~')}/.config"
-    places = [named] if named else ["/etc/envbuild/site.toml", f"{home}/envbuild/site.toml"]
-    there = [place for place in places if Path(place).is_file()]
+    there = [str(path) for path in site_files(host.variables) if path.is_file()]
     what = ", ".join(there) if there else "none; defaults are in force"
     remedy = "" if there else "`envbuild site init` writes one for this host"
     yield Finding("configuration", "ok" if there else "info", what, remedy, {"files": there})

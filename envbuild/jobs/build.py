@@ -6,13 +6,11 @@ import importlib
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-import envbuild
 from envbuild.errors import UsageError
 from envbuild.jobs.model import JobArtifact, JobPlan
-from envbuild.jobs.modules import module_lines
 from envbuild.jobs.plan import JobRequest, scheduler_of
 from envbuild.jobs.quote import path_word, word, words
-from envbuild.jobs.script import STOP
+from envbuild.jobs.script import opening
 from envbuild.site.job_site import JobSite
 
 _VERIFIED = (
@@ -79,16 +77,12 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
 def render_build(plan: JobPlan, build: Build) -> str:
     """The script for sbatch or qsub. Raises UsageError for what it cannot express."""
     directives = importlib.import_module(f"envbuild.jobs.{plan.scheduler}").directives
-    login = " -l" if plan.modules and not plan.site.modules.init else ""
-    lines = [f"#!/bin/bash{login}", *directives(plan)]
-    what = f"the {build.kind} environment of {build.name} for {build.target}"
-    lines.append(
-        f"# envbuild {envbuild.__version__}: builds {what} on a node of site {plan.site.name}"
-    )
-    lines.append(STOP)
-    if plan.modules:
-        lines += ["# Exactly these modules, at run time too.", module_lines(plan)]
-    lines += ["set -euo pipefail", f"cd {path_word(plan.work, '--work')}", "unset XDG_RUNTIME_DIR"]
+    what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
+    lines = [
+        opening(plan, directives(plan), what, "Exactly these modules, at run time too."),
+        f"cd {path_word(plan.work, '--work')}",
+        "unset XDG_RUNTIME_DIR",
+    ]
     for name, value in plan.variables:
         lines.append(f"export {name}={word(value, f'variable {name}')}")
     if plan.site.paths.scratch:

@@ -9,7 +9,7 @@ import re
 
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import directive, directive_line
-from envbuild.jobs.script import check, known, opening, programs, steps
+from envbuild.jobs.script import about, check, known, opening, programs, steps
 
 _JOB = r"""# 123.server, or 123[4].server in an array
 nodes=@NODES@ job=${PBS_JOBID//[^A-Za-z0-9_.-]/_} job_number=${PBS_JOBID%%[!0-9]*}
@@ -37,7 +37,7 @@ def render_pbs(plan: JobPlan) -> str:
     check(plan, ("mpiexec", "mpirun", "pbsdsh", "ssh"))
     return "\n".join(
         [
-            opening(plan, directives(plan)),
+            opening(plan, directives(plan), about(plan)),
             "",
             known(plan, _JOB),
             f"{_HOSTS}",

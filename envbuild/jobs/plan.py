@@ -12,9 +12,9 @@ from envbuild.jobs.artifact import Kind, Opened
 from envbuild.jobs.model import JobPlan, Launcher, Runtime, Scheduler, Strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import TIME_PATTERN
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_TIME = re.compile(r"(\d+-)?\d{1,3}:\d{2}:\d{2}")
 _LAUNCHERS: dict[Scheduler, tuple[Launcher, ...]] = {
     "slurm": ("srun", "mpirun"),
     "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
@@ -132,7 +132,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     time, origins["time"] = _first(
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
-    if not _TIME.fullmatch(time):
+    if not re.fullmatch(TIME_PATTERN, time):
         raise UsageError(f"{time!r} is no time limit", "HH:MM:SS or D-HH:MM:SS, such as 04:00:00")
     _check_rendezvous(request, opened, scheduler)
     variables, library_path = variables_of(opened, site, runtime, nproc, origins)

@@ -19,7 +19,7 @@ from envbuild.jobs.quote import fill, heredoc, path_word
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-STOP = r"""stop() { # message, exit code
+_STOP = r"""stop() { # message, exit code
     printf 'envbuild: %s\n' "$1" >&2
     exit "${2-6}"
 }
@@ -109,18 +109,25 @@ def check(plan: JobPlan, launchers: tuple[str, ...]) -> None:
         raise UsageError(f"{plan.scheduler} has no pods", "give an artifact that is not an image")
 
 
-def opening(plan: JobPlan, directives: list[str]) -> str:
-    """The first lines, up to the loaded modules."""
-    login = " -l" if plan.modules and not plan.site.modules.init else ""
+def about(plan: JobPlan) -> str:
+    """One line on what the job trains with."""
     artifact = plan.artifact
     verified = f"verified {artifact.verified_at}" if artifact.verified_at else "NOT VERIFIED"
-    about = (
-        f"# envbuild {envbuild.__version__}: {artifact.recipe} for {artifact.target}, {artifact.kind} "
-        f"{artifact.digest}, {verified}; site {plan.site.name}"
+    return (
+        f"{artifact.recipe} for {artifact.target}, {artifact.kind} {artifact.digest}, {verified}; "
+        f"site {plan.site.name}"
     )
-    lines = [f"#!/bin/bash{login}", *directives, _comment(about), STOP]
+
+
+def opening(
+    plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules."
+) -> str:
+    """The first lines, up to the loaded modules; `what` and `modules` are said in comments."""
+    login = " -l" if plan.modules and not plan.site.modules.init else ""
+    comment = _comment(f"# envbuild {envbuild.__version__}: {what}")
+    lines = [f"#!/bin/bash{login}", *directives, comment, _STOP]
     if plan.modules:
-        lines += ["# Exactly these modules.", f"{module_lines(plan)}"]
+        lines += [f"# {modules}", module_lines(plan)]
     lines.append("set -euo pipefail")
     return "\n".join(lines)
 

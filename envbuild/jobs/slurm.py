@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import directive, directive_line
-from envbuild.jobs.script import check, known, opening, programs, steps
+from envbuild.jobs.script import about, check, known, opening, programs, steps
 
 _JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID job_number=$SLURM_JOB_ID
 # A job that Slurm starts again goes on from its snapshot, and meets under another name.
@@ -33,7 +33,7 @@ def render_slurm(plan: JobPlan) -> str:
     return (
         "\n".join(
             [
-                opening(plan, directives(plan)),
+                opening(plan, directives(plan), about(plan)),
                 "",
                 known(plan, _JOB),
                 f"{programs(plan)}\n",

@@ -7,10 +7,10 @@ import hashlib
 import io
 import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from envbuild import __version__
 from envbuild.errors import BuildError
+from envbuild.files import shipped
 
 NAME = "ddp-train"
 _DIST_INFO = f"ddp_train-{__version__}.dist-info"
@@ -68,9 +68,7 @@ class Trainer:
 
 def load_trainer() -> Trainer:
     """Read the trainer that came with this envbuild. Raises BuildError when its files are missing."""
-    here = Path(__file__).resolve().parent.parent
-    bundled, checkout = here / "_bundled" / "ddp_train", here.parent / "ddp_train"
-    folder = bundled if bundled.is_dir() else checkout
+    folder = shipped("ddp_train")
     if not (folder / "__main__.py").is_file():
         raise BuildError(f"the trainer is missing from {folder}", "reinstall envbuild")
     sources = sorted(path for path in folder.rglob("*.py"))

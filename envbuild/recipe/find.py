@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import envbuild
 from envbuild.errors import EnvbuildError, UsageError
+from envbuild.files import shipped
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.toml import nearest
 
@@ -27,9 +27,7 @@ class ListedRecipe:
 
 def shipped_folder() -> Path:
     """The recipes that come with envbuild: inside an installed wheel, or at a checkout's top."""
-    package = Path(envbuild.__file__).parent
-    bundled = package / "_bundled" / "recipes"
-    return bundled if bundled.is_dir() else package.parent / "recipes"
+    return shipped("recipes")
 
 
 def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:

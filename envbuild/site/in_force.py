@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from envbuild.site.job_site import JobSite, load_job_site
+from envbuild.site.job_site import TABLES, JobSite, load_job_site
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import SiteFile, load_site
 from envbuild.toml import decode, read
@@ -41,7 +41,7 @@ def in_force(
     documents = [(file, read(file)) for file in site.files]
     settings = [(file, decode(document, SiteFile)) for file, document in documents]
     values = _top(name, env, settings, etc)
-    for table in ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric"):
+    for table in TABLES:
         held = getattr(site, table)
         for one in fields(held):
             origin = site.said.get(f"[{table}] {one.name}")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import envbuild
 from envbuild.errors import UsageError
+from envbuild.files import shipped
 from envbuild.site.jobs import (
     ContainerTable,
     KubernetesTable,
@@ -19,10 +19,10 @@ from envbuild.site.jobs import (
     PathsTable,
     SchedulerTable,
 )
-from envbuild.site.settings import FabricTable, SiteFile
+from envbuild.site.settings import FabricTable, SiteFile, site_files
 from envbuild.toml import decode, nearest, read
 
-_TABLES = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric")
+TABLES = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
 
 def shipped_sites() -> Path:
     """The sites that come with envbuild: inside an installed wheel, or at a checkout's top."""
-    package = Path(envbuild.__file__).parent
-    bundled = package / "_bundled" / "sites"
-    return bundled if bundled.is_dir() else package.parent / "sites"
+    return shipped("sites")
 
 
 def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
@@ -95,22 +93,14 @@ def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path(
 
     Raises UsageError for an unknown name, RecipeError with all mistakes of a faulty file.
     """
-    if name is not None:
-        files = [find_site(name, env, etc=etc)]
-    elif named := env.get("ENVBUILD_SITE"):
-        files = [Path(named)]
-    else:
-        home = Path(env.get("HOME") or Path.home())
-        config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
-        places = (etc / "envbuild" / "site.toml", config / "envbuild" / "site.toml")
-        files = [path for path in places if path.is_file()]
+    files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
     tables: dict[str, Any] = {}
     environment: dict[str, str] = {}
     said: dict[str, Path] = {}
     for file in files:
         document = read(file)
         settings = decode(document, SiteFile)
-        for table in _TABLES:
+        for table in TABLES:
             given = document.data.get(table)
             if isinstance(given, dict):
                 # A table of a later file replaces the whole table of an earlier one.

@@ -8,6 +8,8 @@ from typing import Literal
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.I)
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
+# A time limit: [D-]HH:MM:SS.
+TIME_PATTERN = r"(\d+-)?\d{1,3}:\d{2}:\d{2}"
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -78,7 +80,7 @@ class SchedulerTable:
         default="01:00:00",
         metadata={
             "doc": "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
-            "pattern": r"^(\d+-)?\d{1,3}:\d{2}:\d{2}$",
+            "pattern": f"^{TIME_PATTERN}$",
             "example": "04:00:00",
         },
     )

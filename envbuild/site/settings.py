@@ -193,6 +193,17 @@ class Site:
         return [url]
 
 
+def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
+    """The site files in force: $ENVBUILD_SITE alone, else /etc/envbuild/site.toml and then the user's own, where they
+    exist."""
+    if named := env.get("ENVBUILD_SITE"):
+        return [Path(named)]
+    home = Path(env.get("HOME") or Path.home())
+    config = Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "envbuild"
+    places = (etc / "envbuild" / "site.toml", config / "site.toml")
+    return [path for path in places if path.is_file()]
+
+
 def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
     """The settings of $ENVBUILD_SITE, else of /etc/envbuild/site.toml with the user's own over it.
 
@@ -200,12 +211,7 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
     RecipeError with all mistakes of a faulty file, or when $ENVBUILD_SITE names none.
     """
     home = Path(env.get("HOME") or Path.home())
-    config = Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "envbuild"
-    if named := env.get("ENVBUILD_SITE"):
-        documents = [read(Path(named))]
-    else:
-        places = (etc / "envbuild" / "site.toml", config / "site.toml")
-        documents = [read(path) for path in places if path.is_file()]
+    documents = [read(path) for path in site_files(env, etc=etc)]
     store: Path | None = None
     recipes: list[Path] = [etc / "envbuild" / "recipes"]
     mirrors: dict[str, tuple[str, ...]] = {}

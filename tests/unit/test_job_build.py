@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 
 import envbuild
@@ -54,12 +55,8 @@ def _render(site: JobSite, build: Build) -> str:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_script_is_the_golden_one(name: str) -> None:
-    """ENVBUILD_WRITE_GOLDEN=1 writes them anew: look at the difference before you keep it."""
     text = _render(*BUILDS[name]).replace(envbuild.__version__, "VERSION")
-    path = GOLDEN / f"{name}.sh"
-    if os.environ.get("ENVBUILD_WRITE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    assert_golden(text, GOLDEN / f"{name}.sh")
 
 
 def test_shellcheck_finds_nothing() -> None:

@@ -1,6 +1,6 @@
 """Manifests of jobs: what they say, that Kubernetes' and Kubeflow's types take them, that no text changes on its way.
 
-There is no cluster here. UPDATE_GOLDEN=1 writes the golden files anew.
+There is no cluster here. ENVBUILD_WRITE_GOLDEN=1 writes the golden files anew.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.golden import assert_golden
 from lab.manifests import container_of, expanded, faults
 from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
@@ -124,10 +125,7 @@ def with_site(plan: JobPlan, **kubernetes: Any) -> JobPlan:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_manifest_is_what_its_golden_file_says(name: str) -> None:
-    path, text = GOLDEN / f"k8s-{name}.yaml", render_kubernetes(PLANS[name])
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    assert_golden(render_kubernetes(PLANS[name]), GOLDEN / f"k8s-{name}.yaml")
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 from unit.job_plans import (
     AWS,
@@ -76,12 +76,8 @@ PLANS: dict[str, JobPlan] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_script_is_the_golden_one(name: str) -> None:
-    """ENVBUILD_WRITE_GOLDEN=1 writes them anew: look at the difference before you keep it."""
     text = render(PLANS[name]).replace(envbuild.__version__, "VERSION")
-    path = GOLDEN / f"{name}.sh"
-    if os.environ.get("ENVBUILD_WRITE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    assert_golden(text, GOLDEN / f"{name}.sh")
 
 
 def test_there_is_no_golden_file_of_a_plan_that_is_gone() -> None:
