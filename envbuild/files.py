@@ -10,10 +10,10 @@ import envbuild
 
 
 def shipped(name: str) -> Path:
-    """The folder `name` that comes with envbuild: inside an installed wheel, or at a checkout's top."""
+    """The file or folder `name` that comes with envbuild: inside an installed wheel, or at a checkout's top."""
     package = Path(envbuild.__file__).parent
     bundled = package / "_bundled" / name
-    return bundled if bundled.is_dir() else package.parent / name
+    return bundled if bundled.exists() else package.parent / name
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:

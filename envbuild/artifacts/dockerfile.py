@@ -20,6 +20,7 @@ from envbuild import __version__, process
 from envbuild.artifacts.layers_stage import MODULES
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
+from envbuild.files import shipped
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.format import lock_file_name, requirements
@@ -30,7 +31,7 @@ from envbuild.site.pip_config import ca_bundle, redact
 
 Say = Callable[[str], None]
 # What the Dockerfiles run of this package: it makes the trainer's wheel, and source-built layers.
-_SOURCES = (*MODULES, "layers/trainer.py")
+SOURCES = (*MODULES, "files.py", "layers/trainer.py")
 # Predefined build arguments: in no layer, no history and no cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 # BuildKit refuses larger secrets (bytes).
@@ -89,12 +90,13 @@ def dockerfile_name(target: Target) -> str:
 
 def read_dockerfile(target: Target) -> str:
     """The text of the Dockerfile that came with this envbuild. Raises BuildError when it is missing."""
-    package = Path(__file__).resolve().parents[1]
-    name = dockerfile_name(target)
-    for folder in (package / "_bundled", package.parent):
-        with contextlib.suppress(OSError):
-            return (folder / name).read_text(encoding="utf-8")
-    raise BuildError(f"{name} is missing from {package}", "reinstall envbuild")
+    file = shipped(dockerfile_name(target))
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BuildError(
+            f"{file} cannot be read: {error.strerror}", "reinstall envbuild"
+        ) from error
 
 
 def default_base(target: Target, argument: str = "BASE") -> str:
@@ -122,7 +124,7 @@ def build_context(
         lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
         files[f"recipes/{plan.recipe}/{lock_file_name(plan.target)}"] = lock.encode()
         package = Path(__file__).resolve().parents[1]
-        files |= {f"envbuild/{name}": (package / name).read_bytes() for name in _SOURCES}
+        files |= {f"envbuild/{name}": (package / name).read_bytes() for name in SOURCES}
         files |= dict(trainer.files)
         for name, content in files.items():
             path = folder / name

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts import dockerfile, layers_stage
+from envbuild.artifacts.dockerfile import SOURCES
 from envbuild.artifacts.dockerfile_layers import built_layers, stage_files
 from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.pip_records import Installed, check_installed, record_differences
@@ -96,12 +98,30 @@ def test_the_context_of_a_checkout_has_what_the_dockerfiles_copy() -> None:
             assert known, source
 
 
+def copy_modules(modules: Sequence[str], folder: Path) -> None:
+    for module in modules:
+        (folder / "envbuild" / module).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "envbuild" / module, folder / "envbuild" / module)
+
+
+def test_the_trainers_wheel_is_made_of_what_a_context_has(tmp_path: Path) -> None:
+    copy_modules(SOURCES, tmp_path)
+    trainer = load_trainer()
+    for name, content in trainer.files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    program = "from envbuild.layers.trainer import load_trainer; print(load_trainer().digest)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-B", "-c", f"import sys; sys.path.insert(0, '.'); {program}"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == trainer.digest, done.stderr
+
+
 def test_the_modules_of_a_stage_need_no_others_and_are_in_every_context(tmp_path: Path) -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
-    for module in layers_stage.MODULES:
-        assert f"!envbuild/{module}" in allowed
-        (tmp_path / "envbuild" / module).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "envbuild" / module, tmp_path / "envbuild" / module)
+    assert all(f"!envbuild/{module}" in allowed for module in SOURCES)
+    copy_modules(layers_stage.MODULES, tmp_path)
     (tmp_path / "layers.json").write_text(describe([LAYER]))
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-B", "-c", "import runpy, sys; sys.path.insert(0, '.');"
