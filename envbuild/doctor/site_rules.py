@@ -7,12 +7,8 @@ from collections.abc import Iterator
 
 from envbuild.doctor.model import Finding
 from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import LAUNCHERS
 
-# What starts torchrun on every node, by scheduler.
-LAUNCHERS = {
-    "slurm": ("srun", "mpirun"),
-    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
-}
 # Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
 _OWN_SLURM = (
     "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",

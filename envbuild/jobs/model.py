@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import Launcher
 
 Scheduler = Literal["slurm", "pbs", "kubernetes"]
 Strategy = Literal["ddp", "horovod", "single"]
 # How a program of the artifact is started on a node: in the folder of an environment, by pyxis through srun, by
 # enroot, by apptainer, by `envbuild exec` (our own launch), or as the container of a pod.
 Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
-Launcher = Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]
 
 
 @dataclass(frozen=True, slots=True)

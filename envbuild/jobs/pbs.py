@@ -34,7 +34,7 @@ peer=${hosts[1]-}
 
 def render_pbs(plan: JobPlan) -> str:
     """The script. Raises UsageError for what PBS cannot express, naming the key."""
-    check(plan, ("mpiexec", "mpirun", "pbsdsh", "ssh"))
+    check(plan)
     return "\n".join(
         [
             opening(plan, directives(plan), about(plan)),

@@ -9,17 +9,12 @@ from typing import Any, Literal
 
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Kind, Opened
-from envbuild.jobs.model import JobPlan, Launcher, Runtime, Scheduler, Strategy
+from envbuild.jobs.model import JobPlan, Runtime, Scheduler, Strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import TIME_PATTERN
+from envbuild.site.jobs import LAUNCHERS, TIME_PATTERN, Launcher
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_LAUNCHERS: dict[Scheduler, tuple[Launcher, ...]] = {
-    "slurm": ("srun", "mpirun"),
-    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
-    "kubernetes": (),
-}
 _EPOCHS = 10
 
 
@@ -230,7 +225,7 @@ def _ranks(request: JobRequest, opened: Opened, site: JobSite) -> tuple[int, str
 def _launcher(
     request: JobRequest, scheduler: Scheduler, site: JobSite, origins: dict[str, str]
 ) -> Launcher:
-    known = _LAUNCHERS[scheduler]
+    known = LAUNCHERS[scheduler]
     if not known:
         return "srun"  # nothing starts anything: pods are there
     horovod = "mpirun" if request.strategy == "horovod" and scheduler == "slurm" else None

@@ -16,6 +16,7 @@ from envbuild.jobs.model import JobPlan
 from envbuild.jobs.modules import module_lines
 from envbuild.jobs.node_program import node_program, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
+from envbuild.site.jobs import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -81,8 +82,9 @@ done
 """
 
 
-def check(plan: JobPlan, launchers: tuple[str, ...]) -> None:
+def check(plan: JobPlan) -> None:
     """Raises UsageError for what a batch script cannot do."""
+    launchers = LAUNCHERS[plan.scheduler]
     if plan.launcher not in launchers:
         raise UsageError(
             f"{plan.launcher} does not start processes under {plan.scheduler}",

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+Launcher = Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]
+# What starts torchrun on every node, by scheduler, the default first.
+LAUNCHERS: Mapping[str, tuple[Launcher, ...]] = {
+    "slurm": ("srun", "mpirun", "mpiexec"),
+    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
+    "kubernetes": (),
+}
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.I)
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
@@ -91,7 +99,7 @@ class SchedulerTable:
     auto_resume: bool = field(
         default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."}
     )
-    launcher: Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"] | None = field(
+    launcher: Launcher | None = field(
         default=None,
         metadata={
             "doc": "What starts torchrun on every node. Default: srun on Slurm, mpiexec on PBS."

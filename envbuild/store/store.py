@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 import threading
@@ -31,6 +33,8 @@ from envbuild.errors import BuildError
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
+
+_STALE_DAYS = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +137,17 @@ class Store:
     def working(self, *parts: str) -> Iterator[Path]:
         """A folder of the store for as long as it is used; those that killed runs left are removed first.
 
-        Raises BuildError when it cannot be made.
+        The store may be on a network file system, where flock on a folder holds among the processes of one machine
+        alone: what another machine left, or has in use, goes only when it is old. Raises BuildError when the folder
+        cannot be made.
         """
         home = self.folder(*parts)
+        limit = time.time() - _STALE_DAYS * 86400
         for left in home.iterdir():
-            with contextlib.suppress(OSError), _held(left):
-                remove_tree(left)
+            with contextlib.suppress(OSError):
+                if left.name.startswith(_this_boot()) or left.stat().st_mtime < limit:
+                    with _held(left):
+                        remove_tree(left)
         with contextlib.ExitStack() as held:
             folder = self._held_folder(home, held)
             try:
@@ -151,15 +160,21 @@ class Store:
         hold it, and remove it: then there is another."""
         while True:
             try:
-                folder = Path(tempfile.mkdtemp(dir=home))
+                folder = Path(tempfile.mkdtemp(dir=home, prefix=_this_boot()))
             except OSError as error:
                 raise self.unwritable(error) from error
-            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            try:
                 held.enter_context(_held(folder))
-                if folder.exists():
-                    return folder
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            except (
+                OSError
+            ):  # a file system without flock: nobody can take the folder for a left-over
+                pass
+            if folder.exists():
+                return folder
 
-    def clean_stale(self, days: float = 7) -> None:
+    def clean_stale(self, days: float = _STALE_DAYS) -> None:
         """Remove downloads that nobody went on with for `days` days, and what killed runs left half-written."""
         limit = time.time() - days * 86400
         kept = (
@@ -184,6 +199,16 @@ def remove_tree(folder: Path) -> None:
                 with contextlib.suppress(OSError):
                     os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def _this_boot() -> str:
+    """What names of working folders of this machine since it started begin with (random(4), boot_id)."""
+    try:
+        known = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        known = platform.node()
+    return hashlib.sha256(known.encode()).hexdigest()[:8] + "-"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import Opened, open_artifact
 from envbuild.jobs.model import JobArtifact
+from envbuild.jobs.pbs import render_pbs
 from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.render import explained
+from envbuild.jobs.slurm import render_slurm
 from envbuild.site.job_site import JobSite, load_job_site
+from envbuild.site.jobs import LAUNCHERS
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -159,6 +163,20 @@ def test_a_horovod_job_is_started_by_mpirun_and_says_so_to_the_trainer(tmp_path:
     )  # fmt: skip
     assert plan.launcher == "mpirun"
     assert plan.command == ("-m", "ddp_train", "5", "1", "--strategy", "horovod")
+
+
+@pytest.mark.parametrize(
+    ("kind", "launcher"), [(kind, one) for kind, known in LAUNCHERS.items() for one in known]
+)
+def test_every_launcher_of_the_table_is_planned_and_rendered(
+    tmp_path: Path, kind: str, launcher: str
+) -> None:
+    site = _site(tmp_path, f'[scheduler]\nkind = "{kind}"\nlauncher = "{launcher}"\n')
+    plan = plan_job(JobRequest(nodes=2, current=tmp_path), _opened(), site)
+    assert plan.launcher == launcher
+    render = render_slurm if kind == "slurm" else render_pbs
+    code = "\n".join(line for line in render(plan).splitlines() if line.lstrip()[:1] != "#")
+    assert re.search(rf"\b{launcher} ", code)
 
 
 def test_the_scheduler_is_the_callers_before_the_sites(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_horovod_of_another_mpi_than_open_mpi_is_refused_before_it_starts(stage:
     ("plan", "hint"),
     [
         (replace(PLAN, strategy="horovod"), 'launcher = "mpirun"'),
-        (replace(PLAN, launcher="pbsdsh"), "one of srun, mpirun"),
+        (replace(PLAN, launcher="pbsdsh"), "one of srun, mpirun, mpiexec"),
         (replace(PLAN, runtime="pyxis", launcher="mpirun"), 'launcher = "srun"'),
         (replace(PLAN, runtime="own", artifact=SQSH, mounts=(("/data", "/data"),)), "[container] mounts"),
         (replace(PLAN, name="a/b"), "--name"),

@@ -159,7 +159,9 @@ def test_a_missing_squashfuse_is_said_with_the_other_ways(tmp_path: Path) -> Non
 
 def test_a_launch_folder_in_use_stays_and_a_left_one_goes(tmp_path: Path) -> None:
     store = environment(tmp_path).store
-    left = store.folder("launched", "left", "locked", "deep")
+    with store.working("launched") as folder:
+        name = folder.name  # as this machine's are called
+    left = store.folder("launched", f"{name}-left", "locked", "deep")
     left.parent.chmod(0o500)
     with store.working("launched") as first:
         (first / "file").touch()

@@ -1,5 +1,6 @@
 """The store on disk: finding, adopting, remembered digests, stale downloads."""
 
+import errno
 import hashlib
 import os
 import threading
@@ -125,6 +126,26 @@ def test_what_killed_runs_left_goes_after_a_while_and_blobs_stay(store: Store) -
     store.clean_stale()
     assert not old.exists() and not (partial / "cd").exists()
     assert young.exists() and blob.exists()
+
+
+def test_what_another_machine_works_in_goes_only_when_it_is_old(store: Store) -> None:
+    """On a network file system flock on a folder says nothing of other machines."""
+    theirs = [store.folder("work", name) for name in ("0badcafe-young", "0badcafe-old")]
+    os.utime(theirs[1], (0, 0))
+    with store.working("work") as folder:
+        names = {path.name for path in folder.parent.iterdir()}
+    assert names == {"0badcafe-young", folder.name}
+
+
+def test_a_file_system_without_flock_gives_working_folders(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with store.working("work") as first, store.working("work") as second:
+        assert first.is_dir() and second.is_dir()
 
 
 def test_working_folders_of_many_callers_at_once_stay_theirs(tmp_path: Path) -> None:
