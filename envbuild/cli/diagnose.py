@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import click
@@ -21,31 +22,31 @@ _EVIDENCE = 6
 def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Say why a job failed, from its LOGs: causes first, with the lines that show them and what to do.
 
-    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones and folders too, "-" is
-    standard input. Exit code 0 whether or not something was recognised (--json: findings is empty then).
+    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input.
+    Of a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0
+    whether or not something was recognised (--json: findings is empty then).
 
     \b
     Examples:
       envbuild diagnose logs/ddp_1234.out
-      kubectl logs --prefix -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
+      kubectl logs --prefix --tail=-1 -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
     """
     from envbuild.jobs.diagnose import diagnose
-    from envbuild.jobs.diagnose_read import read_logs
+    from envbuild.jobs.diagnose_read import jobs_of, read_logs
     from envbuild.jobs.diagnose_rules import load_rules
 
-    found = diagnose(read_logs(logs), load_rules())
+    jobs = jobs_of(logs)
+    found = [(job, diagnose(read_logs(job.logs), load_rules())) for job in jobs]
     if as_json:
-        print_json(
-            {
-                "lines": found.lines,
-                "findings": [one.as_json() for one in found.findings],
-                "last": [
-                    {"file": one.file, "line": one.line, "text": one.text} for one in found.last
-                ],
-            }
-        )
-    else:
-        _show(found, everything)
+        rows = [{"job": job.number, "logs": list(job.logs), **one.as_json()} for job, one in found]
+        print_json({"jobs": rows} if len(found) > 1 else found[0][1].as_json())
+        return
+    for number, (job, one) in enumerate(found):
+        if len(found) > 1:
+            name = f"job {job.number}" if job.number else "other logs"
+            title = f"{name}: {', '.join(PurePath(log).name for log in job.logs)}"
+            click.echo(("\n" if number else "") + click.style(title, underline=True))
+        _show(one, everything)
 
 
 def _show(found: Diagnosis, everything: bool) -> None:
@@ -65,10 +66,13 @@ def _show(found: Diagnosis, everything: bool) -> None:
         click.echo(
             f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True
         )
-    if found.findings:
-        return
-    click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
-    if found.last:
+    if not found.findings:
+        click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
+    if found.exception:
+        click.echo("The program's first exception:")
+        for line in found.exception:
+            click.echo(f"     {_place(line)}")
+    if found.last and not found.findings:
         click.echo("The last lines that speak of an error:", err=True)
         for line in found.last:
             click.echo(f"     {_place(line)}")

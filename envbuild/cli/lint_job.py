@@ -35,7 +35,7 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
         level = click.style(one.fault.level, fg=colours[one.fault.level], bold=True)
         click.echo(f"{one.file}:{one.line}: {level}: {one.what}  [{one.fault.id}]")
         click.echo(f"    {one.text}")
-        click.echo(click.style("    instead: ", fg="green") + one.fault.instead)
+        click.echo(click.style("    instead: ", fg="green") + one.instead)
     told = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
     if count["error"]:
         names = dict.fromkeys(one.file for one in problems if one.fault.level == "error")

@@ -3,7 +3,7 @@
 A rule holds where each of its `all` patterns, one of its `any` and none of its `none` was found in some line of some
 log, and its counts hold over all logs together. A line of NCCL's own log is read by verify/nccl_log.py as well: what it
 understood is matched as `nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
-that tells of it.
+that tells of it. Where no cause is known, the program's own exception is shown (jobs/diagnose_exception.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,25 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from envbuild.jobs.diagnose_rules import KINDS, Count, Kind, Pattern, Rule, attempts
+from envbuild.jobs.diagnose_exception import Exceptions
+from envbuild.jobs.diagnose_rules import (
+    KINDS,
+    Count,
+    Kind,
+    Pattern,
+    Rule,
+    attempts,
+    failures,
+    progress,
+)
 from envbuild.site.pip_config import redact
 from envbuild.verify.nccl_log import parse_nccl_log
 
 _KEPT = 4  # lines of evidence for a pattern
 _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values of a group
+_GOES_ON = 10  # lines of training after which a program is not about to end
+_ROOT = 45  # from this rank down, a cause says little of its own cause
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILURE = re.compile(
     r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b"
@@ -35,6 +47,10 @@ class Evidence:
     file: str
     line: int
     text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"file": self.file, "line": self.line, "text": self.text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +72,67 @@ class Finding:
             "cause": self.cause,
             "remedy": self.remedy,
             "source": self.source,
-            "evidence": [
-                {"file": one.file, "line": one.line, "text": one.text} for one in self.evidence
-            ],
+            "evidence": [one.as_json() for one in self.evidence],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read."""
+    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
+    `exception` is the program's first exception and where it was, told where no finding says as much."""
 
     findings: tuple[Finding, ...]
     last: tuple[Evidence, ...]
     lines: int
+    exception: tuple[Evidence, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "lines": self.lines,
+            "findings": [one.as_json() for one in self.findings],
+            "exception": [one.as_json() for one in self.exception],
+            "last": [one.as_json() for one in self.last],
+        }
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What one pattern found in all logs: `count` lines, the first of which was number `order` of all; `values` of
-    its groups."""
+    """What one pattern found in all logs: `count` lines, the first of which was number `order` of all and
+    the last number `latest`; `values` of its groups."""
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, set[str]] = field(default_factory=dict)
     count: int = 0
     order: int = 0
+    latest: int = 0
+
+
+@dataclass(slots=True)
+class _Course:
+    """How the job went: the numbers of the last lines of training and of the last failure of a process, and how many
+    logs there are."""
+
+    trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
+    failed: int = 0
+    logs: int = 0
+
+    def see(self, line: str, order: int) -> None:
+        """Line number `order`."""
+        if any(pattern.search(line) for pattern in progress()):
+            self.trained.append(order)
+        elif any(pattern.search(line) for pattern in failures()):
+            self.failed = order
+
+    def passed(self, order: int) -> bool:
+        """Whether the job trained on after line `order`. Where it failed after all, a few lines of other ranks are no
+        sign of that."""
+        return self.trained[-1] > order if self.failed < order else self.long_passed(order)
+
+    def long_passed(self, order: int) -> bool:
+        """Whether it trained on for long after line `order`."""
+        return self.trained[0] > order
 
 
 def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -> Diagnosis:
@@ -89,11 +141,17 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
     counted = {count.line for rule in rules for count in rule.counts}
+    course, exceptions = _Course(), Exceptions()
     total = 0
     for name, lines in logs:
+        course.logs += 1
         here: dict[Pattern, _Seen] = {}
         for number, text in enumerate(lines, start=1):
             total += 1
+            course.see(text, total)
+            exceptions.read(name, number, _plain(text), total)
+            if exceptions.first and course.long_passed(exceptions.order):
+                exceptions = Exceptions()
             for line in _forms(text):
                 if any(again.search(line) for again in attempts()):
                     here.clear()
@@ -101,7 +159,9 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -
                     if match := pattern.search(line):
                         start = match.start() if line in text else 0
                         where = Evidence(name, number, _shown(text, start))
-                        _keep(seen.setdefault(pattern, _Seen(order=total)), match, where)
+                        one = seen.setdefault(pattern, _Seen(order=total))
+                        one.latest = total
+                        _keep(one, match, where)
                         if pattern in counted:
                             _count(here.setdefault(pattern, _Seen()), match.groupdict())
             if _FAILURE.search(text):
@@ -110,9 +170,12 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -
             seen[pattern].count += counts.count
             for group, values in counts.values.items():
                 seen[pattern].values.setdefault(group, set()).update(values)
-    held = [(rule, found) for rule in rules if (found := _found(rule, seen)) is not None]
+    held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
-    return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total)
+    known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
+    first = () if known or course.passed(exceptions.order) else exceptions.first
+    shown = tuple(Evidence(name, number, _shown(text)) for name, number, text in first)
+    return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total, shown)
 
 
 def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
@@ -125,8 +188,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
 
 def _forms(text: str) -> Iterator[str]:
     """A line as it is, and what NCCL says in it."""
-    if "\x1b" in text:
-        text = _COLOUR.sub("", text)
+    text = _plain(text)
     yield text
     if "NCCL" not in text:
         return
@@ -136,6 +198,10 @@ def _forms(text: str) -> Iterator[str]:
             yield f"nccl:{kind}: {value}"
     for fault in said.faults:
         yield f"nccl:{fault.kind}: {fault.text} => {fault.cause}"
+
+
+def _plain(text: str) -> str:
+    return _COLOUR.sub("", text) if "\x1b" in text else text
 
 
 def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
@@ -154,7 +220,9 @@ def _shown(text: str, around: int = 0) -> str:
     return ("…" if start else "") + text.strip()[start : start + _SHOWN]
 
 
-def _found(rule: Rule, seen: Mapping[Pattern, _Seen]) -> tuple[int, Finding] | None:
+def _found(
+    rule: Rule, seen: Mapping[Pattern, _Seen], course: _Course
+) -> tuple[int, Finding] | None:
     """The finding of a rule that holds, with the number of its first line."""
     if any(pattern in seen for pattern in rule.none):
         return None
@@ -162,6 +230,13 @@ def _found(rule: Rule, seen: Mapping[Pattern, _Seen]) -> tuple[int, Finding] | N
         return None
     either = [pattern for pattern in rule.any if pattern in seen]
     if rule.any and not either:
+        return None
+    if rule.ended and not any(pattern in seen for pattern in rule.ended):
+        return None
+    began = min((seen[pattern].order for pattern in either), default=0)
+    if any(pattern in seen and seen[pattern].order < began for pattern in rule.before):
+        return None
+    if rule.passes and course.passed(max(seen[pattern].latest for pattern in (*either, *rule.all))):
         return None
     groups: dict[str, str] = {}
     shown = [*either, *rule.all, *(count.line for count in rule.counts), *rule.also]
@@ -180,10 +255,11 @@ def _found(rule: Rule, seen: Mapping[Pattern, _Seen]) -> tuple[int, Finding] | N
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
     said = _Said(groups)
+    alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
     return min((seen[pattern].order for pattern in shown), default=0), Finding(
         rule.id,
         rule.kind,
-        redact(rule.cause.format_map(said)),
+        redact(rule.cause.format_map(said)) + alone,
         redact(rule.remedy.format_map(said)),
         rule.source,
         tuple(evidence),

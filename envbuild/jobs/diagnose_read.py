@@ -5,8 +5,11 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -15,6 +18,53 @@ from envbuild.errors import UsageError
 STDIN = "-"
 # A progress bar may write megabytes without a newline.
 _LONGEST = 1 << 16
+_PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
+_OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
+_NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
+_OF_NODES = re.compile(
+    r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE
+)
+# In a name that is not a scheduler's, a shorter number may be anything.
+_LONG = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Logs that belong together; `number` is the job's where that is known."""
+
+    number: str
+    logs: tuple[str, ...]
+
+
+def jobs_of(paths: Sequence[str]) -> list[Job]:
+    """The logs by jobs: in a folder all jobs may lie that ran from there, told apart by the number in a log's name.
+    Logs that are named one by one belong together.
+
+    Raises UsageError for what is not there or cannot be read.
+    """
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        folder = path != STDIN and _is_folder(path)
+        for file in _files([path]):
+            found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
+    if len(found.keys() - {""}) < 2:
+        return [Job("", tuple(_files(paths)))]
+    return [Job(number, tuple(files)) for number, files in found.items()]
+
+
+def job_number(name: str) -> str:
+    """The number of the job in the name of its log (ddp_1234.out, slurm-1234_7.out, ddp.o1234), "" for none."""
+    name = _PACKED.sub("", name)
+    if match := _OF_PBS.search(name):
+        return match[1]
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("out", "err", "log", "txt"):
+        return ""
+    shortest = 1 if kind in ("out", "err") else _LONG
+    found = [one for one in _NUMBER.finditer(stem) if not _OF_NODES.search(stem[: one.start()])]
+    numbers = [one[0] for one in found if len(one[0]) >= shortest]
+    # A model's size, an array's index and a task's number are shorter.
+    return max(reversed(numbers), key=len, default="")
 
 
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
@@ -31,16 +81,32 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
 def _files(paths: Sequence[str]) -> list[str]:
     files: list[str] = []
     for path in paths:
-        if path != STDIN and Path(path).is_dir():
-            found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
-            if not found:
-                raise UsageError(f"there are no logs in the folder {path}")
-            files += found
-        elif path == STDIN or Path(path).exists():
+        if path == STDIN:
+            files.append(path)
+        elif _is_folder(path):
+            files += _in_folder(path)
+        elif Path(path).exists():
             files.append(path)
         else:
             raise UsageError(f"there is no log {path}")
     return files
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError as error:
+        raise UsageError(f"cannot read the log {path}: {error.strerror}") from None
+
+
+def _in_folder(path: str) -> list[str]:
+    try:
+        found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
+    except OSError as error:
+        raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
+    if not found:
+        raise UsageError(f"there are no logs in the folder {path}")
+    return found
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -50,7 +116,7 @@ def _lines(path: str) -> Iterator[str]:
             return
         with _opened(Path(path)) as file:
             yield from _decoded(file)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None
 

@@ -46,7 +46,11 @@ class Count:
 class Rule:
     """One diagnosis. The higher its `rank`, the nearer to the root of the trouble; a symptom follows from a cause, a
     note is no failure. `source` names what prints its lines; `provoked` tells whether its test's log comes from a real
-    failure."""
+    failure.
+
+    `all`, one of `any` and one of `ended` must be found, where there are some, and none of `none`; none of `before` in
+    an earlier line than the first of `any`. With `passes`, programs go on after such lines: the rule does not hold
+    where training is seen behind them. `alone` is added to the cause where that rests on one line and one log."""
 
     id: str
     rank: int
@@ -59,6 +63,10 @@ class Rule:
     any: tuple[Pattern, ...] = ()
     none: tuple[Pattern, ...] = ()
     also: tuple[Pattern, ...] = ()
+    ended: tuple[Pattern, ...] = ()
+    before: tuple[Pattern, ...] = ()
+    passes: bool = False
+    alone: str = ""
     counts: tuple[Count, ...] = ()
 
     @property
@@ -69,6 +77,8 @@ class Rule:
             *self.any,
             *self.none,
             *self.also,
+            *self.ended,
+            *self.before,
             *(count.line for count in self.counts),
         )
 
@@ -86,6 +96,18 @@ def attempts() -> tuple[Pattern, ...]:
 
 
 @functools.cache
+def progress() -> tuple[Pattern, ...]:
+    """What shows that training goes on."""
+    return tuple(_pattern(text) for text in _data()["progress"])
+
+
+@functools.cache
+def failures() -> tuple[Pattern, ...]:
+    """What shows that a process ended with an error."""
+    return tuple(_pattern(text) for text in _data()["failures"])
+
+
+@functools.cache
 def load_rules() -> tuple[Rule, ...]:
     """The rules of data/diagnoses.toml, by rank."""
     rules = [_rule(row) for row in _data()["rules"]]
@@ -99,7 +121,7 @@ def _pattern(text: str) -> Pattern:
 
 def _rule(row: Mapping[str, Any]) -> Rule:
     values = {**row, "kind": row.get("kind", "cause"), "provoked": row.get("provoked", True)}
-    for key in ("all", "any", "none", "also"):
+    for key in ("all", "any", "none", "also", "ended", "before"):
         values[key] = tuple(map(_pattern, row.get(key, ())))
     counts = row.get("counts", ())
     values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)

@@ -45,6 +45,7 @@ class Problem:
     line: int
     text: str
     what: str
+    instead: str
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -55,7 +56,7 @@ class Problem:
             "line": self.line,
             "text": self.text,
             "what": self.what,
-            "instead": self.fault.instead,
+            "instead": self.instead,
         }
 
 
@@ -94,8 +95,12 @@ def lint(text: str, name: str) -> list[Problem]:
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id):
             continue
-        what = redact(fault.what.replace("{nodes}", one.nodes).replace("{value}", one.value))
-        problems.setdefault((at, one.id), Problem(fault, name, at, redact(line.strip()), what))
+        what, instead = (
+            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value))
+            for text in (fault.what, fault.instead)
+        )
+        problem = Problem(fault, name, at, redact(line.strip()), what, instead)
+        problems.setdefault((at, one.id), problem)
     return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
 
 

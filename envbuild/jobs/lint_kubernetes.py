@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from envbuild.errors import UsageError
@@ -16,7 +17,7 @@ from envbuild.jobs.lint_script import Found, read_script
 # Of a container's command, what makes no sense to ask of a pod: its own network, one for each rank's node, and the
 # operator that gives endpoint and number of nodes.
 _OF_HOSTS = frozenset(
-    {"head-only", "fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"}
+    ["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"]
 )
 
 
@@ -120,7 +121,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     begun = _line(container, "command" if "command" in container else "args")
     if nodes > 1 and "nnodes" not in body:  # what the operator tells by PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
-    script = read_script("\n".join([*exports, body]))
+    script = replace(read_script("\n".join([*exports, body])), everywhere=True)
     lines = [line for _, (value, line) in variables.items() if value is not None]
     for rule in RULES:
         for found in rule(script):

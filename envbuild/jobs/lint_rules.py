@@ -7,21 +7,12 @@ import re
 from collections.abc import Callable, Iterator
 
 from envbuild.jobs.lint_script import Found, Launch, Script
-from envbuild.jobs.lint_shell import CONTAINERS, Command, expanded
+from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded
+from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
 
-_LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
-_FALLBACK = re.compile(
-    r"\$\{\w+(?:\[[^]]*\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
-)
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
-_ELSEWHERE = re.compile(r"\bhsn\d|/dev/cxi|\bFI_CXI_|slingshot|\bcray|\bmlx5_", re.IGNORECASE)
-_DEBUG = {
-    "NCCL_DEBUG": "INFO|TRACE",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "CUDA_LAUNCH_BLOCKING": "1",
-}
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 _INSTALL = re.compile(
     r"^(?:pip3?|python[\d.]* -m pip|uv pip|conda|mamba|micromamba|apt|apt-get|yum|dnf)"
@@ -31,29 +22,53 @@ _INSTALL = re.compile(
 
 def of_launches(script: Script) -> Iterator[Found]:
     """torchrun on the head only, or doubled; its endpoint, id and port."""
-    several = script.several
     for one in script.launches:
-        line, options = one.command.line, one.options
-        # Given a node's number, it is meant to be started by hand on each.
-        by_hand = script.kind == "shell" and "node-rank" in options
-        alone = not (one.launcher or one.command.file or by_hand or _carried(script, one))
-        if several and alone:
-            yield Found("head-only", line, nodes=several)
-        if several and "standalone" in options:
-            yield Found("standalone", script.where("--standalone", line), nodes=several)
-        nodes = options.get("nnodes", "").rpartition(":")[2]
-        if script.nodes and nodes.isdecimal() and int(nodes) != script.nodes[1]:
-            at = script.where("nnodes", line)
-            yield Found("nodes-differ", at, nodes, str(script.nodes[1]))
+        yield from _nodes(script, one)
         yield from _endpoint(script, one)
-        if several and "standalone" not in options:
+        if script.several and "standalone" not in one.options:
             yield from _identity(script, one)
         if one.launcher == "srun":
             yield from _doubled(script, one)
         if one.launcher in ("mpirun", "orterun") and not _words_have(
             script, one, "bind-to", "none"
         ):
-            yield Found("mpi-binding", line)
+            yield Found("mpi-binding", one.command.line)
+
+
+def _nodes(script: Script, one: Launch) -> Iterator[Found]:
+    """Whether each node gets its torchrun, and whether all of them make one job."""
+    several, line, options = script.several, one.command.line, one.options
+    # Given a node's number, it is meant to be started by hand on each.
+    by_hand = script.kind == "shell" and "node-rank" in options
+    alone = not (one.command.file or by_hand or _on_nodes(script, one))
+    # A step of one node in a job of several, or an evaluation after the training, is meant.
+    covered = any(other.waits and _on_nodes(script, other) for other in script.launches)
+    if several and alone and one.waits:
+        fault = "head-only" if script.kind != "shell" or _launches(script) else "started-here"
+        yield Found(fault, line, nodes=several)
+    elif several and alone and script.kind != "shell" and not covered:
+        yield Found("idle-nodes", line, nodes=several)
+    step = one.option("--nodes", "-N")
+    if not one.waits and (alone or covered or step == "1"):
+        return
+    if several and "standalone" in options:
+        yield Found("standalone", script.where("--standalone", line), nodes=several)
+    nodes = options.get("nnodes", "").rpartition(":")[2]
+    asked = step if step.isdecimal() else str(script.nodes[1] if script.nodes else "")
+    if script.nodes and step != "1" and nodes.isdecimal() and int(nodes) != int(asked):
+        yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
+
+
+def _on_nodes(script: Script, one: Launch) -> bool:
+    return script.everywhere or one.launcher != "" or _carried(script, one)
+
+
+def _launches(script: Script) -> bool:
+    """Whether anything is started on other nodes."""
+    return any(
+        command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
+        for command in script.commands
+    )
 
 
 def _carried(script: Script, one: Launch) -> bool:
@@ -71,11 +86,11 @@ def _endpoint(script: Script, one: Launch) -> Iterator[Found]:
     for name, value in given:
         raw = script.where(name.replace("-", "_"), one.command.line)
         at = script.where(name, one.command.line) if raw == one.command.line else raw
-        per_node = one.command.per_node and one.launcher != ""
-        if _LOCAL.match(value) and script.several:
+        if LOCAL.match(value) and script.several:
             yield Found("localhost-endpoint", at, value, script.several)
         elif found := _HOSTNAME.search(value):
-            fault = "endpoint-per-node" if per_node and script.several else "hostname-endpoint"
+            per_node = script.several and _there(script, one, found[0])
+            fault = "endpoint-per-node" if per_node else "hostname-endpoint"
             yield Found(fault, at, found[0])
         port = _LITERAL_PORT.search(value)
         number = port[1] if port else one.options.get("master-port", "")
@@ -87,9 +102,10 @@ def _identity(script: Script, one: Launch) -> Iterator[Found]:
     value = one.options.get("rdzv-id", "")
     name = "rdzv_id" if any("rdzv_id" in line for line in script.lines) else "rdzv-id"
     at = script.where(name, one.command.line)
-    if one.command.per_node and one.launcher and _RANDOM.search(value):
+    random = _RANDOM.search(value)
+    if random and _there(script, one, random[0]):
         yield Found("run-id-per-node", at, value)
-    elif _RANDOM.search(value) or (value and "$" not in value):
+    elif random or (value and "$" not in value):
         yield Found("run-id", at, value)
     if "rdzv-endpoint" in one.options and not one.command.file:
         told = "local-addr" in one.options or "is_host" in one.options.get("rdzv-conf", "")
@@ -97,11 +113,21 @@ def _identity(script: Script, one: Launch) -> Iterator[Found]:
             yield Found("local-address", one.command.line)
 
 
+def _there(script: Script, one: Launch, text: str) -> bool:
+    """Whether `text`, an expansion in a torchrun's words, is expanded on each node."""
+    escaped = any(f"\\{text}" in line for line in script.lines)
+    return one.launcher != "" and (one.command.per_node or escaped)
+
+
 def _doubled(script: Script, one: Launch) -> Iterator[Found]:
-    around = " ".join(one.around)
-    if re.search(
-        r"--ntasks-per-node[= ]1\b|(?:--ntasks|-n)[= ]?\"?\$\{?SLURM_(?:JOB_NUM_)?N", around
-    ):
+    tasks = one.option("--ntasks", "-n")
+    nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
+    if tasks.isdecimal() and nodes.isdecimal() and int(tasks) <= int(nodes):
+        return
+    # What another variable holds is not known; those of tasks are as many as the directive says.
+    if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
+        return
+    if one.option("--ntasks-per-node", "--tasks-per-node") == "1":
         return
     given = script.directive("--ntasks-per-node", "--tasks-per-node")
     if given and given[1].isdecimal() and int(given[1]) > 1:
@@ -114,49 +140,8 @@ def _words_have(script: Script, one: Launch, option: str, value: str) -> bool:
     return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
 
-def of_variables(script: Script) -> Iterator[Found]:
-    """MASTER_ADDR, interfaces, providers, library paths, debugging."""
-    for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
-        for command, value in script.exported(variable):
-            if _LOCAL.match(value) and script.several:
-                yield Found("localhost-endpoint", command.line, value, script.several)
-    for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
-        for command, value in script.exported(variable):
-            if value.isdecimal() and not any("master-port" in one.options for one in script.launches):  # fmt: skip
-                yield Found("fixed-port", command.line, value)
-    seen: dict[str, Command] = {}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for command, value in script.exported(variable):
-            if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
-                yield Found("loopback-interface", command.line, f"{variable}={value}")
-            elif "$" not in value and not value.startswith("^"):
-                seen.setdefault(value.lstrip("="), command)
-    if len(seen) > 1:
-        yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
-    text = "\n".join(line for line in script.lines if not line.startswith("#!"))
-    for command, value in script.exported("FI_PROVIDER"):
-        signs = _ELSEWHERE.search(text)
-        if value.split(";")[0] == "efa" and (signs or script.kind == "pbs"):
-            yield Found("efa-elsewhere", command.line, signs[0] if signs else "PBS")
-    for command, value in script.exported("LD_LIBRARY_PATH"):
-        own = "".join(value.split(":$LD_LIBRARY_PATH")[0:1])
-        if re.search(r"(?<!ofi-)(?<!ofi_)nccl(?![-_]?(?:net|ofi|tests))", own, re.IGNORECASE):
-            yield Found("nccl-library-path", command.line)
-    for variable, bad in _DEBUG.items():
-        for command, value in script.exported(variable):
-            if re.fullmatch(bad, value, re.IGNORECASE):
-                yield Found("debug", command.line, f"{variable}={value}")
-    for variable in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET_DISABLE"):
-        for command, value in script.exported(variable):
-            if value == "1":
-                yield Found("network-disabled", command.line, f"{variable}=1")
-
-
 def of_lines(script: Script) -> Iterator[Found]:
-    """Fallbacks, wherever they stand; what the directives say; what is missing altogether."""
-    for number, line in enumerate(script.lines, start=1):
-        if not line.lstrip().startswith("#") and _FALLBACK.search(line):
-            yield Found("localhost-fallback", number)
+    """What the directives say; what is missing altogether."""
     for number, words in script.directives:
         text = " ".join(words)
         if re.search(r"\bselect=\S*,(?:walltime|place)=", text):
@@ -183,10 +168,11 @@ def of_commands(script: Script) -> Iterator[Found]:
         words, line = command.words, command.line
         name = posixpath.basename(words[0]) if words else ""
         text = " ".join((name, *words[1:]))
-        purged |= name in ("module", "ml") and words[1:2] in (("purge",), ("reset",), ("restore",))
-        if name in ("module", "ml") and words[1:2] in (("load",), ("add",)) and not purged:
-            yield Found("modules-not-purged", line)
-            purged = True
+        if name in ("module", "ml"):  # module --quiet purge
+            done = next((word for word in words[1:] if not word.startswith("-")), "")
+            if done in ("load", "add") and not purged:
+                yield Found("modules-not-purged", line)
+            purged |= done in ("purge", "reset", "restore", "load", "add")
         set_up |= name in ("source", ".") and re.search(r"conda|/activate\b", text) is not None
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
@@ -236,5 +222,5 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
 
 
 RULES: tuple[Callable[[Script], Iterator[Found]], ...] = (
-    of_launches, of_variables, of_lines, of_commands,
+    of_launches, of_variables, of_fallbacks, of_lines, of_commands,
 )  # fmt: skip

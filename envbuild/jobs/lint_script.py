@@ -6,7 +6,7 @@ import functools
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -30,7 +30,7 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One torchrun. `options` are its own, without dashes, `_` as `-`; `around` the words that start it, in the
-    command itself; `started_by` names launchers and containers around it."""
+    command itself and in those around it; `started_by` names launchers and containers around it."""
 
     command: Command
     options: Mapping[str, str]
@@ -42,27 +42,37 @@ class Launch:
         """What starts it on nodes, "" for nothing."""
         return next((one for one in self.started_by if one in LAUNCHERS), "")
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for torchruns on other nodes, as far as the script tells."""
+        fewest = self.options.get("nnodes", "1").partition(":")[0]
+        return "standalone" not in self.options and (not fewest.isdecimal() or int(fewest) > 1)
+
+    def option(self, *names: str) -> str:
+        """The value that the launcher is given for an option of one of these names, "" for none."""
+        begin = [posixpath.basename(word) for word in self.around]
+        words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
+        return next(_given(words, names), "")
+
 
 @dataclass(frozen=True)
 class Script:
-    """A script, read. `directives` are (line, words); `values` the words of all assignments to a variable."""
+    """A script, read. `directives` are (line, words); `values` the words of all assignments to a variable; `everywhere`
+    tells that each node runs it."""
 
     kind: Literal["slurm", "pbs", "shell"]
     lines: tuple[str, ...]
     directives: tuple[tuple[int, tuple[str, ...]], ...]
     commands: tuple[Command, ...]
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    everywhere: bool = False
 
     def directive(self, *names: str) -> tuple[int, str] | None:
         """The line and value of the last directive of one of these names."""
         last = None
         for line, words in self.directives:
-            for number, word in enumerate(words):
-                name, equal, value = word.partition("=")
-                if name in names:
-                    last = (line, value if equal else "".join(words[number + 1 : number + 2]))
-                elif len(word) > 2 and word[:2] in names and word[1] != "-":
-                    last = (line, word[2:])
+            for value in _given(words, names):
+                last = (line, value)
         return last
 
     @functools.cached_property
@@ -114,6 +124,16 @@ class Script:
                     yield command, match[1]
 
 
+def _given(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """The values of the options of these names."""
+    for number, word in enumerate(words):
+        name, equal, value = word.partition("=")
+        if name in names:
+            yield value if equal else "".join(words[number + 1 : number + 2])
+        elif len(word) > 2 and word[:2] in names and word[1] != "-":
+            yield word[2:]
+
+
 def read_script(text: str) -> Script:
     """A script, understood as far as the rules need it."""
     lines = text.splitlines()
@@ -148,10 +168,13 @@ def _launches(
         if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
             continue
         names = [posixpath.basename(word) for word in words[:at]]
-        around = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
+        by = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
         if any(word.startswith("--container-image") for word in words[:at]):
-            around += ("pyxis",)
-        yield Launch(command, _options(words[at + 1 :]), tuple(words[:at]), around)
+            by += ("pyxis",)
+        around = (*expanded(command.around, values), *words[:at])
+        told = "".join(values.get("PET_NNODES", ())[-1:])
+        given = {"nnodes": told} if told else {}
+        yield Launch(command, given | _options(words[at + 1 :]), around, by)
 
 
 def _is_torchrun(words: list[str], at: int) -> bool:

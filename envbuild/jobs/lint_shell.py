@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
 
@@ -68,8 +68,9 @@ _DEEPEST = 6
 @dataclass(frozen=True, slots=True)
 class Command:
     """A simple command. `words` are without quotes, expansions as written; `assignments` (name, words) stand before it,
-    or are all there is. `started_by` are the launchers and containers around it, outermost first; `per_node` tells that
-    its text is expanded where it runs, not in the batch script; `file` that it is only written into a file."""
+    or are all there is. `started_by` are the launchers and containers around it, outermost first, `around` the words of
+    those commands; `per_node` tells that its text is expanded where it runs, not in the batch script; `file` that it is
+    only written into a file."""
 
     line: int
     words: tuple[str, ...]
@@ -78,16 +79,26 @@ class Command:
     per_node: bool = False
     file: bool = False
     function: str = ""
+    around: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where commands stand: the fields of Command of these names, and the depth of shells."""
+
+    started_by: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    per_node: bool = False
+    file: bool = False
+    depth: int = 0
 
 
 def parse(text: str, line: int = 1) -> list[Command]:
     """The commands of a script whose first line is number `line`. Those in other shells and in `$(…)` follow theirs."""
-    return list(_commands(Reader(text, line), (), False, False, 0))
+    return list(_commands(Reader(text, line), _Place()))
 
 
-def _commands(
-    reader: Reader, started_by: tuple[str, ...], per_node: bool, file: bool, depth: int
-) -> Iterator[Command]:
+def _commands(reader: Reader, place: _Place) -> Iterator[Command]:
     function, braces = "", 0
     while reader.at < len(reader.text):
         begun = reader.line
@@ -98,51 +109,54 @@ def _commands(
             continue
         if function:
             braces += sum((w == "{") - (w == "}") for w, _ in words)
-        command, rest = _made(begun, words, started_by, per_node, file, function)
+        command, rest = _made(begun, words, place, function)
         if command is not None:
             yield command
         if function and braces <= 0 and any(w == "}" for w, _ in words):
             function = ""
-        if depth >= _DEEPEST:
+        if place.depth >= _DEEPEST:
             continue
+        deeper = replace(place, depth=place.depth + 1)
+        late = replace(deeper, per_node=place.per_node or reader.late)
         for at, inner in subs:
-            yield from _commands(Reader(inner, at), started_by, per_node, file, depth + 1)
-        yield from _nested(command, rest, bodies, depth)
+            yield from _commands(Reader(inner, at), late)
+        if command is not None:
+            yield from _nested(command, rest, bodies, deeper, reader.late)
 
 
 def _nested(
-    command: Command | None,
+    command: Command,
     words: list[tuple[str, bool]],
     bodies: list[tuple[int, str, bool]],
-    depth: int,
+    place: _Place,
+    late: bool,
 ) -> Iterator[Command]:
     """What other shells are given by a command: strings after -c, here-documents, ssh's last word."""
-    if command is None:
-        return
     names = [posixpath.basename(word) for word, _ in words]
-    around = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
+    by = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
     if any(word.startswith("--container-image") for word, _ in words):
-        around += ("pyxis",)
+        by += ("pyxis",)
+    texts = command.around + command.words
     for number, (word, literal) in enumerate(words):
         given = number and re.fullmatch(r"-\w*c", words[number - 1][0])
         if " " in word and (given or names[0] in ("ssh", "pdsh", "clush")):
-            yield from _commands(
-                Reader(word, command.line), around, literal or command.per_node, command.file, depth + 1
-            )  # fmt: skip
+            around = texts[: len(command.around) + number]
+            there = literal and not late
+            inner = replace(place, started_by=by, around=around, per_node=there or place.per_node)
+            yield from _commands(Reader(word, command.line, late=not there), inner)
     runs = any(one in _SHELLS or one in LAUNCHERS for one in names)
     for line, body, literal in bodies:
         if runs or names[:1] == ["cat"] or names[:1] == ["tee"]:
-            yield from _commands(
-                Reader(body, line), around, literal or command.per_node, command.file or not runs, depth + 1
-            )  # fmt: skip
+            there = literal and not late
+            inner = replace(place, started_by=by, around=texts, per_node=there or place.per_node)
+            inner = replace(inner, file=place.file or not runs)
+            yield from _commands(Reader(body, line, late=not there), inner)
 
 
 def _made(
     line: int,
     words: list[tuple[str, bool]],
-    started_by: tuple[str, ...],
-    per_node: bool,
-    file: bool,
+    place: _Place,
     function: str,
 ) -> tuple[Command | None, list[tuple[str, bool]]]:
     rest = list(words)
@@ -165,7 +179,17 @@ def _made(
     if not rest and not assignments:
         return None, rest
     texts = tuple(word for word, _ in rest)
-    return Command(line, texts, tuple(assignments), started_by, per_node, file, function), rest
+    made = Command(
+        line,
+        texts,
+        tuple(assignments),
+        place.started_by,
+        place.per_node,
+        place.file,
+        function,
+        place.around,
+    )
+    return made, rest
 
 
 def expanded(words: tuple[str, ...], values: Mapping[str, tuple[str, ...]], depth: int = 0) -> list[str]:  # fmt: skip

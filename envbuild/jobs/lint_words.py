@@ -17,11 +17,13 @@ _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 
 @dataclass(slots=True)
 class Reader:
-    """A place in a script."""
+    """A place in a script. With `late`, an outer shell has expanded the text: what is left to expand here stands behind
+    a backslash (`\\$(…)`), and the rest is none of this script's commands."""
 
     text: str
     line: int
     at: int = 0
+    late: bool = False
     pending: list[tuple[str, bool, bool]] = field(default_factory=list)
 
     def take(self, size: int = 1) -> str:
@@ -84,7 +86,7 @@ def simple_command(
             reader.pending.append((found[3], bool(found[2]), bool(found[1])))
         elif here == "\n":
             reader.take()
-            bodies += _bodies(reader)
+            bodies += _bodies(reader, subs)
             return words, subs, bodies, here
         elif found := _REDIRECTION.match(reader.text, reader.at):
             reader.take(found.end() - found.start())
@@ -108,11 +110,11 @@ def simple_command(
             return words, subs, bodies, here
         else:
             words.append(_word(reader, subs))
-    bodies += _bodies(reader)
+    bodies += _bodies(reader, subs)
     return words, subs, bodies, ""
 
 
-def _bodies(reader: Reader) -> list[tuple[int, str, bool]]:
+def _bodies(reader: Reader, subs: list[tuple[int, str]]) -> list[tuple[int, str, bool]]:
     found = []
     for name, literal, tabs in reader.pending:
         begun, lines = reader.line, []
@@ -123,7 +125,8 @@ def _bodies(reader: Reader) -> list[tuple[int, str, bool]]:
             if (line.lstrip("\t") if tabs else line).rstrip("\n") == name:
                 break
             lines.append(line)
-        found.append((begun, "".join(lines), literal))
+        body = "".join(lines)
+        found.append((begun, body if literal else _double(Reader(body, begun), subs, ""), literal))
     reader.pending.clear()
     return found
 
@@ -154,27 +157,34 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
             reader.take()
             out.append(_double(reader, subs))
             plain = True
-        elif here == "\\":
+        elif here == "\\" and not _escaped(reader):
             reader.take()
             piece = reader.take()
             out.append("" if piece == "\n" else piece)
             plain = True
         else:
-            out.append(_expansion(reader, subs) if here in "$`" else reader.take())
+            out.append(_expansion(reader, subs) if here in "$`\\" else reader.take())
             plain = True
     return "".join(out), quoted and not plain
 
 
-def _double(reader: Reader, subs: list[tuple[int, str]]) -> str:
+def _escaped(reader: Reader) -> bool:
+    """Whether here is a `\\$(` that an outer shell has left for this one."""
+    return reader.late and reader.text.startswith("\\$(", reader.at)
+
+
+def _double(reader: Reader, subs: list[tuple[int, str]], quote: str = '"') -> str:
+    """What is in double quotes, or, without `quote`, in a here-document; `\\$` stays as it is."""
     out = []
-    while reader.at < len(reader.text) and reader.text[reader.at] != '"':
+    while reader.at < len(reader.text) and reader.text[reader.at] != quote:
         here = reader.text[reader.at]
-        if here == "\\":
+        if here == "\\" and not _escaped(reader):
             reader.take()
             piece = reader.take()
-            out.append("" if piece == "\n" else piece if piece in '"\\`' else f"\\{piece}")
+            gone = piece == "\n" and quote
+            out.append("" if gone else piece if piece in f"{quote}\\`" else f"\\{piece}")
         else:
-            out.append(_expansion(reader, subs) if here in "$`" else reader.take())
+            out.append(_expansion(reader, subs) if here in "$`\\" else reader.take())
     reader.take()
     return "".join(out)
 
@@ -182,6 +192,10 @@ def _double(reader: Reader, subs: list[tuple[int, str]]) -> str:
 def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
     """`$(…)`, `${…}`, `$((…))`, `…` or a lone `$`, as written."""
     begun = reader.line
+    if reader.text[reader.at] == "\\":
+        reader.take()
+    elif reader.late and reader.text[reader.at] == "$":
+        subs = []  # the outer shell's
     if reader.text.startswith("$((", reader.at):
         reader.take(3)
         inside = reader.closing("(", ")")

@@ -1,12 +1,18 @@
 """From logs to causes: every rule with a log of what it is about, most of them made by really provoking it."""
+# ruff: noqa: E501  (lines of logs stand on one line)
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import os
 import random
 import re
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +22,7 @@ from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.jobs.diagnose import Diagnosis, diagnose
-from envbuild.jobs.diagnose_read import read_logs
+from envbuild.jobs.diagnose_read import job_number, read_logs
 from envbuild.jobs.diagnose_rules import Rule, load_rules
 from envbuild.jobs.needle import needle
 
@@ -84,16 +90,68 @@ def test_every_log_belongs_to_a_rule_and_a_readme_says_how_it_was_made() -> None
     readme = (DATA / "logs/README.md").read_text()
     for path in sorted((DATA / "logs").glob("*.log")):
         name = re.sub(r"-n\d$", "", path.stem)
-        assert name in RULES or name == "good"
+        assert name in RULES or name.startswith("good")
         assert f"| {name} |" in readme
         assert not re.search(r"/root\b|/tmp/(?!torchelastic)", path.read_text())
 
 
 @pytest.mark.parametrize(
-    "paths", [logs_of("good"), *([DATA / "nccl" / f"{name}.log"] for name in GOOD_NCCL)]
+    "paths",
+    [
+        logs_of("good"),
+        logs_of("good-late-name"),
+        *([DATA / "nccl" / f"{name}.log"] for name in GOOD_NCCL),
+    ],
 )
 def test_logs_of_jobs_that_went_well_yield_nothing(paths: list[Path]) -> None:
     assert of(*paths).findings == ()
+
+
+_ASKING = "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2 - x)."
+_NO_WAY = "[W socket.cpp:663] [c10d] The client socket has failed to connect to [::ffff:10.1.96.108]:29500 (errno: 101 - Network is unreachable)."
+_BOUND = "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
+_EPOCH = "[rank0]: Epoch 1 | loss 1.9"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [_ASKING, _NO_WAY, _BOUND, _EPOCH],
+        [_ASKING, _NO_WAY, _BOUND],
+        ["[W] [c10d] The client socket has timed out after 60000ms", _ASKING, _NO_WAY, _EPOCH],
+        ["TensorBoard could not bind to port 6006: Address already in use; using 6007"],
+        ["Error: listen EADDRINUSE: address already in use :::6006"],
+        ["qsub: waiting for job 1234.pbs01 to start", "qsub: job 1234.pbs01 ready", "qsub: job 1234.pbs01 completed"],
+        ["ModuleNotFoundError: No module named 'apex'", "apex not available", _EPOCH],
+        ["bash: module: command not found", "OSError: [Errno 30] Read-only file system: '/home/u/.config'", _EPOCH],
+        ["WARNING: Connection reset by peer while talking to wandb", "BrokenPipeError: [Errno 32] Broken pipe", _EPOCH],
+    ],
+)  # fmt: skip
+def test_what_a_job_got_over_is_no_cause(lines: list[str]) -> None:
+    assert told(*lines) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([_ASKING, "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"], "name-unknown"),
+        (["ssh: Could not resolve hostname n7: Name or service not known"], "name-unknown"),
+        ([_NO_WAY, "…RendezvousConnectionError"], "no-route"),
+        ([_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."], "port-in-use"),
+        (["RuntimeError: Address already in use"], "port-in-use"),
+        (["qsub: Unknown queue"], "submission-refused"),
+        (["qsub: job rejected by all possible destinations"], "submission-refused"),
+        # Other ranks write a little more before they are ended.
+        ([_EPOCH, "ModuleNotFoundError: No module named 'apex'", _EPOCH, "E failed (exitcode: 1) local_rank: 0"], "no-module"),
+    ],
+)  # fmt: skip
+def test_what_ended_a_job_is_its_cause(lines: list[str], cause: str) -> None:
+    assert told(*lines)[0] == cause
+
+
+def test_the_port_that_is_taken_is_told_by_the_lines_of_older_torch() -> None:
+    lines = [_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."]  # fmt: skip
+    assert "port 29500 of" in diagnose([("log", lines)], load_rules()).findings[0].cause
 
 
 def test_no_cause_hides_behind_a_consequence() -> None:
@@ -185,6 +243,88 @@ def test_the_documentation_lists_every_rule() -> None:
     text = DOCS.read_text()
     for rule in RULES.values():
         assert f"| `{rule.id}` |" in text
+
+
+# ---- the program's own failure
+
+_TRACEBACK = """Traceback (most recent call last):
+  File "/home/ada/train.py", line 61, in main
+    loss = model(x)
+           ^^^^^^^^
+  File "/env/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1553, in forward
+    return self.conv(x)
+ValueError: expected 4D input (got 3D input)""".splitlines()
+_TORCHRUN = """E0712 10:02:20 23811 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 0
+Traceback (most recent call last):
+  File "/env/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:""".splitlines()
+_KILLED = """srun: error: n1: task 0: Exited with exit code 1
+srun: Terminating StepId=5982.0
+slurmstepd: error: *** STEP 5982.0 ON n1 CANCELLED AT 2025-07-12T10:02:21 ***
+srun: error: n2: task 1: Terminated""".splitlines()
+
+
+def exception(*lines: str) -> list[str]:
+    return [one.text for one in diagnose([("log", lines)], load_rules()).exception]
+
+
+def test_what_slurm_ends_after_a_failure_was_not_cancelled_by_somebody() -> None:
+    assert "cancelled" not in told(*_TRACEBACK, *_TORCHRUN, *_KILLED)
+    assert told("*** STEP 1.0 ON n1 CANCELLED AT 2025-07-12T10:02:21 DUE TO TASK FAILURE ***") == ["rank-failed"]  # fmt: skip
+    # torchrun that scancel ends: its failure comes after.
+    assert told(*reversed(_KILLED))[0] == "cancelled"
+
+
+def test_the_first_exception_of_the_program_is_shown_where_no_cause_is_known() -> None:
+    frames = [_TRACEBACK[1].strip(), _TRACEBACK[2].strip(), _TRACEBACK[4].strip(), _TRACEBACK[5].strip()]  # fmt: skip
+    assert exception(*_TRACEBACK, *_TORCHRUN, *_KILLED) == [*frames, _TRACEBACK[-1]]
+    assert exception(*_TORCHRUN, *_TRACEBACK, *_KILLED)[-1] == _TRACEBACK[-1]
+    assert exception(*_TORCHRUN, *_KILLED) == []
+    assert exception(*_TRACEBACK, "task 0: Out Of Memory") == []
+    assert exception("Exception ignored in: <function f>", *_TRACEBACK) == []
+    assert exception(*_TRACEBACK, *[_EPOCH] * 12, *_TRACEBACK[:-1], "KeyError: 'x'")[-1] == "KeyError: 'x'"  # fmt: skip
+
+
+def test_a_job_that_trained_on_has_no_exception_to_show() -> None:
+    assert exception(*_TRACEBACK, _EPOCH) == []
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["[rank{}]: ", "{}: ", "{}: [default{}]:", "[pod/w-{}/pytorch] 2026-07-12T10:00:0{}.{}Z "]))  # fmt: skip
+def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Random, form: str) -> None:  # fmt: skip
+    """Each rank fails in its own way, and they write at once: the first to have written its exception is meant."""
+    ranks = [
+        [
+            form.format(rank, rank, "12345"[: 1 + number % 4]) + line
+            for number, line in enumerate([*_TRACEBACK[:-1], f"ValueError: of {rank}"])
+        ]
+        for rank in range(4)
+    ]
+    turns = [rank for rank in range(4) for _ in ranks[rank]]
+    rng.shuffle(turns)
+    lines = [ranks[rank].pop(0) for rank in turns]
+    first = next(line for line in lines if "ValueError" in line)
+    found = exception(*lines, *_TORCHRUN)
+    assert found[-1] == first.strip()
+    assert len(found) == 5
+    assert all(re.match(rf"\D*{first[-1]}\b", line) for line in found)
+
+
+@pytest.mark.parametrize(
+    ("logs", "doubt"),
+    [
+        ([("n1", [*started(0, 2), *_TIMEOUT])], True),
+        ([("n1", [*started(0, 2), *_TIMEOUT]), ("n2", ["nothing"])], False),
+        ([("slurm.out", [*started(0, 3), *started(1, 3), *_TIMEOUT])], False),
+    ],
+)
+def test_a_start_that_one_log_tells_of_leaves_a_doubt(
+    logs: list[tuple[str, list[str]]], doubt: bool
+) -> None:
+    found = diagnose(logs, load_rules()).findings[0]
+    assert found.id == "head-only"
+    assert ("if there are other nodes' logs, give them too" in found.cause) is doubt
 
 
 # ---- reading
@@ -306,8 +446,95 @@ def test_a_log_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     assert str(tmp_path) in str(done.exception)
 
 
-def test_a_damaged_compressed_log_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x\n" * 9999)[:-20])
-    done = CliRunner().invoke(diagnose_command, [str(tmp_path / "cut.gz")])
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("how", ["cut", "changed"])
+def test_a_damaged_compressed_log_is_named(
+    pack: Callable[[bytes], bytes], how: str, tmp_path: Path
+) -> None:
+    packed = pack(random.Random(1).randbytes(9999))
+    half = len(packed) // 2
+    damaged = packed[:half] if how == "cut" else packed[:half] + b"\xff" * 99 + packed[half + 99 :]
+    (tmp_path / "bad.gz").write_bytes(damaged)
+    done = CliRunner().invoke(diagnose_command, [str(tmp_path / "bad.gz")])
     assert getattr(done.exception, "exit_code", None) == 2
-    assert "cut.gz" in str(done.exception)
+    assert "bad.gz" in str(done.exception)
+
+
+def test_deflated_bytes_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"".join(b"line %d\n" % n for n in range(9999))))
+    packed[200:400] = b"\xff" * 200
+    (tmp_path / "x.log.gz").write_bytes(packed)
+    done = CliRunner().invoke(diagnose_command, [str(tmp_path / "x.log.gz")])
+    assert getattr(done.exception, "exit_code", None) == 2
+    assert "cannot read the log" in str(done.exception)
+
+
+@pytest.mark.parametrize(("allowed", "path"), [(1, "."), (4, "sub"), (4, "sub/a.log")])
+def test_a_folder_that_may_not_be_entered_or_listed_is_named(allowed: int, path: str) -> None:
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "sub").mkdir()
+        (Path(name) / "sub/a.log").write_text("x\n")
+        Path(name).chmod(0o700 | allowed if root else allowed << 6)
+        if root:  # Nothing is forbidden to root.
+            os.seteuid(65534)
+        try:
+            done = CliRunner().invoke(diagnose_command, [str(Path(name) / path)])
+        finally:
+            if root:
+                os.seteuid(0)
+            Path(name).chmod(0o700)
+    assert getattr(done.exception, "exit_code", None) == 2, done.exception
+    assert name in str(done.exception)
+
+
+# ---- several jobs in a folder
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("ddp_1001.out", "1001"), ("slurm-1001.out", "1001"), ("slurm-1001_3.out", "1001"), ("ddp.o1001", "1001"),
+        ("ddp.e77", "77"), ("ddp.o77.pbs01", "77"), ("ddp_12345_n1.log", "12345"), ("slurm-12.err.gz", "12"),
+        ("x-2_44.out", "44"), ("lr-1e-3_55.out", "55"), ("ddp_1001_ip-10-1-0-5.out", "1001"), ("12345.log", "12345"),
+        ("gpu-a-001.log", ""), ("node-101.log", ""), ("node_1.out", ""), ("n1.log", ""), ("head-n1.log", ""),
+        ("ip-10-1-0-5.out", ""), ("train.out", ""), ("1001", ""), ("attempt_0.out", ""),
+    ],
+)  # fmt: skip
+def test_the_number_of_a_job_is_in_the_name_of_its_log(name: str, number: str) -> None:
+    assert job_number(name) == number
+
+
+def test_each_job_of_a_folder_is_diagnosed_by_itself(tmp_path: Path) -> None:
+    good = [*started(0, 2, run="7"), *started(1, 2, run="7"), _EPOCH]
+    bad = [*started(0, 2, "n3:1", "8"), *started(1, 2, "n3:1", "8"), "No CUDA GPUs are available", *_TIMEOUT]  # fmt: skip
+    (tmp_path / "ddp_1001.out").write_text("\n".join(good))
+    (tmp_path / "ddp_1002.out").write_text("\n".join(bad))
+    (tmp_path / "ddp_1002.err").write_text("x\n")
+    done = CliRunner().invoke(diagnose_command, [str(tmp_path)])
+    assert "job 1001: ddp_1001.out\n" in done.stdout
+    assert "job 1002: ddp_1002.err, ddp_1002.out\n1. no GPU" in done.stdout
+    assert "differ" not in done.stdout
+    done = CliRunner().invoke(diagnose_command, [str(tmp_path), "--json"])
+    rows = {row["job"]: row for row in json.loads(done.stdout)["jobs"]}
+    assert {name: [one["id"] for one in row["findings"]][:1] for name, row in rows.items()} == {"1001": [], "1002": ["no-gpu"]}  # fmt: skip
+    assert [Path(log).name for log in rows["1002"]["logs"]] == ["ddp_1002.err", "ddp_1002.out"]
+
+
+def test_the_logs_of_one_job_in_a_folder_belong_together(tmp_path: Path) -> None:
+    for node in (0, 1):
+        lines = [*started(node, 2, run=f"id{node}"), *_TIMEOUT]
+        (tmp_path / f"node-{node}.log").write_text("\n".join(lines))
+    (tmp_path / "ddp_1001.out").write_text("x\n")
+    done = CliRunner().invoke(diagnose_command, [str(tmp_path), "--json"])
+    assert json.loads(done.stdout)["findings"][0]["id"] == "run-ids-differ"
+
+
+def test_the_command_shows_the_exception_of_the_program(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("\n".join([*_TRACEBACK, *_TORCHRUN, *_KILLED]))
+    done = CliRunner().invoke(diagnose_command, [str(log)])
+    assert "The program's first exception:" in done.stdout
+    assert "x.log:7: ValueError: expected 4D input" in done.stdout
+    made = json.loads(CliRunner().invoke(diagnose_command, [str(log), "--json"]).stdout)
+    assert made["exception"][-1]["line"] == 7

@@ -41,6 +41,10 @@ export OMP_NUM_THREADS=4
 """
 RUN = 'torchrun --nnodes=2 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --local-addr "$a"'
 CLEAN = f"{SLURM}srun {RUN} train.py\n"
+EIGHT = SLURM.replace("per-node=1", "per-node=8")
+# What `srun ./node.sh` starts on each node.
+BARE = '#!/bin/bash\nset -e\nexec torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$head:$port" train.py\n'
+SWEEP = "for lr in 1 2; do\n srun --nodes=1 --ntasks=1 --exclusive torchrun --standalone --nnodes=1 x $lr &\ndone\nwait\n"
 
 
 def ids(text: str, name: str = "job.sh") -> list[str]:
@@ -102,11 +106,35 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             "#!/bin/bash\n#SBATCH -N 1\ntorchrun --nproc-per-node 4 x",
             f"{SLURM}mpirun --bind-to none {RUN} x",
             f"{PBS}pbsdsh -n 0 -- {RUN} x",
+            f"{SLURM}torchrun --nproc-per-node 4 x",
+            f"{SLURM}torchrun --standalone x",
+            BARE,
+            f"{CLEAN}torchrun --standalone evaluate.py",
         ],
     ),
+    "started-here": (
+        [(BARE, "torchrun")],
+        [BARE.replace("$SLURM_NNODES", "1"), f"ssh n2 true\n{BARE}", f"{SLURM}{RUN} x"],
+    ),
+    "idle-nodes": (
+        [
+            (f"{SLURM}torchrun --nproc-per-node 4 x", "torchrun"),
+            (f"{SLURM}torchrun --standalone x", "torchrun"),
+            (f"{PBS}hostname\ntorchrun --nnodes=1 x", "torchrun"),
+        ],
+        [f"{SLURM}{RUN} x", CLEAN, f"{CLEAN}torchrun --standalone evaluate.py", f"{SLURM}export PET_NNODES=2\ntorchrun x"],
+    ),
     "standalone": (
-        [(f"{SLURM}srun torchrun --standalone --nproc-per-node 4 x", "standalone")],
-        ["#!/bin/bash\n#SBATCH -N1\ntorchrun --standalone x"],
+        [
+            (f"{SLURM}srun torchrun --standalone --nproc-per-node 4 x", "standalone"),
+            (f"{SLURM}srun -n 2 apptainer exec x.sif torchrun --standalone x", "standalone"),
+        ],
+        [
+            "#!/bin/bash\n#SBATCH -N1\ntorchrun --standalone x",
+            f"{SLURM}{SWEEP}",
+            f"{SLURM}srun -N1 -n1 bash -c 'torchrun --standalone --nnodes=1 x'",
+            f"{CLEAN}torchrun --standalone evaluate.py",
+        ],
     ),
     "localhost-endpoint": (
         [
@@ -123,12 +151,30 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (f"{CLEAN}head=${{HEAD:=localhost}}", ":="),
             (f"{CLEAN}head=${{HEAD:-127.0.0.1}}", ":-"),
             (f"{CLEAN}head=$(scontrol show hostnames | head -1 || echo localhost)", "||"),
+            (f"{CLEAN}: ${{MASTER_ADDR:=localhost}}", ":="),
+            (f"{CLEAN}nodes=${{NODES:-localhost}}\nhead=$nodes", ":-"),
+            (f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint ${{H-127.0.0.1}}:$p x'", "H-"),
+            (f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$(head -1 hosts || echo localhost):$p x", "||"),
+            (f"{SLURM}export MASTER_ADDR=$(scontrol show hostnames |\n head -1 || echo 127.0.0.1)\nsrun python t.py", "||"),
         ],
-        [f"{CLEAN}head=${{HEAD:?no head}}", f"{CLEAN}# head=${{HEAD:=localhost}}"],
+        [
+            f"{CLEAN}head=${{HEAD:?no head}}",
+            f"{CLEAN}# head=${{HEAD:=localhost}}",
+            f"{CLEAN}export no_proxy=${{no_proxy:-localhost,127.0.0.1}}",
+            f"{CLEAN}export MLFLOW_HOST=\"${{MLFLOW_HOST:-localhost}}\"",
+            f"{CLEAN}srun mlflow --host ${{TRACKING:-localhost}} --head $head",
+            "#!/bin/bash\n#SBATCH -N 1\nexport MASTER_ADDR=${MASTER_ADDR:-localhost}\ntorchrun --standalone x",
+        ],
     ),
     "endpoint-per-node": (
-        [(f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$(hostname):$p x'", "hostname")],
-        [f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$head:$p x'"],
+        [
+            (f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$(hostname):$p x'", "hostname"),
+            (f"{SLURM}srun bash -c \"torchrun --nnodes=2 --rdzv_endpoint=\\$(hostname):$p x\"", "hostname"),
+        ],
+        [
+            f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$head:$p x'",
+            f"{SLURM}srun bash -c \"torchrun --nnodes=2 --node-rank=\\$SLURM_NODEID --rdzv_endpoint=$(hostname):$p x\"",
+        ],
     ),
     "hostname-endpoint": (
         [
@@ -159,34 +205,64 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "nodes-differ": (
         [(srun("--nnodes=4"), "nnodes"), (f"{PBS}mpiexec torchrun --nnodes 1:4 x", "nnodes")],
-        [srun("--nnodes=$SLURM_NNODES"), srun("--nnodes=1:2")],
+        [
+            srun("--nnodes=$SLURM_NNODES"),
+            srun("--nnodes=1:2"),
+            f"{SLURM}{SWEEP}",
+            f"{SLURM.replace('nodes=2', 'nodes=4')}srun -N 2 --ntasks-per-node=1 {RUN} x",
+            f"{SLURM.replace('nodes=2', 'nodes=4')}for n in 0 1; do\nsrun --nodes=1 -w ${{h[$n]}} {RUN} x &\ndone",
+            f"{CLEAN}torchrun --nnodes=1 evaluate.py",
+        ],
     ),
     "local-address": (
         [(f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$h:$p x", "srun")],
         [CLEAN, f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$h:$p --rdzv-conf=is_host=$x x"],
     ),
     "tasks-per-node": (
-        [(CLEAN.replace("per-node=1", "per-node=8"), "ntasks-per-node")],
+        [
+            (EIGHT + f"srun {RUN} x", "ntasks-per-node"),
+            (EIGHT + f"srun -n 16 {RUN} x", "ntasks-per-node"),
+            (EIGHT + f"srun -n $SLURM_NTASKS {RUN} x", "ntasks-per-node"),
+            (EIGHT + f"srun apptainer exec x.sif bash -c '{RUN} x'", "ntasks-per-node"),
+        ],
         [
             CLEAN,
-            CLEAN.replace("per-node=1", "per-node=8").replace("srun", "srun --ntasks-per-node=1"),
-            f"{SLURM.replace('per-node=1', 'per-node=8')}srun python train.py",
+            EIGHT + f"srun --ntasks-per-node=1 {RUN} x",
+            EIGHT + f"srun --ntasks-per-node=1 apptainer exec x.sif bash -c '{RUN} x'",
+            EIGHT + f"srun --ntasks-per-node=1 bash <<'E'\n{RUN} x\nE\n",
+            EIGHT + f"srun -N 2 -n 2 {RUN} x",
+            EIGHT + f"srun -n2 {RUN} x",
+            EIGHT + f"srun --ntasks=$SLURM_JOB_NUM_NODES {RUN} x",
+            EIGHT + f"N=2\nsrun -n $N bash -c '{RUN} x'",
+            EIGHT + "srun python train.py",
         ],
     ),
     "scontrol-in-container": (
         [
             (f"{SLURM}srun --container-image=/fsx/x.sqsh bash -c 'scontrol show hostnames'", "scontrol"),
             (f"{SLURM}apptainer exec x.sif sh -c \"head=\\$(scontrol show hostnames)\"", "scontrol"),
+            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"scontrol show hostnames\"", "scontrol"),
+            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"h=\\`scontrol show hostnames\\`\"", "scontrol"),
+            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"h=\\\"\\$(scontrol show hostnames)\\\"\"", "scontrol"),
+            (f"{SLURM}srun apptainer exec x.sif bash <<E\necho \\$(scontrol show hostnames)\nE\n", "scontrol"),
         ],
-        [f"{CLEAN}hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")"],
+        [
+            f"{CLEAN}hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")",
+            f"{SLURM}srun --container-image=/x.sqsh bash -c \"torchrun --rdzv-endpoint=$(scontrol show hostnames | head -1):1 x\"",
+            f"{SLURM}srun --container-image=/x.sqsh bash -c \"bash -c 'echo $(scontrol show hostnames)'\"",
+            f"{SLURM}srun apptainer exec x.sif bash <<E\necho $(scontrol show hostnames)\nE\n",
+        ],
     ),
     "mpi-binding": (
         [
             (f"{SLURM}mpirun -np 2 {RUN} x", "mpirun"),
+            (f"{SLURM}mpirun -np 2 bash -c '{RUN} x'", "mpirun"),
             (f"{SLURM}mpiArgs=\"\n -np 2\n --map-by ppr:1:node\n\"\nmpirun $mpiArgs torchrun --nnodes=2 x", "mpirun $"),
         ],
         [
             f"{SLURM}mpirun --bind-to none {RUN} x",
+            f"{SLURM}mpirun --map-by ppr:1:node --bind-to none bash -c '{RUN} x'",
+            f"{SLURM}O='--bind-to none'\nmpirun $O apptainer exec x.sif sh -c '{RUN} x'",
             f"{SLURM}mpiArgs=\"\n -np 2\n --bind-to none\n\"\nmpirun $mpiArgs {RUN} x",
             f"{SLURM}mpirun python horovod.py",
         ],
@@ -197,10 +273,10 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "efa-elsewhere": (
         [
-            (f"{PBS}export FI_PROVIDER=efa\n", "FI_PROVIDER"),
+            (f"{PBS}export FI_PROVIDER=efa\nexport NCCL_SOCKET_IFNAME=hsn0\n", "FI_PROVIDER"),
             (f"{SLURM}export NCCL_SOCKET_IFNAME=hsn0\nexport FI_PROVIDER=\"efa\"\n", "FI_PROVIDER"),
         ],
-        [f"{SLURM}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=cxi\n"],
+        [f"{SLURM}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=cxi\n"],
     ),
     "interfaces-differ": (
         [(f"{CLEAN}export GLOO_SOCKET_IFNAME=eth0\nexport NCCL_SOCKET_IFNAME=hsn0\n", "NCCL_S")],
@@ -247,8 +323,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
     ),
     "modules-not-purged": (
-        [(f"{CLEAN}module load cuda/12.6\nmodule purge", "load")],
-        [f"{CLEAN}module purge\nmodule load cuda/12.6\nmodule load x", f"{CLEAN}module list"],
+        [(f"{CLEAN}module load cuda/12.6\nmodule purge", "load"), (f"{CLEAN}module -q load cuda/12.6", "load")],
+        [
+            f"{CLEAN}module purge\nmodule load cuda/12.6\nmodule load x",
+            f"{CLEAN}module --quiet purge\nmodule load x",
+            f"{CLEAN}ml --force purge\nml -q load x",
+            f"{CLEAN}module list",
+        ],
     ),
     "error-ignored": (
         [(CLEAN.replace("set -euo pipefail\n", ""), "#!")],
@@ -283,9 +364,14 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "localhost-endpoint": (
         [
             (on_pods("command: [torchrun, --rdzv-endpoint=localhost:29500, t.py]"), "torchrun"),
+            (on_pods('command: [bash, -c, "torchrun --rdzv-endpoint=localhost:1 t.py"]'), "torchrun"),
             (on_pods("env: [{name: MASTER_ADDR, value: localhost}]\n              command: [torchrun, t.py]"), "MASTER_ADDR"),
         ],
         [on_pods("command: [torchrun, --rdzv-endpoint=ddp-worker-0:29500, t.py]")],
+    ),
+    "standalone": (
+        [(on_pods("command: [torchrun, --standalone, t.py]"), "torchrun")],
+        [on_pods("command: [torchrun, t.py]")],
     ),
     "install-in-job": (
         [(on_pods('command: [bash, -c, "pip install x && torchrun t.py"]'), "pip")],
@@ -313,7 +399,7 @@ def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: s
     problem = found(text, fault, name)
     assert problem is not None, ids(text, name)
     assert place in text.splitlines()[problem.line - 1]
-    assert "{" not in problem.what.replace("${", "")
+    assert "{" not in (problem.what + problem.instead).replace("${", "")
 
 
 @pytest.mark.parametrize(
@@ -463,6 +549,18 @@ def test_hints_and_warnings_alone_are_exit_code_0(tmp_path: Path) -> None:
     made = json.loads(done.stdout)
     assert made["count"] == {"error": 0, "warning": 1, "hint": 1}
     assert [one["id"] for one in made["problems"]] == ["debug", "install-in-job"]
+
+
+def test_advice_names_the_number_that_is_meant() -> None:
+    problem = found(f"{EIGHT}srun {RUN} x", "tasks-per-node")
+    assert problem and problem.as_json()["instead"].endswith("torchrun --nproc-per-node 8")
+
+
+def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
+    problem = found(f"{SLURM}torchrun --nproc-per-node=4 x", "idle-nodes")
+    assert problem and problem.fault.level == "warning"
+    assert "trains on one of 2 nodes" in problem.what
+    assert "error" not in {one.fault.level for one in lint(BARE, "node.sh")}
 
 
 def test_a_line_can_be_excepted() -> None:

@@ -1,0 +1,99 @@
+"""The first exception of a program in the lines of its log, which may be those of many ranks at once.
+
+A traceback is Python's (traceback.c): a line of its own, frames that are indented, and the exception. Each line may
+begin with who wrote it (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+Line = tuple[str, int, str]
+_BEGIN = "Traceback (most recent call last):"
+_FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line \d+')
+_MARKS = re.compile(r"[\s^~]*$")
+_EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:: |:?\s*$)")
+_USUAL = re.compile(r".*(?:Error|Exception|Warning|Expired|Timeout|Failure|Interrupt|Exit|Iteration)$")  # fmt: skip
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
+_LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
+_ENDS = ("SystemExit", "KeyboardInterrupt")
+# A line's own time, which is another in the next.
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
+# Of one traceback, and tracebacks at once.
+_LONGEST = 1000
+_MOST = 256
+
+
+@dataclass(slots=True)
+class _Open:
+    """A traceback whose exception has not come yet: its last frame, and the last one of the program's own files."""
+
+    last: list[Line] = field(default_factory=list)
+    own: list[Line] = field(default_factory=list)
+    lines: int = 0
+    framed: bool = False
+    launcher: bool = False
+
+
+@dataclass(slots=True)
+class Exceptions:
+    """Reads lines. `first` is the first exception that is neither torchrun's own nor ignored, behind the frames that
+    tell where it was; `order` the number of its line, of all lines."""
+
+    first: tuple[Line, ...] = ()
+    order: int = 0
+    _file: str = ""
+    _before: str = ""
+    _open: dict[str, _Open] = field(default_factory=dict)
+
+    def read(self, file: str, number: int, text: str, order: int) -> None:
+        """The next line."""
+        if self.first:
+            return
+        if file != self._file:
+            self._file, self._before = file, ""
+            self._open.clear()
+        begun = _BEGIN in text
+        if (begun or self._open) and (plain := _TIME.sub("", text)):
+            if begun and "Exception ignored in" not in self._before and len(self._open) < _MOST:
+                self._open[plain[: plain.index(_BEGIN)]] = _Open()
+            elif not begun:
+                self._go_on((file, number, text), plain, order)
+        self._before = text
+
+    def _go_on(self, line: Line, plain: str, order: int) -> None:
+        for prefix, one in sorted(self._open.items(), key=lambda item: -len(item[0])):
+            if not plain.startswith(prefix):
+                continue
+            one.lines += 1
+            found = _exception(one, line, plain[len(prefix) :])
+            if found is not None or one.lines > _LONGEST:
+                del self._open[prefix]
+            if found is not None and not (one.launcher or _of_torchrun(found)):
+                self.first, self.order = tuple(dict.fromkeys((*one.own, *one.last, line))), order
+            return
+
+
+def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
+    """The exception, where `line`, of which `text` is Python's, ends the traceback; a frame is taken into that."""
+    if text[:1] in (" ", "\t"):
+        if frame := _FRAME.match(text):
+            one.launcher |= _LAUNCHER.search(frame["file"]) is not None
+            one.last = [line]
+            if not _LIBRARY.search(frame["file"]):
+                one.own = one.last
+        elif len(one.last) == 1 and not _MARKS.match(text):
+            one.last.append(line)
+        one.framed = True
+        return None
+    found = _EXCEPTION.match(text)
+    # Others write between its lines.
+    ended = found and (one.framed or _USUAL.match(found["name"]))
+    if text.strip():
+        one.framed = False
+    return found if ended else None
+
+
+def _of_torchrun(found: re.Match[str]) -> bool:
+    return found["module"].startswith("torch.distributed.elastic.") or found["name"] in _ENDS

@@ -1,0 +1,96 @@
+"""The rules of `envbuild lint-job` for variables: addresses, interfaces, providers, library paths, debugging."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from envbuild.jobs.lint_script import Found, Script
+from envbuild.jobs.lint_shell import Command
+
+LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
+_FALLBACK = re.compile(
+    r"\$\{(?P<name>\w+)(?:\[[^]]*\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
+)
+_POINTS = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(\S+)", re.IGNORECASE)
+_POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]*|\S*)$")
+_NAMES = re.compile(r"\$\{?(\w+)")
+_OF_RENDEZVOUS = re.compile(
+    r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
+)
+_ELSEWHERE = re.compile(r"\bhsn\d|/dev/cxi|\bFI_CXI_|slingshot|\bcray|\bmlx5_", re.IGNORECASE)
+_DEBUG = {
+    "NCCL_DEBUG": "INFO|TRACE",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "CUDA_LAUNCH_BLOCKING": "1",
+}
+
+
+def of_variables(script: Script) -> Iterator[Found]:
+    """MASTER_ADDR, interfaces, providers, library paths, debugging."""
+    for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
+        for command, value in script.exported(variable):
+            if LOCAL.match(value) and script.several:
+                yield Found("localhost-endpoint", command.line, value, script.several)
+    for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
+        for command, value in script.exported(variable):
+            if value.isdecimal() and not any("master-port" in one.options for one in script.launches):  # fmt: skip
+                yield Found("fixed-port", command.line, value)
+    seen: dict[str, Command] = {}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for command, value in script.exported(variable):
+            if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
+                yield Found("loopback-interface", command.line, f"{variable}={value}")
+            elif "$" not in value and not value.startswith("^"):
+                seen.setdefault(value.lstrip("="), command)
+    if len(seen) > 1:
+        yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
+    text = "\n".join(line for line in script.lines if not line.startswith("#!"))
+    for command, value in script.exported("FI_PROVIDER"):
+        signs = _ELSEWHERE.search(text)
+        if value.split(";")[0] == "efa" and signs:
+            yield Found("efa-elsewhere", command.line, signs[0])
+    for command, value in script.exported("LD_LIBRARY_PATH"):
+        own = "".join(value.split(":$LD_LIBRARY_PATH")[0:1])
+        if re.search(r"(?<!ofi-)(?<!ofi_)nccl(?![-_]?(?:net|ofi|tests))", own, re.IGNORECASE):
+            yield Found("nccl-library-path", command.line)
+    for variable, bad in _DEBUG.items():
+        for command, value in script.exported(variable):
+            if re.fullmatch(bad, value, re.IGNORECASE):
+                yield Found("debug", command.line, f"{variable}={value}")
+    for variable in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET_DISABLE"):
+        for command, value in script.exported(variable):
+            if value == "1":
+                yield Found("network-disabled", command.line, f"{variable}=1")
+
+
+def of_fallbacks(script: Script) -> Iterator[Found]:
+    """Fallbacks to localhost of what becomes the rendezvous' endpoint."""
+    names = _rendezvous_names(script) if script.several else frozenset()
+    for command in script.commands if script.several else ():
+        texts = [(name.rstrip("+"), word) for name, words in command.assignments for word in words]
+        texts += [("", " ".join(pair)) for pair in pairwise(("", *command.words))]
+        for name, text in texts:
+            for match in _FALLBACK.finditer(text):
+                told = any(
+                    one in names or _OF_RENDEZVOUS.fullmatch(one)
+                    for one in (name, match["name"])
+                    if one
+                )
+                if told or _POINTED.search(text[: match.start()]):
+                    first = match[0].splitlines()[0]
+                    yield Found("localhost-fallback", script.where(first, command.line))
+
+
+def _rendezvous_names(script: Script) -> frozenset[str]:
+    """The variables that an endpoint is made of."""
+    text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    names: set[str] = set()
+    found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
+    found |= {name for name in script.values if _OF_RENDEZVOUS.fullmatch(name)}
+    while found:
+        names |= found
+        values = " ".join(" ".join(script.values.get(name, ())) for name in found)
+        found = set(_NAMES.findall(values)) - names
+    return frozenset(names)
