@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -153,7 +154,9 @@ def _check_same_backend(store: Any, place: Place, backend: str) -> None:
     """Fail on every rank when they chose differently: they would wait for each other in vain."""
     keys = [f"ddp_train/backend/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], f"{backend} on {place.host}")
-    choices = [found.decode() for found in store.multi_get(keys)]
+    # One question for all; torch 2.0 has none such.
+    many = getattr(store, "multi_get", lambda all_keys: [store.get(key) for key in all_keys])
+    choices = [found.decode() for found in many(keys)]
     for rank, choice in enumerate(choices):
         if choice.split()[0] != choices[0].split()[0]:
             raise TrainError(
@@ -161,6 +164,12 @@ def _check_same_backend(store: Any, place: Place, backend: str) -> None:
                 f" {choice}; repair the GPU set-up or pass --backend gloo",
                 BAD_INPUT,
             )
+
+
+def _bound_to(device: Any) -> dict[str, Any]:
+    """The option that tells NCCL the rank's GPU from the start; torch before 2.3 finds it out later."""
+    known = inspect.signature(torch.distributed.init_process_group).parameters
+    return {"device_id": device} if device.type == "cuda" and "device_id" in known else {}
 
 
 def connect(place: Place, wanted: str) -> Group:
@@ -188,7 +197,7 @@ def connect(place: Place, wanted: str) -> Group:
             rank=place.rank,
             world_size=place.world_size,
             timeout=TIMEOUT,
-            device_id=device if backend == "nccl" else None,
+            **_bound_to(device),
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise TrainError(f"cannot join the process group: {one_line(error)}") from error

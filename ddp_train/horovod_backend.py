@@ -18,7 +18,7 @@ import torch
 
 from .distributed import Group, choose_backend
 from .errors import BAD_INPUT, TrainError, one_line
-from .horovod_rendezvous import meet
+from .horovod_rendezvous import PATIENCE_S, meet
 from .place import Place
 
 # Where launchers say how many ranks they started.
@@ -77,6 +77,8 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
     by_mpi = bool(hvd.mpi_built()) and environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
     if not by_mpi:
         meet(environ)
+    # Else Gloo aborts a rank whose peers come more than 30 s after it; the caller's own value counts.
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(PATIENCE_S)))
     try:
         hvd.init()
     except (RuntimeError, ValueError, OSError) as error:

