@@ -90,6 +90,7 @@ def receipt_of(about: About) -> dict[str, Any] | None:
             "passed": bool(receipt["passed"]),
             "matches": matches,
             "verified_at": receipt.get("verified_at"),
+            "pushed": receipt["artifact"].get("pushed"),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return None

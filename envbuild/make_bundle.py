@@ -64,18 +64,23 @@ def make_bundle(
         )
         for kind in wanted
     ]  # fmt: skip
-    python = _tools_python(loaded) if tools else ""
+    python = tools_python(loaded) if tools else ""
     about = {
         "format": FORMAT,
         "recipe": loaded.recipe.name,
         "target": target.name,
         "kinds": list(wanted),
         "plans": [plan.digest for plan, _ in plans],
+        # All of the recipe's text: a plan's digest leaves out what decides no content, such as [verify].
+        "files": _digest(
+            (file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)
+        ),
         "python": python,
-        "envbuild": _own_digest() if tools else "",
+        "envbuild": _digest(_own_files()) if tools else "",
     }
     with place.exclusive(path, say):
-        if path.exists() and not (path / FILE).is_file() and any(path.iterdir()):
+        taken = path.exists() and not (path / FILE).is_file()
+        if taken and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} holds something that is no bundle", "choose another folder")
         if read_bundle(path) == about:
             say(f"{path}: nothing changed")
@@ -151,7 +156,7 @@ def _put(source: Path, file: Path) -> None:
         shutil.copyfile(source, file)
 
 
-def _tools_python(loaded: LoadedRecipe) -> str:
+def tools_python(loaded: LoadedRecipe) -> str:
     """The Python that runs the bundled envbuild on the nodes: the recipe's, which they need anyway."""
     python = loaded.recipe.python
     if tuple(map(int, python.split("."))) < _LEAST_PYTHON:
@@ -212,10 +217,10 @@ def _files(folder: Path) -> Iterable[Path]:
     )
 
 
-def _own_digest() -> str:
-    """What decides the tools: envbuild's own files."""
+def _digest(files: Iterable[tuple[Path, str]]) -> str:
+    """The digest of files and the names they get."""
     digest = hashlib.sha256()
-    for file, name in _own_files():
+    for file, name in files:
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return f"sha256:{digest.hexdigest()}"

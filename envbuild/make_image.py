@@ -128,9 +128,8 @@ def make_images(
         )  # fmt: skip
     index = docker.index_of(images) if len(images) > 1 else None
     digest = index.digest if index else images[0].digest
-    beside = wish.out.path if wish.out else default_place(prepared[0].plan)
     receipts = [
-        _verified(one, image, wish, beside, environment, say)
+        _verified(one, image, wish, environment, say)
         for one, image in zip(prepared, images, strict=True)
     ]
     result = {"path": wish.tag, "digest": digest}
@@ -141,6 +140,7 @@ def make_images(
         result["path"] = os.path.abspath(wish.out.path)
     if wish.push:
         result |= docker.push(images, index, wish.tag, environment, say)
+        _record_push(prepared, images, wish, result["reference"].partition("@")[0])
     targets = [
         {"target": one.target.name, "digest": image.digest, "receipt": receipt}
         for one, image, receipt in zip(prepared, images, receipts, strict=True)
@@ -175,13 +175,31 @@ def default_place(plan: Plan) -> Path:
     return Path("build") / plan.recipe / plan.target / "docker"
 
 
+def _beside(plan: Plan, wish: Wish) -> Path:
+    """What the receipt of a wished image of `plan` lies beside."""
+    return wish.out.path if wish.out else default_place(plan)
+
+
+def _record_push(
+    prepared: Sequence[Prepared], images: Sequence[Image], wish: Wish, name: str
+) -> None:
+    """Note in each image's receipt what nodes pull: its own manifest, of an index too. A copy lies where jobs look."""
+    from envbuild.verify.receipt import record_push
+
+    for one, image in zip(prepared, images, strict=True):
+        usual, reference = default_place(one.plan), f"{name}@{image.digest}"
+        with place.writing(usual.parent):
+            record_push(_beside(one.plan, wish), image.digest, reference, usual)
+
+
 def _verified(
-    one: Prepared, image: Image, wish: Wish, beside: Path, environment: Environment, say: Say
+    one: Prepared, image: Image, wish: Wish, environment: Environment, say: Say
 ) -> str | None:
     """The receipt of `image`, None where it cannot be verified here; then why is said."""
     from envbuild.image.daemon import connect
     from envbuild.verify.receipt import receipt_path
 
+    beside = _beside(one.plan, wish)
     path = receipt_path(beside)
     if not wish.verify:
         return None
@@ -216,7 +234,7 @@ def verify_image(
     """Verify an image that `client`'s daemon has, and write its receipt. Raises VerificationError."""
     from envbuild.verify.explain import failures
     from envbuild.verify.image_subject import image_subject
-    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
+    from envbuild.verify.receipt import make_receipt, pushed_as, receipt_path, write_receipt
     from envbuild.verify.run import verify
 
     settings = settings_of(one.plan.verify_settings(), {"faults": wish.faults})
@@ -225,8 +243,11 @@ def verify_image(
     logs = beside.with_name(f"{beside.name}.verify-logs")
     verdict = verify(subject, settings, environment.variables, say, logs=logs)
     failed = beside.with_name(f"{beside.name}.failed")
+    receipt = make_receipt(subject, verdict, name)
+    if pushed := pushed_as(beside, image.digest):
+        receipt["artifact"]["pushed"] = pushed
     with place.writing(beside.parent):
-        write_receipt(make_receipt(subject, verdict, name), beside if verdict.passed else failed)
+        write_receipt(receipt, beside if verdict.passed else failed)
         if verdict.passed:
             receipt_path(failed).unlink(missing_ok=True)
     if not verdict.passed:

@@ -14,7 +14,7 @@ from envbuild.cli.common import Folder, own_command, print_json, say
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, host_arch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     options = [
         click.option(
-            "--job", is_flag=True, help="Render the job that builds and verifies it on a node of --site."
+            "--job", is_flag=True,
+            help="Render the job that builds and verifies it on a node of --site, in [paths] shared there where --out "
+            "says nothing else. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
         ),
         click.option(
             "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
@@ -79,18 +81,24 @@ def build_by_job(
     from envbuild.jobs.submit import default_script, submit, write_script
     from envbuild.site.job_site import load_job_site
 
+    if target.arch != host_arch() and as_job.bundle is None:
+        raise UsageError(
+            f"nodes of {target.name} cannot run the envbuild of this {host_arch()} host ({own_command()})",
+            "give --bundle DIR, a folder that the nodes see: it brings envbuild for them",
+        )
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind).absolute()
     tools = ""
     if as_job.bundle is not None:
-        from envbuild.make_bundle import make_bundle
+        from envbuild.make_bundle import make_bundle, tools_python
 
-        about = make_bundle(
-            loaded, target, environment, as_job.bundle, say, kinds=(kind,), offline=how.offline
-        )
-        tools = about["python"]
-    else:
+        tools = tools_python(loaded)
+        if not how.dry_run:
+            make_bundle(
+                loaded, target, environment, as_job.bundle, say, kinds=(kind,), offline=how.offline
+            )
+    elif not how.dry_run:
         _ensure_lock(kind, loaded, target, environment, how)
     flags = [
         ("--faults", how.faults),
@@ -111,11 +119,15 @@ def build_by_job(
     )
     plan = plan_build(build, JobRequest(current=Path.cwd()), site)
     text = render_build(plan, build)
-    script, number = as_job.script, None
-    if script is None and as_job.submit:
+    script, number = None if how.dry_run else as_job.script, None
+    if script is None and as_job.submit and not how.dry_run:
         script = default_script(plan, Path(plan.work))
     if script is not None:
-        write_script(text, script)
+        write_script(
+            text,
+            script,
+            "name another file with --script, or another folder by [paths] shared of the site",
+        )
     if as_job.submit and script is not None:
         number = submit(plan, script, environment.variables)
         say(

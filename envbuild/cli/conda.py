@@ -30,7 +30,7 @@ from envbuild.errors import UsageError
     "out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The environment's folder. Default: build/RECIPE/TARGET/conda.",
+    help="The environment's folder. Default: build/RECIPE/TARGET/conda, with --job in [paths] shared of the site.",
 )
 @click.option(
     "--name",

@@ -141,7 +141,8 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
     said = "passed" if receipt["passed"] else "FAILED"
     if not receipt["matches"]:
         said = "of another artifact"
-    return f"{said}, {receipt['verified_at']}  {receipt['path']}"
+    pushed = f", pushed as {receipt['pushed']}" if receipt["pushed"] else ""
+    return f"{said}, {receipt['verified_at']}{pushed}  {receipt['path']}"
 
 
 def _layers(found: Mapping[str, Any]) -> list[list[str]]:

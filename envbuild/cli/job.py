@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.cli.common import json_option, own_command, print_json, say, target_option
-from envbuild.errors import HostError, UsageError
 
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobPlan
@@ -95,7 +94,8 @@ def job_command(
     """Render the job that trains with an artifact on a cluster.
 
     Takes the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE, of which it takes what was
-    built here. Only what passed verification is taken. Put -- before ARGS that begin with a dash.
+    built here, or in [paths] shared of the site. Only what passed verification is taken. Put -- before ARGS that begin
+    with a dash.
 
     \b
     Examples:
@@ -112,7 +112,13 @@ def job_command(
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     scheduler = scheduler_of(request, where)
-    opened = open_artifact(named, wanted_kinds(scheduler, where), target, unverified=unverified)
+    opened = open_artifact(
+        named,
+        wanted_kinds(scheduler, where),
+        target,
+        shared=where.paths.shared,
+        unverified=unverified,
+    )
     plan = plan_job(request, opened, where)
     if explain:
         _table(explained(plan))
@@ -138,15 +144,7 @@ def _write(plan: JobPlan, text: str, out: Path | None, submit: bool) -> Path | N
     path = out or default_script(
         plan, Path(plan.work) if plan.scheduler != "kubernetes" else Path()
     )
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", "name a file with --out")
-    try:
-        write_script(text, path)
-    except OSError as error:
-        raise HostError(
-            f"{path}: {error.strerror}",
-            "name another file with --out, or another folder with --work",
-        ) from error
+    write_script(text, path, "name another file with --out, or another folder with --work")
     return path
 
 

@@ -71,7 +71,7 @@ def preflight_command(
         envbuild=own_command(),
     )
     kinds = wanted_kinds(allocation.scheduler, where)
-    opened = open_artifact(named, kinds, target, unverified=unverified)
+    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:

@@ -26,7 +26,7 @@ from envbuild.environment import load_environment
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Default: build/RECIPE/TARGET/venv.",
+    help="Default: build/RECIPE/TARGET/venv, with --job in [paths] shared of the site.",
 )
 @click.option(
     "--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."
@@ -50,6 +50,7 @@ def venv_command(
     Examples:
       envbuild venv pt_cpu
       envbuild venv pt_cpu --out /scratch/envs/pt_cpu --locked --faults
+      envbuild venv pt_cpu --job --site slurm-modules --dry-run
       envbuild venv gh200_cu126 --target cu126-aarch64 --job --site pbs-gh200 --bundle bundle --submit
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """

@@ -65,6 +65,14 @@ def contradictions(site: JobSite) -> Iterator[Finding]:
             "nvidia.com/gpu is asked for by [node] gpus",
             "set [node] gpus, and remove it here",
         )
+    limits = site.kubernetes.resources
+    said = site.node.cpus or site.node.memory or {"cpu", "memory"} & {*limits}
+    if not said and any(key.startswith("hugepages-") for key in limits):
+        yield _bad(
+            "[kubernetes] resources",
+            "Kubernetes refuses pods that ask for huge pages without CPUs or memory",
+            "set [node] cpus and memory",
+        )
     if kind in ("slurm", "pbs") and not site.paths.shared:
         yield _odd(
             "[paths] shared",

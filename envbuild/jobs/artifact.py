@@ -39,10 +39,16 @@ class Opened:
 
 
 def open_artifact(
-    named: str, kinds: tuple[Kind, ...], target: str | None, *, unverified: bool = False
+    named: str,
+    kinds: tuple[Kind, ...],
+    target: str | None,
+    *,
+    shared: str = "",
+    unverified: bool = False,
 ) -> Opened:
     """The artifact that `named` means: a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a
-    recipe, of which the first of `kinds` that was built is taken.
+    recipe, of which the first of `kinds` that was built is taken: in the current folder, or in `shared` ([paths]
+    shared of the site), where jobs build.
 
     Raises UsageError when there is none, VerificationError when no receipt says that it passed, unless `unverified`.
     """
@@ -50,31 +56,28 @@ def open_artifact(
     if "@sha256:" in named:
         return _image(named, target, unverified)
     if (path / "recipe.toml").is_file():
-        return _built(path.resolve().name, kinds, target, unverified)
+        return _built(path.resolve().name, kinds, target, shared, unverified)
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
         return _local(path, target, unverified)
     if "/" in named:
         raise UsageError(
             f"{named} does not exist", "give what `envbuild venv` or another build printed"
         )
-    return _built(named, kinds, target, unverified)
+    return _built(named, kinds, target, shared, unverified)
 
 
-def _built(recipe: str, kinds: tuple[Kind, ...], target: str | None, unverified: bool) -> Opened:
+def _built(
+    recipe: str, kinds: tuple[Kind, ...], target: str | None, shared: str, unverified: bool
+) -> Opened:
     """The artifact of `recipe` where builds leave it."""
-    top = Path("build") / recipe
-    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
-    found: list[tuple[Kind, str, Path]] = []
-    for name in targets:
-        for kind in kinds:
-            place = top / name / _PLACES[kind].format(recipe=recipe)
-            if (receipt_path(place) if kind == "docker" else place).exists():
-                found.append((kind, name, place))
-                break
+    tops = [Path("build") / recipe]
+    if shared and Path(shared).absolute() != Path.cwd():
+        tops.append(Path(shared) / "build" / recipe)
+    found = next(filter(None, (_places(top, recipe, kinds, target) for top in tops)), [])
     if not found:
         commands = ", ".join(f"`envbuild {kind} {recipe}`" for kind in kinds)
         raise UsageError(
-            f"nothing is built of recipe {recipe!r} in {top} that this site could run",
+            f"nothing is built of recipe {recipe!r} in {' or '.join(map(str, tops))} that this site could run",
             f"build it first ({commands}), or give the path of an artifact",
         )
     if len(found) > 1:
@@ -86,6 +89,21 @@ def _built(recipe: str, kinds: tuple[Kind, ...], target: str | None, unverified:
     return (
         _pushed(place, name, unverified) if kind == "docker" else _local(place, target, unverified)
     )
+
+
+def _places(
+    top: Path, recipe: str, kinds: tuple[Kind, ...], target: str | None
+) -> list[tuple[Kind, str, Path]]:
+    """What is in `top`: the first of `kinds` of each target, or of `target` alone."""
+    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
+    found = []
+    for name in targets:
+        for kind in kinds:
+            place = top / name / _PLACES[kind].format(recipe=recipe)
+            if (receipt_path(place) if kind == "docker" else place).exists():
+                found.append((kind, name, place))
+                break
+    return found
 
 
 def _local(path: Path, target: str | None, unverified: bool) -> Opened:
@@ -127,15 +145,16 @@ def _local(path: Path, target: str | None, unverified: bool) -> Opened:
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> Opened:
-    """The image that was pushed by the build whose receipt lies beside `place`."""
+    """The image whose receipt lies beside `place`, as envbuild pushed it."""
     receipt = _receipt(receipt_path(place))
-    name, digest = receipt["artifact"]["path"], receipt["artifact"]["digest"]
-    if "/" not in name or name.startswith("/"):
+    pushed = receipt["artifact"].get("pushed")
+    if not isinstance(pushed, str) or "@sha256:" not in pushed:
         raise UsageError(
-            f"{name} was not pushed, and nodes pull from a registry",
-            f"envbuild docker {receipt['recipe']['name']} --tag REGISTRY/NAME:TAG --push",
+            f"{receipt['artifact']['path']} was not pushed by envbuild, and nodes pull from a registry",
+            f"`envbuild docker {receipt['recipe']['name']} --target {target} --tag REGISTRY/NAME:TAG --push`; or, of "
+            "what something else pushed, the manifest's digest: NAME@sha256:…",
         )
-    return _image(f"{_untagged(name)}@{digest}", target, unverified, receipt)
+    return _image(pushed, target, unverified, receipt)
 
 
 def _image(
@@ -146,15 +165,13 @@ def _image(
 
     reference = parse_reference(named)
     if receipt is None:
-        places = Path("build").glob(f"*/{target or '*'}/docker.receipt.json")
-        candidates = (_receipt(one) for one in sorted(places))
-        receipt = next(
-            (one for one in candidates if one["artifact"]["digest"] == reference.digest), None
-        )
+        receipt = _receipt_of(reference.digest, target)
     passed = receipt is not None and receipt["passed"]
     if not passed and not unverified:
         raise _refusal(
-            named, Path("build/RECIPE/TARGET/docker.receipt.json"), "envbuild docker --push"
+            named,
+            Path("build/RECIPE/TARGET/docker.receipt.json"),
+            "envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push",
         )
     if receipt is None and target is None:
         raise UsageError(f"nothing tells the target of {named}", "say it with --target")
@@ -176,7 +193,22 @@ def _image(
         for one in (receipt or {}).get("layers", ())
     )
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
-    return Opened(artifact, layers, nccl, (receipt or {}).get("settings"))
+    told = (receipt or {}).get("packages")
+    packages = frozenset(told) if isinstance(told, list) else None
+    return Opened(artifact, layers, nccl, (receipt or {}).get("settings"), packages)
+
+
+def _receipt_of(digest: str | None, target: str | None) -> dict[str, Any] | None:
+    """The receipt of the image `digest` among those of builds here. Others that cannot be read are not its matter."""
+    for path in sorted(Path("build").glob(f"*/{target or '*'}/docker.receipt.json")):
+        try:
+            receipt = _receipt(path)
+        except UsageError:
+            continue
+        pushed = str(receipt["artifact"].get("pushed") or "")
+        if digest in (receipt["artifact"]["digest"], pushed.partition("@")[2]):
+            return receipt
+    return None
 
 
 def _receipt(path: Path) -> dict[str, Any]:
@@ -188,11 +220,6 @@ def _receipt(path: Path) -> dict[str, Any]:
             f"{path}: cannot be understood: {error}", "build the image again"
         ) from error
     return found
-
-
-def _untagged(name: str) -> str:
-    head, slash, last = name.rpartition("/")
-    return f"{head}{slash}{last.partition(':')[0]}"
 
 
 def _check_target(what: object, found: str, wanted: str | None) -> None:

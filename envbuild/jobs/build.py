@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from envbuild.errors import UsageError
+from envbuild.jobs.containers import work_key
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.plan import JobRequest, scheduler_of
 from envbuild.jobs.quote import path_word, word, words
@@ -54,6 +55,7 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
         python=f"{build.place}/bin/python",
     )
     gpus = site.node.gpus or 1 if artifact.cuda else 0
+    origin = site.origin("paths", "shared") if site.paths.shared else "current folder"
     return JobPlan(
         name=request.name or f"{build.name}-build",
         scheduler=scheduler,
@@ -65,12 +67,13 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
         nodes=1,
         nproc_per_node=1,
         command=(),
-        work=request.work or site.paths.shared or str(request.current.absolute()),
+        work=site.paths.shared or str(request.current.absolute()),
         gpus_per_node=gpus,
         cpus_per_node=site.node.cpus,
         variables=tuple(site.environment.items()),
         modules=site.modules.build,
         time=request.time or site.scheduler.time,
+        origins={"work": origin},
     )
 
 
@@ -80,7 +83,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
     what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
     lines = [
         opening(plan, directives(plan), what, "Exactly these modules, at run time too."),
-        f"cd {path_word(plan.work, '--work')}",
+        f"cd {path_word(plan.work, work_key(plan))}",
         "unset XDG_RUNTIME_DIR",
     ]
     for name, value in plan.variables:

@@ -37,9 +37,15 @@ exit "$code"
 """
 
 
+def work_key(plan: JobPlan) -> str:
+    """Who says the working folder, for errors."""
+    origin = plan.origins.get("work", "--work")
+    return "the current folder, without --work," if origin == "current folder" else origin
+
+
 def program_inside(plan: JobPlan) -> str:
     """The node program's path as a container sees it, for the shell."""
-    work = path_word(inside(plan.work, plan.mounts), "--work")
+    work = path_word(inside(plan.work, plan.mounts), work_key(plan))
     return f'{work}/"${{ENVBUILD_RUN##*/}}/node-$restarts.sh"'
 
 

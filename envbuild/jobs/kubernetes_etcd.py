@@ -1,4 +1,4 @@
-"""An etcd server for the rendezvous of one job, made and removed with it.
+"""An etcd server for the rendezvous of one job, made with it by one manifest, and removed by `kubectl delete -f` alone.
 
 torch's etcd rendezvous speaks etcd's v2 interface, which 3.6 no longer has and 3.4 and 3.5 have with --enable-v2.
 The server advertises its service's name: clients go to what it advertises once a connection is lost.
@@ -53,14 +53,17 @@ def etcd_of(plan: JobPlan, name: str) -> Etcd | None:
 
 
 def waiting(etcd: Etcd | None) -> list[str]:
-    """Lines of shell that wait until etcd answers: where it does not, torchrun gives up at once, and that is a failure.
+    """Lines of shell that end an image without python-etcd, and wait until etcd answers: where it does not, torchrun
+    gives up at once, and that is a failure.
 
     The job's time limit ends the waiting. $1 is the interpreter.
     """
     if etcd is None:
         return []
     probe = f'import socket; socket.create_connection(("{etcd.host}", {etcd.port}), 5).close()'
+    lacks = "the image lacks python-etcd, which the etcd rendezvous imports: add it to the recipe's requirements"
     return [
+        f'"$1" -c "import etcd" || {{ echo "{lacks}" >&2; exit 1; }}',
         f"until \"$1\" -c '{probe}' 2> /dev/null; do",
         f'  echo "waiting for etcd at {etcd.host}:{etcd.port}" >&2',
         "  sleep 2",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_yaml import Script, checked, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.site.jobs import job_variable_problem
@@ -127,14 +128,14 @@ def start(plan: JobPlan, *more: str) -> list[str | Script]:
 
     `more` are lines of shell of our own, before the end.
     """
-    lines = ["set -eu", 'mkdir -p "$ENVBUILD_RUN"', 'cd "$ENVBUILD_RUN/.."']
+    lines = ["set -eu", 'mkdir -p "$ENVBUILD_RUN"', 'cd "$ENVBUILD_RUN/.."', *logged(plan)]
     if plan.library_path:
         before = '"$ENVBUILD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"'
         lines.append(f"export LD_LIBRARY_PATH={before}")
     lines += more
     if plan.preflight:
         lines += _preflight(plan)
-    return ["/bin/sh", "-c", Script("\n".join([*lines, 'exec "$@"', ""])), "envbuild"]
+    return ["/bin/sh", "-c", Script("\n".join([*lines, *run(plan), ""])), "envbuild"]
 
 
 def _preflight(plan: JobPlan) -> list[str]:
@@ -181,6 +182,12 @@ def resources(plan: JobPlan) -> dict[str, Any]:
         raise UsageError(
             f"the artifact needs EFA, and pods of site {plan.site.name} get none",
             f'write "{_EFA}" = "1", or how many a node has, in [kubernetes.resources]',
+        )
+    if any(key.startswith("hugepages-") for key in limits) and not {"cpu", "memory"} & {*limits}:
+        raise UsageError(
+            f"{plan.site.origin('kubernetes', 'resources')}: Kubernetes refuses pods that ask for huge pages without "
+            "CPUs or memory",
+            "set [node] cpus and memory",
         )
     return {"limits": limits} if limits else {}
 

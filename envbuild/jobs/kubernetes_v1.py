@@ -1,8 +1,9 @@
 """PyTorchJob of the training operator, versions 1.7 to 1.9.
 
 Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go, and what the operator
-makes of it: pkg/controller.v1/pytorch/{elastic,envvar}.go. It sets PET_NNODES, PET_NPROC_PER_NODE, PET_MAX_RESTARTS
-and PET_RDZV_*, which torchrun reads, makes a service of each worker's name, and PYTHONUNBUFFERED.
+makes of it: pkg/controller.v1/pytorch/{elastic,envvar}.go. It sets PET_NNODES, PET_MAX_RESTARTS and PET_RDZV_*, which
+torchrun reads, makes a service of each worker's name, and PYTHONUNBUFFERED. PET_NPROC_PER_NODE is set for jobs of
+workers alone from 1.8 on (#1948); 1.7 leaves it out, and torchrun would start one rank: the command line says it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
 
 
 def _container(plan: JobPlan, pods: Pods, etcd: Etcd | None) -> dict[str, Any]:
-    torchrun = ["-m", "torch.distributed.run", "--local-addr", "$(ENVBUILD_ADDRESS)"]
+    torchrun = [
+        "-m", "torch.distributed.run",
+        "--nproc-per-node", str(plan.nproc_per_node),
+        "--local-addr", "$(ENVBUILD_ADDRESS)",
+    ]  # fmt: skip
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": plan.artifact.path,

@@ -16,7 +16,8 @@ _ABOUT = """\
 
 # torchrun restarts workers itself; when it gives up on one node, the others would only wait for it.
 _SRUN = r"""everywhere() {
-    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1 @CPUS@)
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
+    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1)
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
 @MORE@    exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }"""
@@ -49,6 +50,8 @@ everywhere() {
     pals) options+=(-n $((nodes * each)) --ppn "$each" --cpu-bind none) ;;
     hydra) options+=(-n $((nodes * each)) -ppn "$each") ;;
     esac
+    # All but Open MPI give this environment to every node, where Slurm's name of this node would be wrong.
+    [ "$mpi" = openmpi ] || unset SLURMD_NODENAME
     exec "$mpirun" "${options[@]}" @SHELL@ "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }"""
 
@@ -147,10 +150,7 @@ def _srun(plan: JobPlan) -> str:
             f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
         )
         more += fill(_PYXIS, program=program_inside(plan))
-    # From Slurm 22.05 on srun does not take it from the job.
-    cpus = f"--cpus-per-task={plan.cpus_per_node}" if plan.cpus_per_node else ""
-    text = fill(_SRUN, nodes=plan.nodes, cpus=cpus, more=more).replace(" )", ")", 1)
-    return f"{container}{_ABOUT}\n{text}"
+    return f"{container}{_ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
 
 
 def _mpi(plan: JobPlan, shell: str) -> str:

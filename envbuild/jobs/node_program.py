@@ -97,6 +97,10 @@ _OUTPUT = r"""# pbsdsh does not carry the output.
 
 """
 
+_FIRST = "$((number == 0))"
+# The batch script runs on the head, which is never replaced; another node may have become the first.
+_HEAD = r"""$([ "$ENVBUILD_ADDRESS" = "$head" ] && echo 1 || echo 0)"""
+
 _C10D = r"""    head=${ENVBUILD_ADDRESSES%% *}
     case $head in
     *:*) endpoint="[$head]:$ENVBUILD_PORT" ;;
@@ -105,7 +109,7 @@ _C10D = r"""    head=${ENVBUILD_ADDRESSES%% *}
     set -- -m torch.distributed.run \
         --nnodes @NODES@ --nproc-per-node @NPROC@ --max-restarts @RESTARTS@ \
         --rdzv-id "$ENVBUILD_RUN_ID" --rdzv-backend c10d --rdzv-endpoint "$endpoint" \
-        --rdzv-conf "is_host=$((number == 0)),join_timeout=@JOIN@,read_timeout=@READ@" \
+        --rdzv-conf "is_host=@HOST@,join_timeout=@JOIN@,read_timeout=@READ@" \
         --local-addr "$ENVBUILD_ADDRESS" "$@"
 """
 
@@ -124,6 +128,9 @@ _HOROVOD = r"""    rank=${OMPI_COMM_WORLD_RANK:?Open MPI starts the ranks}
     export HOROVOD_GLOO_RENDEZVOUS_PORT="$ENVBUILD_PORT"
 """
 
+# nproc itself would tell what OMP_NUM_THREADS says.
+_THREADS = r"""threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
+export OMP_NUM_THREADS=$((threads > @NPROC@ ? threads / @NPROC@ : 1))"""
 
 # As `conda activate` does; activation scripts are written for bash.
 _CONDA = r"""export CONDA_PREFIX=@FOLDER@ CONDA_DEFAULT_ENV=@FOLDER@ CONDA_SHLVL=1
@@ -137,10 +144,43 @@ done
 exec @PYTHON@ "$@"
 """
 
+# srun ends all nodes once one has ended with a fault. What is told to end, all at once, may need more time on one node
+# than on another, to write its state: then the exit code is left in a file, for the batch script.
+_IN_ORDER = r"""begin() {
+@ENTER@
+}
+[ "$step" = training ] || begin "$@"
+ended=$ENVBUILD_RUN/ended-$restarts.$number told=
+rm -f "$ended"
+trap 'told=yes' TERM
+begin "$@" &
+child=$!
+while :; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
+done
+if [ "$code" -ne 0 ] && [ -n "$told" ]; then # srun need not know, or it would end the other nodes at once
+    echo "$code" >"$ended"
+    code=0
+fi
+exit "$code"
+"""
+
+
+def ends_in_order(plan: JobPlan) -> bool:
+    """Whether nodes that are told to end leave their exit codes in files, see _IN_ORDER. With --auto-resume all that
+    ends is srun's business."""
+    return plan.launcher == "srun" and plan.nodes > 1 and not plan.site.scheduler.auto_resume
+
 
 def settings(plan: JobPlan) -> str:
     """The text of settings-RESTARTS.sh: variables, in order, and the command as "$@"."""
     lines = ["# What this job is told; ENVBUILD_RUN is its own folder."]
+    if "OMP_NUM_THREADS" not in dict(
+        plan.variables
+    ):  # the site does not say how many CPUs a node has
+        lines.append(fill(_THREADS, nproc=plan.nproc_per_node))
     for name, value in plan.variables:
         lines.append(f"export {name}={word(value, f'variable {name}')}")
     command = words(plan.command, "an argument of the command")
@@ -192,7 +232,10 @@ def node_program(plan: JobPlan) -> str:
     if plan.library_path:
         path = word(":".join(plan.library_path), "library_path")
         parts.append(f'export LD_LIBRARY_PATH={path}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n')
-    parts.append(enter(plan))
+    last = enter(plan)
+    if ends_in_order(plan):
+        last = fill(_IN_ORDER, enter=indented(last.rstrip()))
+    parts.append(last)
     return "".join(parts)
 
 
@@ -216,6 +259,7 @@ def _training(plan: JobPlan) -> str:
                 nodes=plan.nodes,
                 nproc=plan.nproc_per_node,
                 restarts=plan.max_restarts,
+                host=_HEAD if plan.site.scheduler.auto_resume else _FIRST,
                 join=plan.join_timeout_s,
                 read=plan.read_timeout_s,
                 endpoint=word(plan.rendezvous_endpoint, "--endpoint"),

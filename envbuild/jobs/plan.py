@@ -10,6 +10,7 @@ from typing import Any, Literal
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Kind, Opened
 from envbuild.jobs.model import JobPlan, Runtime, Scheduler, Strategy
+from envbuild.jobs.plan_checks import check_rendezvous, check_strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import LAUNCHERS, TIME_PATTERN, Launcher
@@ -107,7 +108,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
         origins["gpus_per_node"] = (
             site.origin("node", "gpus") if site.node.gpus else "one for each rank"
         )
-    origins["cpus_per_node"] = site.origin("node", "cpus")
+    cpus, origins["cpus_per_node"] = _cpus(nproc, scheduler, site)
     launcher = _launcher(request, scheduler, site, origins)
     name, origins["name"] = _first(("--name", request.name), ("recipe", artifact.recipe))
     if not _NAME.fullmatch(name):
@@ -129,8 +130,9 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     )
     if not re.fullmatch(TIME_PATTERN, time):
         raise UsageError(f"{time!r} is no time limit", "HH:MM:SS or D-HH:MM:SS, such as 04:00:00")
-    _check_rendezvous(request, opened, scheduler)
-    variables, library_path = variables_of(opened, site, runtime, nproc, origins)
+    check_strategy(request, opened)
+    check_rendezvous(request, opened, scheduler)
+    variables, library_path = variables_of(opened, site, runtime, nproc, cpus, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(
@@ -146,7 +148,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
         command=command,
         work=work,
         gpus_per_node=gpus,
-        cpus_per_node=site.node.cpus,
+        cpus_per_node=cpus,
         run_files=run_files,
         variables=variables,
         library_path=library_path,
@@ -222,6 +224,14 @@ def _ranks(request: JobRequest, opened: Opened, site: JobSite) -> tuple[int, str
     )
 
 
+def _cpus(nproc: int, scheduler: Scheduler, site: JobSite) -> tuple[int, str]:
+    """CPUs of a node, 0 for all, and who says so. Unasked, PBS gives one in all, and Slurm where jobs share nodes."""
+    few = scheduler == "pbs" or (scheduler == "slurm" and not site.scheduler.exclusive)
+    if few and not site.node.cpus:
+        return nproc, "one for each rank; say [node] cpus"
+    return site.node.cpus, site.origin("node", "cpus")
+
+
 def _launcher(
     request: JobRequest, scheduler: Scheduler, site: JobSite, origins: dict[str, str]
 ) -> Launcher:
@@ -270,21 +280,3 @@ def _command(
         tuple((option, name) for option, name in files if option.replace("-", "_") not in given),
         origin,
     )
-
-
-def _check_rendezvous(request: JobRequest, opened: Opened, scheduler: Scheduler) -> None:
-    if request.rendezvous == "c10d":
-        if request.endpoint:
-            raise UsageError(
-                "--endpoint is for --rendezvous etcd-v2", "c10d meets at the head node"
-            )
-        return
-    if request.strategy != "ddp":
-        raise UsageError(f"strategy {request.strategy} has no rendezvous", "leave out --rendezvous")
-    if not request.endpoint and scheduler != "kubernetes":
-        raise UsageError("--rendezvous etcd-v2 needs --endpoint", "HOST:PORT of the etcd server")
-    if opened.packages is not None and "python-etcd" not in opened.packages:
-        raise UsageError(
-            f"{opened.artifact.path} lacks python-etcd, which torch's etcd rendezvous imports",
-            'add "python-etcd" to the recipe\'s requirements, or use the default, c10d',
-        )

@@ -27,7 +27,7 @@ def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
     for key, origin in plan.origins.items():
         head, _, rest = key.partition(".")
         if head == "variables":
-            rows.append((rest, variables[rest], origin))
+            rows.append((rest, variables.get(rest, "counted on the node"), origin))
         elif head == "artifact":
             rows.append((key, f"{plan.artifact.path} ({plan.artifact.target})", origin))
         elif head == "command":

@@ -10,11 +10,12 @@ import re
 
 import envbuild
 from envbuild.errors import UsageError
+from envbuild.jobs.containers import work_key
 from envbuild.jobs.find_program import find_program
 from envbuild.jobs.launchers import everywhere
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.modules import module_lines
-from envbuild.jobs.node_program import node_program, settings
+from envbuild.jobs.modules import module_lines, purged
+from envbuild.jobs.node_program import ends_in_order, node_program, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.site.jobs import LAUNCHERS
 
@@ -71,14 +72,22 @@ _PREFLIGHT = r"""
 _TRAINING = r"""
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.
-trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order.@NOTE@
+trap '@END@ 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"
+@ENDED@[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"
+"""
+
+_END = 'kill -TERM "$launched"'
+# Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr.
+_END_STEP = 'scancel --signal=TERM "$SLURM_JOB_ID"'
+_NOTE = " srun would kill them; the step is told."
+_ENDED = r"""# What nodes that were told to end did not tell srun, lest it ended the others at once.
+[ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """
 
 
@@ -125,11 +134,13 @@ def opening(
     plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules."
 ) -> str:
     """The first lines, up to the loaded modules; `what` and `modules` are said in comments."""
-    login = " -l" if plan.modules and not plan.site.modules.init else ""
+    wanted = bool(plan.modules) or purged(plan)
+    login = " -l" if wanted and not plan.site.modules.init else ""
     comment = _comment(f"# envbuild {envbuild.__version__}: {what}")
     lines = [f"#!/bin/bash{login}", *directives, comment, _STOP]
-    if plan.modules:
-        lines += [f"# {modules}", module_lines(plan)]
+    if wanted:
+        why = modules if plan.modules else "No modules, as [modules] purge of the site says."
+        lines += [f"# {why}", module_lines(plan)]
     lines.append("set -euo pipefail")
     return "\n".join(lines)
 
@@ -144,8 +155,8 @@ def known(plan: JobPlan, template: str) -> str:
     return fill(
         template,
         nodes=plan.nodes,
-        run=path_word(posixpath.join(plan.work, plan.name), "--work"),
-        work=path_word(plan.work, "--work"),
+        run=path_word(posixpath.join(plan.work, plan.name), work_key(plan)),
+        work=path_word(plan.work, work_key(plan)),
         logs=path_word(logs, "[paths] logs"),
         log=path_word(posixpath.join(logs, plan.name), "[paths] logs"),
     )
@@ -175,4 +186,12 @@ def steps(plan: JobPlan) -> str:
         text += _ONE_INTERFACE
     if plan.preflight:
         text += _PREFLIGHT
-    return text + (_TRAINING if plan.command else "")
+    if plan.command:
+        srun = plan.launcher == "srun"
+        text += fill(
+            _TRAINING,
+            end=_END_STEP if srun else _END,
+            note=_NOTE if srun else "",
+            ended=_ENDED if ends_in_order(plan) else "",
+        )
+    return text

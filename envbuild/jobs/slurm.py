@@ -5,6 +5,7 @@ Source: sbatch(1) and srun(1) of Slurm 22.05 to 24.11.
 
 from __future__ import annotations
 
+from envbuild.jobs.containers import work_key
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import directive, directive_line
 from envbuild.jobs.script import about, check, known, opening, programs, steps
@@ -62,7 +63,7 @@ def directives(plan: JobPlan) -> list[str]:
         ("--qos=", scheduler.qos, "[scheduler] qos"),
         ("--constraint=", scheduler.constraint, "[scheduler] constraint"),
         ("--time=", plan.time, "--time"),
-        ("--chdir=", plan.work, "--work"),
+        ("--chdir=", plan.work, work_key(plan)),
         # sbatch does not make the folder; without it the job ends at once and leaves no word.
         ("--output=", f"{plan.logs}/", "[paths] logs"),
     ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from envbuild import process
-from envbuild.errors import HostError
+from envbuild.errors import HostError, UsageError
 from envbuild.files import write_atomically
 from envbuild.jobs.model import JobPlan, Scheduler
 
@@ -21,6 +22,14 @@ _COMMANDS: dict[Scheduler, tuple[str, ...]] = {
     "kubernetes": ("kubectl", "create", "-f"),
 }
 _SCRIPT, _MANIFEST = 0o755, 0o644
+# What a job is told of itself, which is wrong for one that is submitted from within it: sbatch hands all of its
+# environment on, and srun takes options from there. What says where the scheduler is stays, and users' SBATCH_….
+# Source: sbatch(1), srun(1); qsub(1B) and src/resmom/start_exec.c of OpenPBS; launchers' numbers as in node_program.
+_OF_A_JOB = re.compile(
+    r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*"
+    r"|PBS_(ENVIRONMENT|JOB.*|NODE.*|NUM_.*|NP|VNODENUM|TASKNUM|MOMPORT|QUEUE|ACCOUNT|ARRAY.*|GPUFILE|WALLTIME|O_.*)"
+    r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
+)
 
 
 def default_script(plan: JobPlan, folder: Path) -> Path:
@@ -28,9 +37,20 @@ def default_script(plan: JobPlan, folder: Path) -> Path:
     return folder / f"{plan.name}{SUFFIXES[plan.scheduler]}"
 
 
-def write_script(text: str, path: Path) -> None:
-    """Write the script or manifest atomically. Raises OSError."""
-    write_atomically(path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
+def write_script(text: str, path: Path, hint: str) -> None:
+    """Write the script or manifest atomically. Raises UsageError for a folder, HostError where it cannot be written;
+    `hint` says what the caller may change."""
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", hint)
+        write_atomically(path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
+    except OSError as error:
+        raise HostError(f"{path}: {error.strerror}", hint) from error
+
+
+def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
+    """`variables` as they are outside of any job of Slurm or PBS."""
+    return {name: value for name, value in variables.items() if not _OF_A_JOB.fullmatch(name)}
 
 
 def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
@@ -53,14 +73,41 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
                 f"{work / plan.logs}: {error.strerror}: the job could not write its output there",
                 "choose a folder that nodes see with --work, or [paths] shared in the site file",
             ) from error
-    done = process.run([*command, str(script.absolute())], env=variables, cwd=work, check=False)
+    line = [*command, str(script.absolute())]
+    done = process.run(line, env=outside_of_jobs(variables), cwd=work, check=False)
+    if done.returncode != 0 and plan.scheduler == "kubernetes":
+        raise _kubectl_refusal(done, script)
     if done.returncode != 0:
         raise HostError(
             f"{command[0]} refuses {script}:\n{process.tail(done)}",
             "change the site file or the options that it names, then submit again",
         )
     if plan.scheduler == "kubernetes":
-        return done.stdout.strip().splitlines()[0]
+        return _created_job(done.stdout)
     # sbatch --parsable: NUMBER[;CLUSTER]; qsub: NUMBER[.SERVER]
     found = re.search(r"^\s*(\d[^\s;]*)", done.stdout, re.MULTILINE)
     return found[1] if found else done.stdout.strip()
+
+
+def _created_job(printed: str) -> str:
+    """What kubectl calls the job, without a manifest's other objects: pytorchjob.kubeflow.org/NAME."""
+    found = re.findall(
+        r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE
+    )
+    return found[-1] if found else printed.strip()
+
+
+def _kubectl_refusal(done: subprocess.CompletedProcess[str], script: Path) -> HostError:
+    """kubectl goes on after an object that it could not create: what it did create is there and may run."""
+    delete = f"`kubectl delete --ignore-not-found -f {script}`"
+    if made := done.stdout.strip():
+        created = "\n".join(f"  {line}" for line in made.splitlines())
+        return HostError(
+            f"kubectl created only a part of {script}:\n{created}\nand refused the rest:\n{process.tail(done)}",
+            f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again",
+        )
+    if "AlreadyExists" in done.stderr:
+        hint = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
+    else:
+        hint = "change the site file or the options that it names, then submit again"
+    return HostError(f"kubectl refuses {script}:\n{process.tail(done)}", hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
@@ -13,9 +14,13 @@ from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_vari
 
 
 def variables_of(
-    opened: Opened, site: JobSite, runtime: Runtime, nproc: int, origins: dict[str, str]
+    opened: Opened, site: JobSite, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The variables of every process, in order, and the folders before LD_LIBRARY_PATH."""
+    """The variables of every process, in order, and the folders before LD_LIBRARY_PATH.
+
+    Of `nproc` ranks on a node of `cpus` CPUs; where these are not known (0), the node program counts them and sets
+    OMP_NUM_THREADS itself, and pods are without it.
+    """
     artifact = opened.artifact
     found: dict[str, str] = {}
 
@@ -25,8 +30,13 @@ def variables_of(
             origins[f"variables.{name}"] = origin
 
     # More threads than processors of a rank only get in each other's way.
-    threads = max(1, site.node.cpus // nproc)
-    take({"OMP_NUM_THREADS": str(threads)}, f"{site.node.cpus or 1} CPUs for {nproc} ranks")
+    if runtime == "pod":
+        cpus = _limit(site) or cpus
+    if cpus:
+        threads = max(1, cpus // nproc)
+        take({"OMP_NUM_THREADS": str(threads)}, f"{cpus} CPUs for {nproc} ranks")
+    elif runtime != "pod":
+        origins["variables.OMP_NUM_THREADS"] = f"the CPUs that a node has, for {nproc} ranks"
     library: tuple[str, ...] = ()
     if artifact.cuda:
         fabric = fabric_called(artifact.fabric)
@@ -47,6 +57,14 @@ def variables_of(
     for name in site.environment:
         origins[f"variables.{name}"] = site.origin("environment", name)
     return tuple(found.items()), library
+
+
+def _limit(site: JobSite) -> int:
+    """The CPUs of a pod by [kubernetes] resources, where they are said there, else 0."""
+    amount = re.fullmatch(r"(\d+)(\.\d+)?(m?)", site.kubernetes.resources.get("cpu", ""))
+    if amount is None:
+        return 0
+    return max(1, int(amount[1]) // (1000 if amount[3] else 1))
 
 
 def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:

@@ -14,7 +14,10 @@ LAUNCHERS: Mapping[str, tuple[Launcher, ...]] = {
     "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
     "kubernetes": (),
 }
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE", re.I)
+# Not TOKENIZERS_PARALLELISM, BYPASS or COMPASS_HOME.
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I
+)
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d+-)?\d{1,3}:\d{2}:\d{2}"
@@ -204,7 +207,13 @@ class NodeTable:
     """`[node]`: what one node has."""
 
     gpus: int = field(default=0, metadata={"doc": "GPUs.", "minimum": 0, "example": 8})
-    cpus: int = field(default=0, metadata={"doc": "CPU cores; 0: not said.", "minimum": 0})
+    cpus: int = field(
+        default=0,
+        metadata={
+            "doc": "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
+            "minimum": 0,
+        },
+    )
     memory: str = field(
         default="",
         metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"},

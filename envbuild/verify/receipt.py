@@ -44,6 +44,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "plan": {"digest": state.plan_digest},
         "target": state.target,
         "fabric": state.fabric,
+        "packages": sorted(name for name, _, _ in state.packages),
         "layers": [
             {"name": one.name, "version": one.version, "path": one.path} for one in state.layers
         ],
@@ -80,6 +81,23 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return receipt if good else None
+
+
+def pushed_as(path: Path, digest: str) -> str | None:
+    """What the receipt beside `path` says the image `digest` is called in a registry: NAME@sha256:…"""
+    receipt = passing_receipt(path, digest)
+    return receipt["artifact"].get("pushed") if receipt else None
+
+
+def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
+    """Note in the receipt of the image `digest` beside `path` that a registry has it as `reference`, and leave it
+    beside `places` as well. Nothing happens where no receipt vouches for that image. Raises OSError."""
+    receipt = passing_receipt(path, digest)
+    if receipt is None:
+        return
+    for place in {path, *places}:
+        own = passing_receipt(place, digest) or receipt
+        write_receipt({**own, "artifact": {**own["artifact"], "pushed": reference}}, place)
 
 
 def _host() -> dict[str, Any]:

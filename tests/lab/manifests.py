@@ -55,14 +55,19 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return one.sub(lambda found: "$" if found[1] else variables.get(found[2], found[0]), text)
 
 
-def process_of(job: dict[str, Any], number: int, address: str) -> tuple[list[str], dict[str, str]]:
+def process_of(
+    job: dict[str, Any], number: int, address: str, *, operator: str = "1.9"
+) -> tuple[list[str], dict[str, str]]:
     """The command and the variables of pod `number` at `address`, as the operator and kubelet make them of `job`.
 
     Written after kubeflow/training-operator v1.9.3, pkg/controller.v1/pytorch/elastic.go, and kubeflow/trainer v2.3.0,
-    pkg/runtime/framework/plugins/torch/torch.go: it stands in for them, and is not them.
+    pkg/runtime/framework/plugins/torch/torch.go: it stands in for them, and is not them. `operator` 1.7 sets
+    PET_NPROC_PER_NODE only for jobs with a master, which ours have not (pkg/controller.v1/pytorch/envvar.go).
     """
     container, name = container_of(job), job["metadata"]["name"]
     variables = _pytorch_variables(job) if job["kind"] == "PyTorchJob" else {}
+    if operator == "1.7":
+        variables.pop("PET_NPROC_PER_NODE", None)
     if job["kind"] == "TrainJob":
         trainer = job["spec"]["trainer"]
         variables = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from lab import lmod, slurm
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
-from .conftest import Command
+from .conftest import REPOSITORY, Command
 
 _OFFLINE = 'ip link set lo up; exec "$@"'
 
@@ -70,14 +71,32 @@ def test_a_bundle_of_the_same_content_is_left_alone_and_one_for_conda_too_is_new
     assert about["recipe"] == "pt_minimal" and about["kinds"] == ["venv"]
 
 
+def test_a_bundle_of_a_recipe_that_changed_is_made_anew_whatever_changed(
+    bundle: tuple[Command, Path], tmp_path: Path
+) -> None:
+    """Also what decides no package, such as [verify] and comments: the nodes build from the bundle's recipe."""
+    command, _ = bundle
+    recipe = shutil.copytree(REPOSITORY / "recipes/pt_minimal", tmp_path / "pt_minimal")
+    line = ["bundle", recipe, "--no-tools", "--out", tmp_path / "made"]
+    assert command(*line).returncode == 0
+    text = (recipe / "recipe.toml").read_text() + "\n# The reason why.\n"
+    (recipe / "recipe.toml").write_text(text)
+    again = command(*line)
+    assert again.returncode == 0 and "nothing changed" not in again.stderr, again.stderr
+    assert (tmp_path / "made/recipes/pt_minimal/recipe.toml").read_text() == text
+    assert "nothing changed" in command(*line).stderr
+
+
 def test_a_folder_of_something_else_is_not_touched(
     bundle: tuple[Command, Path], tmp_path: Path
 ) -> None:
     command, _ = bundle
     (tmp_path / "thesis.tex").write_text("mine")
-    done = command("bundle", "pt_minimal", "--out", tmp_path)
-    assert done.returncode == 2 and "no bundle" in done.stderr
+    for place in (tmp_path, tmp_path / "thesis.tex"):
+        done = command("bundle", "pt_minimal", "--out", place)
+        assert done.returncode == 2 and "no bundle" in done.stderr, done.stderr
     assert os.listdir(tmp_path) == ["thesis.tex"]
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
 def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network(

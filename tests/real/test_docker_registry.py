@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 from lab.dockerd import Lab
 from lab.hub import hub_image
@@ -86,11 +87,31 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["passed"] and receipt["versions"]["torch"].startswith("2.13")
     name = f"{loopback.address}/team/hub:1"
+    job = [
+        "job",
+        "pytorch_hub",
+        "--scheduler",
+        "kubernetes",
+        "--work",
+        "/data",
+        "--strategy",
+        "single",
+    ]
+    tagged = command.json("docker", "pytorch_hub", "--locked", "--tag", name)
+    assert tagged["digest"] == made["digest"]
+    refused = command(*job)
+    assert refused.returncode == 2 and "was not pushed" in refused.stderr, refused.stderr
     pushed = command.json("docker", "pytorch_hub", "--locked", "--tag", name, "--push")
     assert pushed["digest"] == made["digest"]
     # The base's two layers are in the registry already, in another repository: taken over, not sent.
     assert pushed["pushed"]["mounted"] == 2 and pushed["pushed"]["uploaded_bytes"] < 1_000_000
     assert pushed["reference"] == f"{loopback.address}/team/hub@{made['digest']}"
+    receipt = json.loads(Path(made["receipt"]).read_text())
+    assert receipt["artifact"]["pushed"] == pushed["reference"]
+    schema = json.loads((REPOSITORY / "docs/receipt.schema.json").read_text())
+    jsonschema.validate(receipt, schema)
+    rendered = command(*job)
+    assert f'image: "{pushed["reference"]}"' in rendered.stdout, rendered.stderr
     seen = subprocess.run(
         ["skopeo", "inspect", "--tls-verify=false", f"docker://{name}"],
         capture_output=True, text=True, check=True,

@@ -48,11 +48,14 @@ class Pods:
     venv: Path
 
     def train(
-        self, plan: JobPlan, server: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        plan: JobPlan,
+        server: Callable[[], AbstractContextManager[object]] = nullcontext,
+        operator: str = "1.9",
     ) -> tuple[dict[str, Any], str]:
         """Run the two pods of a job to their end; the trainer's report, and what both printed.
 
-        `server` is started once the pods wait for it.
+        `server` is started once the pods wait for it; `operator` is the version of the training operator.
         """
         *_, job = YAML(typ="safe", pure=True).load_all(render_kubernetes(plan))
         # What Kubernetes' name service knows: pods, and the service of the job's etcd.
@@ -70,7 +73,9 @@ class Pods:
         try:
             for number, pod in enumerate(PODS):
                 self.cluster.set_hosts(pod, names)
-                line, variables = process_of(job, number, self.cluster.address(pod))
+                line, variables = process_of(
+                    job, number, self.cluster.address(pod), operator=operator
+                )
                 with logs[number].open("w") as log:
                     output = log.fileno()
                     running.append(
@@ -88,7 +93,12 @@ class Pods:
                     os.killpg(one.pid, signal.SIGKILL)
                     one.wait()
         assert codes == [0, 0], printed()
-        report: dict[str, Any] = json.loads((Path(plan.work) / NAME / "report.json").read_text())
+        folder = Path(plan.work) / NAME
+        # What remains when the operator removes the pods.
+        assert [(folder / f"pod-{n}.log").read_text() for n in (0, 1)] == [
+            one.read_text() for one in logs
+        ]
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
         return report, printed()
 
     def plan(self, work: str, **more: Any) -> JobPlan:
@@ -145,10 +155,11 @@ def check(report: dict[str, Any], printed: str, backend: str) -> None:
     assert len(re.findall(rf"rdzv_backend\s*: {backend}$", printed, re.MULTILINE)) == 2, printed
 
 
+@pytest.mark.parametrize("operator", ["1.7", "1.9"])
 def test_a_pytorchjob_trains_by_c10d_with_the_variables_of_the_operator_emulated(
-    pods: Pods,
+    pods: Pods, operator: str
 ) -> None:
-    check(*pods.train(pods.plan("c10d")), "c10d")
+    check(*pods.train(pods.plan(f"c10d-{operator}"), operator=operator), "c10d")
 
 
 def test_a_trainjob_trains_by_c10d_with_the_variables_of_the_operator_emulated(pods: Pods) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,78 @@ def test_a_job_whose_node_dies_goes_on_from_the_snapshot(
     assert ended.end.restarts == 1
     # Each start meets under a name of its own, and both are in one log.
     assert f"pt_cpu-{job}-0" in ended.log and f"pt_cpu-{job}-1" in ended.log
+
+
+# Handles SIGTERM as a user's script does: the first rank has a state to write, which takes longer than the others live.
+_WRITER = """\
+import os, pathlib, signal, sys, time
+run, rank = pathlib.Path(os.environ["ENVBUILD_RUN"]), os.environ["RANK"]
+
+def end(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(6 if rank == "0" else 0)
+    (run / f"state-{rank}").write_text("whole")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, end)
+(run / f"up-{rank}").write_text(os.environ["SLURM_CPUS_ON_NODE"])
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("exclusive", "cpus", "has"),
+    [(True, 2, 4), (False, 0, 2)],
+    ids=["alone on its nodes", "beside others"],
+)
+def test_told_to_end_every_node_has_the_time_it_needs(
+    jobs: Jobs, pt_cpu: dict[str, Any], exclusive: bool, cpus: int, has: int
+) -> None:
+    jobs.write_site()
+    site = jobs.site.read_text().replace("cpus = 2", f"cpus = {cpus}")
+    jobs.site.write_text(site.replace("exclusive = false", f"exclusive = {str(exclusive).lower()}"))
+    script = jobs.cluster.shared / "writer.py"
+    script.write_text(_WRITER)
+    job = jobs.submit(pt_cpu["path"], "--script", script, arguments=())
+    jobs.write_site()
+    run = jobs.cluster.shared / f"pt_cpu_{job}"
+    up = [run / f"up-{rank}" for rank in range(4)]
+    jobs.cluster.until(lambda: all(one.exists() and one.read_text() for one in up), 120)
+    # A step has the CPUs that its job has: all of a node that it has alone, else one for each rank.
+    assert [one.read_text() for one in up] == [str(has)] * 4
+    # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
+    jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
+    ended = jobs.ended(job)
+    assert sorted(path.name for path in run.glob("state-*")) == [
+        f"state-{rank}" for rank in range(4)
+    ], ended.log
+    assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
+    assert "Killed" not in ended.log and "forcing" not in ended.log
+
+
+def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
+    """The outer job's memory for each CPU, said in its environment, excludes the inner one's for each node."""
+    jobs.write_site()
+    jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", 'cpus = 2\nmemory = "1G"'))
+    line = [
+        jobs.command(),
+        "job",
+        "--site",
+        jobs.site,
+        pt_cpu["path"],
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+    ]
+    words = " ".join(shlex.quote(str(word)) for word in [*line, "--submit", "--", "2", "1"])
+    outer = jobs.cluster.shared / "outer.sh"
+    outer.write_text(f'#!/bin/bash\n[ -n "$SLURM_MEM_PER_CPU" ] && {words} >inner 2>inner.log\n')
+    end = jobs.cluster.wait(
+        jobs.cluster.sbatch(outer, "--mem-per-cpu=100", "--output=outer.log", env=jobs.env)
+    )
+    jobs.write_site()
+    shared = jobs.cluster.shared
+    assert end.state == "COMPLETED", (shared / "inner.log").read_text()
+    jobs.trained(jobs.ended(int((shared / "inner").read_text().splitlines()[-1])))

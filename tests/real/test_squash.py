@@ -76,7 +76,7 @@ def test_built_again_by_each_command_alone_the_files_are_the_same_and_not_verifi
     for kind in ("enroot", "apptainer"):
         again = command.json(kind, "pt_cpu", "--locked")
         assert again["digest"] == squash[kind]["digest"] and not again["verified"]
-        assert again["receipt"] == squash[kind]["receipt"] and again["seconds"] < 20
+        assert again["receipt"] == squash[kind]["receipt"]
 
 
 def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own(

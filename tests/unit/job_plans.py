@@ -102,7 +102,10 @@ if tool == "pbsdsh":  # PBS signals all of a task, and the exit code is 0 whatev
 start = next(at for at, one in enumerate(arguments) if one in ("sh", "/bin/sh", "bash"))
 codes = []
 for number in range(int(os.environ["NODES"])):
-    told = dict(os.environ, SLURM_NODEID=str(number), SLURMD_NODENAME=f"n{{number}}", OMPI_COMM_WORLD_RANK=str(number))
+    own = {{"SLURM_NODEID": str(number), "SLURMD_NODENAME": f"n{{number}}"}}  # of what Slurm starts on a node
+    told = os.environ | own | {{"OMPI_COMM_WORLD_RANK": str(number)}}
+    if tool.startswith("mpi") and "Open" not in os.environ["MPI"]:  # these give all of their own environment on
+        told = own | os.environ | {{"PMI_RANK": str(number)}}
     codes.append(subprocess.run(arguments[start:], env=told).returncode)
 sys.exit(max(codes))
 """

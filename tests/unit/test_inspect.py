@@ -278,13 +278,19 @@ def test_a_receipt_beside_it_is_shown_with_whether_it_is_of_this_artifact(
     digest = look(folder, environment)["digest"]
     receipt = {
         "passed": True,
-        "artifact": {"digest": digest},
+        "artifact": {"digest": digest, "pushed": "r.example/x@sha256:1"},
         "plan": {"digest": "sha256:p"},
         "verified_at": "now",
     }
     place = tmp_path / "venv.receipt.json"
     place.write_text(json.dumps(receipt))
-    expected = {"path": str(place), "passed": True, "matches": True, "verified_at": "now"}
+    expected = {
+        "path": str(place),
+        "passed": True,
+        "matches": True,
+        "verified_at": "now",
+        "pushed": "r.example/x@sha256:1",
+    }
     assert look(folder, environment)["receipt"] == expected
     place.write_text(json.dumps({**receipt, "artifact": {"digest": "sha256:other"}}))
     assert look(folder, environment)["receipt"]["matches"] is False

@@ -6,17 +6,22 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 
 import envbuild
+from envbuild.cli.conda import conda_command
+from envbuild.cli.venv import venv_command
 from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
 from envbuild.jobs.plan import JobRequest
+from envbuild.recipe.targets import ARCHES, host_arch
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
 
@@ -76,9 +81,12 @@ _TEXT = st.text(
 def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     tmp_path: Path, place: str, value: str, option: str
 ) -> None:
-    tool, log = tmp_path / "bin $x" / "envbuild", tmp_path / "log"
+    tool = tmp_path / "bin $x" / "envbuild"
+    log = tool.with_name("told")
     tool.parent.mkdir(exist_ok=True)
-    tool.write_text(f'#!/bin/sh\nprintf "%s\\0" "$VALUE" "$ENVBUILD_STORE" "$@" >{str(log)!r}\n')
+    tool.write_text(
+        '#!/bin/sh\nprintf "%s\\0" "$VALUE" "$ENVBUILD_STORE" "$@" >"$(dirname "$0")/told"\n'
+    )
     tool.chmod(0o755)
     site = JobSite(
         "lab",
@@ -106,7 +114,58 @@ def test_a_module_that_cannot_be_loaded_stops_the_build(tmp_path: Path) -> None:
     assert "module nosuch/1 cannot be loaded" in done.stderr
 
 
+def test_a_folder_that_cannot_be_said_is_called_by_the_sites_key() -> None:
+    said = {"[paths] shared": Path("lab.toml")}
+    site = replace(SITE, paths=PathsTable(shared="/fsx/a%b"), said=said)
+    with pytest.raises(UsageError, match=r"^\[paths\] shared of lab\.toml cannot be said"):
+        _render(site, VENV)
+
+
 def test_kubernetes_builds_nothing() -> None:
     site = replace(SITE, scheduler=SchedulerTable(kind="kubernetes"))
     with pytest.raises(UsageError, match="Slurm or PBS"):
         _render(site, VENV)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site whose sbatch, first on PATH, leaves a file `submitted`; the current folder is an empty one."""
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\necho 7 | tee {tmp_path}/submitted\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("ENVBUILD_STORE", str(tmp_path / "store"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "lab.toml"
+    path.write_text(f'[scheduler]\nkind = "slurm"\n[paths]\nshared = "{tmp_path}/fsx"\n')
+    return path
+
+
+@pytest.mark.parametrize("more", [(), ("--submit",), ("--bundle", "b", "--script", "job.sh")])
+@pytest.mark.parametrize("command", [venv_command, conda_command], ids=["venv", "conda"])
+def test_a_dry_run_prints_the_job_and_makes_and_submits_nothing(
+    command: Any, more: tuple[str, ...], site: Path, tmp_path: Path
+) -> None:
+    given = ["pt_cpu", "--target", f"cpu-{host_arch()}", "--job", "--site", str(site), "--dry-run"]
+    done = CliRunner().invoke(command, [*given, *more], catch_exceptions=False)
+    assert done.exit_code == 0 and done.output.startswith("#!/bin/bash")
+    kind = command.name
+    assert f"--out {tmp_path}/fsx/build/pt_cpu/cpu-{host_arch()}/{kind} --locked" in done.output
+    assert not os.listdir(tmp_path / "here") and not (tmp_path / "fsx").exists()
+    assert not (tmp_path / "submitted").exists()
+
+
+def test_nodes_of_another_architecture_need_an_envbuild_of_theirs(site: Path) -> None:
+    (other,) = (arch for arch in ARCHES if arch != host_arch())
+    given = ["pt_cpu", "--target", f"cpu-{other}", "--job", "--site", str(site), "--dry-run"]
+    refused = CliRunner().invoke(venv_command, given).exception
+    assert isinstance(refused, UsageError)
+    assert (
+        f"nodes of cpu-{other} cannot run the envbuild of this {host_arch()} host"
+        in refused.message
+    )
+    assert "--bundle DIR" in refused.hint
+    done = CliRunner().invoke(venv_command, [*given, "--bundle", "b"], catch_exceptions=False)
+    assert "exec python3.11 -m envbuild venv " in done.output

@@ -256,7 +256,12 @@ def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str
     recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
     made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(recorder)))
     container = container_of(job_of(with_site(made, mount=str(folder))))
-    environment = {"PATH": os.environ["PATH"], "ENVBUILD_ADDRESS": "10.1.2.3", **more}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "ENVBUILD_ADDRESS": "10.1.2.3",
+        "ENVBUILD_NODE": "0",
+        **more,
+    }
     for one in container["env"]:
         if "value" in one:
             environment[one["name"]] = expanded(one["value"], environment)
@@ -279,7 +284,8 @@ def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_thro
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         seen, environment, _ = started(plan, Path(folder), {})
-    assert seen == ["-m", "torch.distributed.run", "--local-addr", "10.1.2.3", "train.py", *words]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--local-addr", "10.1.2.3"]
+    assert seen == [*torchrun, "train.py", *words]
     assert environment["NAME"] == value
 
 
@@ -304,6 +310,69 @@ def test_the_runs_folder_is_made_and_the_image_keeps_its_library_path(tmp_path: 
     assert environment["LD_LIBRARY_PATH"] == "/opt/env/lib:/opt/x:/usr/local/lib"
 
 
+def pod_process(plan: JobPlan, folder: Path, interpreter: str) -> subprocess.Popen[str]:
+    """The process of a pod of `plan`, whose interpreter is a script for sh."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{interpreter}\n")
+    python.chmod(0o755)
+    made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(python)))
+    container = container_of(job_of(with_site(made, mount=str(folder))))
+    given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    operator = {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"}
+    return subprocess.Popen(
+        [*container["command"], *container["args"]],
+        env={"PATH": os.environ["PATH"], "ENVBUILD_NODE": "1", "ENVBUILD_ADDRESS": "10.1.2.3", **operator, **given},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [PLAN, second(PLAN), SINGLE], ids=["v1", "v2", "single"])
+def test_what_a_pod_prints_stays_in_the_runs_folder_and_its_exit_code_is_the_trainings(
+    plan: JobPlan, tmp_path: Path
+) -> None:
+    """The operator removes a failed job's pods, and then kubectl has no logs."""
+    log = tmp_path / ("pt-cpu/pod-0.log" if plan is SINGLE else "pt-cpu/pod-1.log")
+    for times in (1, 2):  # a pod that starts again goes on with its log
+        pod = pod_process(plan, tmp_path, "echo out; echo err >&2; exit 7")
+        printed, _ = pod.communicate(timeout=20)
+        assert (pod.returncode, printed) == (7, "out\nerr\n")
+        assert log.read_text() == "out\nerr\n" * times
+
+
+def test_a_pods_checks_are_in_its_log_too(tmp_path: Path) -> None:
+    pod = pod_process(replace(PLAN, preflight=True), tmp_path, "echo no GPU >&2; exit 3")
+    pod.communicate(timeout=20)
+    assert pod.returncode == 5
+    assert (tmp_path / "pt-cpu/pod-1.log").read_text() == "no GPU\n"
+
+
+def test_a_pod_that_is_told_to_end_tells_the_training_and_waits_for_its_last_words(
+    tmp_path: Path,
+) -> None:
+    training = "trap 'sleep 1; echo saved; exit 9' TERM; echo begun; while :; do sleep 0.1; done"
+    with pod_process(PLAN, tmp_path, training) as pod:
+        assert pod.stdout is not None
+        assert pod.stdout.readline() == "begun\n"
+        pod.terminate()
+        assert pod.wait(20) == 9
+    assert (tmp_path / "pt-cpu/pod-1.log").read_text() == "begun\nsaved\n"
+
+
+def test_without_a_claim_nothing_stands_between_the_pod_and_the_training(tmp_path: Path) -> None:
+    pod = pod_process(with_site(SINGLE, claim=""), tmp_path, "exit 4")
+    pod.communicate(timeout=20)
+    assert pod.returncode == 4
+    assert not list(tmp_path.glob("*/pod-*"))
+
+
+def test_an_image_without_python_etcd_ends_and_says_so(tmp_path: Path) -> None:
+    plan = replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="127.0.0.1:1")
+    pod = pod_process(plan, tmp_path, f'exec {sys.executable} -I -S "$@"')
+    printed, _ = pod.communicate(timeout=20)
+    assert pod.returncode == 1
+    assert "lacks python-etcd" in printed and "waiting for" not in printed
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_shell_in_manifests_passes_shellcheck(name: str, tmp_path: Path) -> None:
     script = tmp_path / "start.sh"
@@ -323,7 +392,13 @@ def test_variables_that_the_operator_sets_are_not_set_by_the_manifest(plan: JobP
     assert len(names) == len(set(names))
     assert not [one for one in names if one.startswith("PET_")]
     args = container_of(job_of(plan))["args"]
-    assert not {"--nnodes", "--nproc-per-node", "--node-rank"} & set(args)
+    assert not {"--nnodes", "--node-rank"} & set(args)
+    # Version 1.7 of the training operator leaves PET_NPROC_PER_NODE out; the command line wins over it in all.
+    assert (
+        (args[args.index("--nproc-per-node") + 1] == "4")
+        if plan is PLAN
+        else "--nproc-per-node" not in args
+    )
 
 
 def test_a_pytorchjob_leaves_the_rendezvous_to_the_operator_and_meets_by_the_first_pods_name() -> (
@@ -451,6 +526,7 @@ def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
         (replace(PLAN, work="/fsxother"), "pods see /fsx", "--work"),
         (with_site(PLAN, node_selector={"kubernetes.io/arch": "arm64"}), "chooses arm64 nodes", "node_selector"),
         (with_site(ON_GPUS, resources={}), "needs EFA", "vpc.amazonaws.com/efa"),
+        (replace(ON_GPUS, cpus_per_node=0, site=replace(GPUS, node=NodeTable(gpus=8))), "huge pages", "[node] cpus"),
         (with_site(ON_GPUS, resources={"nvidia.com/gpu": "4"}), "nvidia.com/gpu", "[kubernetes] resources"),
         (replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="$(id):1"), "not the endpoint", "HOST:PORT"),
         (replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="host:99999"), "not the endpoint", "HOST:PORT"),

@@ -70,6 +70,31 @@ def test_every_value_names_who_decided_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "cpus", "origin"),
+    [
+        ('kind = "slurm"\n', 0, "default of [node] cpus"),
+        ('kind = "slurm"\nexclusive = false\n', 3, "one for each rank"),
+        ('kind = "slurm"\nexclusive = false\n[node]\ncpus = 2\n', 2, "[node] cpus of "),
+        ('kind = "pbs"\n', 3, "one for each rank"),
+        ('kind = "pbs"\nexclusive = false\n', 3, "one for each rank"),
+        ('kind = "pbs"\n[node]\ncpus = 72\n', 72, "[node] cpus of "),
+    ],
+)
+def test_ranks_have_a_cpu_each_where_the_scheduler_would_give_them_one_in_all(
+    tmp_path: Path, text: str, cpus: int, origin: str
+) -> None:
+    site = _site(tmp_path, f"[scheduler]\n{text}")
+    plan = plan_job(JobRequest(current=tmp_path), _opened(), site)
+    assert plan.cpus_per_node == cpus
+    rows = {name: (value, origin) for name, value, origin in explained(plan)}
+    assert rows["cpus_per_node"][0] == str(cpus)
+    assert rows["cpus_per_node"][1].startswith(origin)
+    asked = {"slurm": f"#SBATCH --cpus-per-task={cpus}", "pbs": f":ncpus={cpus}:"}
+    script = render_slurm(plan) if plan.scheduler == "slurm" else render_pbs(plan)
+    assert (asked[plan.scheduler] in script) == bool(cpus)
+
+
+@pytest.mark.parametrize(
     ("runtime", "kind", "expected"),
     [
         ("none", "venv", "folder"),
@@ -146,6 +171,7 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (SLURM, JobRequest(strategy="single", nodes=2), _opened(), "leave out --nodes"),
         (SLURM, JobRequest(rendezvous="etcd-v2"), _opened(), "needs --endpoint"),
         (SLURM, JobRequest(rendezvous="etcd-v2", endpoint="e:2379"), _opened(), "lacks python-etcd"),
+        (SLURM, JobRequest(strategy="horovod"), _opened(), "/e/venv has no Horovod"),
         (SLURM, JobRequest(endpoint="e:2379"), _opened(), "--rendezvous etcd-v2"),
     ],
 )  # fmt: skip
@@ -159,10 +185,54 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(
 
 def test_a_horovod_job_is_started_by_mpirun_and_says_so_to_the_trainer(tmp_path: Path) -> None:
     plan = plan_job(
-        JobRequest(strategy="horovod", arguments=("5", "1"), current=tmp_path), _opened(), _site(tmp_path, SLURM)
-    )  # fmt: skip
+        JobRequest(strategy="horovod", arguments=("5", "1"), current=tmp_path),
+        replace(_opened(), packages=frozenset({"torch", "horovod"})),
+        _site(tmp_path, SLURM),
+    )
     assert plan.launcher == "mpirun"
     assert plan.command == ("-m", "ddp_train", "5", "1", "--strategy", "horovod")
+
+
+@pytest.mark.parametrize("packages", [None, frozenset({"tqdm"})])
+def test_horovod_may_come_with_an_images_own_torch(
+    tmp_path: Path, packages: frozenset[str] | None
+) -> None:
+    opened = replace(_opened("enroot"), packages=packages)
+    request = JobRequest(strategy="horovod", current=tmp_path)
+    assert plan_job(request, opened, _site(tmp_path, SLURM)).launcher == "mpirun"
+
+
+EXCLUSIVE = '[scheduler]\nkind = "slurm"\nexclusive = true\n'
+PODS = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\n'
+
+
+@pytest.mark.parametrize(
+    ("site", "threads", "origin"),
+    [
+        (EXCLUSIVE, None, "the CPUs that a node has, for 3 ranks"),
+        (EXCLUSIVE + "[node]\ncpus = 32\n", "10", "32 CPUs for 3 ranks"),
+        (EXCLUSIVE + "[node]\ncpus = 2\n", "1", "2 CPUs for 3 ranks"),
+        (EXCLUSIVE + "[environment]\nOMP_NUM_THREADS = \"5\"\n", "5", "[environment] OMP_NUM_THREADS of"),
+        (EXCLUSIVE.replace("true", "false"), "1", "3 CPUs for 3 ranks"),
+        (PODS, None, None),
+        (PODS + 'resources = { cpu = "12" }\n[node]\ncpus = 6\n', "4", "12 CPUs for 3 ranks"),
+        (PODS + 'resources = { cpu = "6500m" }\n', "2", "6 CPUs for 3 ranks"),
+        (PODS + "[node]\ncpus = 6\n", "2", "6 CPUs for 3 ranks"),
+    ],
+)  # fmt: skip
+def test_threads_are_the_cpus_of_a_node_over_its_ranks(
+    tmp_path: Path, site: str, threads: str | None, origin: str | None
+) -> None:
+    opened = _opened("docker" if site.startswith(PODS) else "venv")
+    work = "/data" if site.startswith(PODS) else None
+    plan = plan_job(JobRequest(current=tmp_path, work=work), opened, _site(tmp_path, site))
+    assert dict(plan.variables).get("OMP_NUM_THREADS") == threads
+    rows = {name: (value, why) for name, value, why in explained(plan)}
+    if origin is None:
+        assert "OMP_NUM_THREADS" not in rows
+    else:
+        value, why = rows["OMP_NUM_THREADS"]
+        assert value == (threads or "counted on the node") and why.startswith(origin)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +295,21 @@ def test_a_recipe_means_what_was_built_of_it(
     assert open_artifact("pt_cpu", ("venv",), "cpu-x86_64").artifact.target == "cpu-x86_64"
 
 
+def test_a_recipe_is_looked_for_where_jobs_build_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, shared = tmp_path / "here", tmp_path / "fsx"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(UsageError) as caught:
+        open_artifact("pt_cpu", ("venv",), None, shared=str(shared))
+    assert f"in build/pt_cpu or {shared}/build/pt_cpu that" in caught.value.message
+    built = _built(shared / "build/pt_cpu/cpu-x86_64/venv", True)
+    assert open_artifact("pt_cpu", ("venv",), None, shared=str(shared)).artifact.path == str(built)
+    own = _built(here / "build/pt_cpu/cpu-x86_64/venv", True)
+    assert open_artifact("pt_cpu", ("venv",), None, shared=str(shared)).artifact.path == str(own)
+
+
 @pytest.mark.parametrize("passed", [None, False])
 def test_what_did_not_pass_is_refused_unless_the_caller_insists(
     tmp_path: Path, passed: bool | None
@@ -257,7 +342,7 @@ def test_an_image_is_named_by_its_digest_and_vouched_for_by_its_builds_receipt(
     place.parent.mkdir(parents=True)
     receipt = {
         "format": 1, "passed": True, "verified_at": "2026-11-21T00:00:00+00:00", "target": "cpu-x86_64",
-        "artifact": {"digest": DIGEST, "path": "registry.lab:5000/team/pt_cpu:2.13"},
+        "artifact": {"digest": DIGEST, "path": "pt_cpu:cpu-x86_64", "pushed": name},
         "recipe": {"name": "pt_cpu"}, "versions": {}, "settings": {"nodes": 2},
     }  # fmt: skip
     place.write_text(json.dumps(receipt))

@@ -61,6 +61,12 @@ PLANS: dict[str, JobPlan] = {
     "slurm-login-modules": replace(
         PLAN, site=replace(SITE, modules=ModulesTable(purge=False)), modules=LOADED, launcher="mpirun"
     ),
+    "slurm-purge": replace(
+        PLAN,
+        site=replace(
+            SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")}
+        ),
+    ),
     "slurm-etcd": replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="etcd.example:2379"),
     "pbs-venv-mpiexec": PBS,
     "pbs-venv-ssh": replace(PBS, launcher="ssh", preflight=True),

@@ -96,6 +96,13 @@ def test_a_user_s_name_is_filled_into_paths_and_mounts_alone(tmp_path: Path) -> 
     assert site.scheduler.account == "{user}"
 
 
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "TESTS_PASSED", "BYPASS_CACHE", "PROXY_BYPASS", "COMPASS_HOME", "NUM_PASSES"]
+)  # fmt: skip
+def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, name: str) -> None:
+    assert dict(load(tmp_path, f'[environment]\n{name} = "x"\n').environment) == {name: "x"}
+
+
 # ---- what is refused
 @pytest.mark.parametrize(
     ("text", "place", "words"),
@@ -107,6 +114,9 @@ def test_a_user_s_name_is_filled_into_paths_and_mounts_alone(tmp_path: Path) -> 
         ('[scheduler]\ndirectives = ["a\\nb"]\n', "2:15", "not one line"),
         ('[environment]\nHF_TOKEN = "x"\n', "2:1", "sounds like a secret"),
         ('[environment]\nMY_PASSWORD = "x"\n', "2:1", "sounds like a secret"),
+        ('[environment]\nDB_PASS = "x"\n', "2:1", "sounds like a secret"),
+        ('[environment]\nPASS_DB = "x"\n', "2:1", "sounds like a secret"),
+        ('[environment]\nSSH_PASSPHRASE = "x"\n', "2:1", "sounds like a secret"),
         ('[environment]\n"a b" = "x"\n', "2:1", "not the name of a variable"),
         ('[environment]\nhttps_proxy = "http://u:geheim@p:1"\n', "2:1", "holds a password"),
         ('[container]\nmounts = ["fsx"]\n', "2:11", "is not /PATH"),

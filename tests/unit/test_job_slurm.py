@@ -14,6 +14,7 @@ from unit.job_plans import AWS, EFA_SQSH, MODULES, PLAN, SITE, SQSH, Stage, exec
 from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
+from envbuild.site.jobs import ModulesTable
 from envbuild.site.settings import FabricTable
 
 
@@ -30,8 +31,8 @@ def _plan(stage: Stage, plan: JobPlan = PLAN) -> JobPlan:
 def _run(
     stage: Stage, plan: JobPlan, env: Mapping[str, str] | None = None, code: int = 0
 ) -> tuple[str, list[Any]]:
-    """What it printed, and what was called."""
-    done, recorded = stage.run(render(plan), env=env)
+    """What it printed, and what was called. Slurm tells the batch script the name of the node where it runs."""
+    done, recorded = stage.run(render(plan), env={"SLURMD_NODENAME": "n0", **(env or {})})
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr, recorded
 
@@ -79,6 +80,20 @@ def test_every_process_is_told_the_nodes_and_where_to_meet(stage: Stage) -> None
         assert variables["OMP_NUM_THREADS"] == "2"
         assert not {"XDG_RUNTIME_DIR", "PYTHONPATH", "NCCL_SOCKET_IFNAME"} & set(variables)
     assert "node 1 is n1, 192.0.2.7 on eth0" in said
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(24, "12"), (3, "1"), (1, "1"), (0, "1")])
+def test_threads_are_counted_on_the_node_where_the_site_does_not_say(
+    stage: Stage, processors: int, threads: str
+) -> None:
+    # As the real one: OMP_NUM_THREADS is its answer. 0: there is none.
+    text = f'#!/bin/sh\n[ {processors} -gt 0 ] && echo "${{OMP_NUM_THREADS-{processors}}}"\n'
+    executable(stage.bin / "nproc", text)
+    plan = replace(_plan(stage), variables=())
+    _, recorded = _run(stage, plan, {"OMP_NUM_THREADS": "7", "OMP_THREAD_LIMIT": "9"})
+    told = [variables for _, variables in _started(recorded)]
+    assert [one["OMP_NUM_THREADS"] for one in told] == [threads] * 2
+    assert [one["OMP_THREAD_LIMIT"] for one in told] == ["9"] * 2
 
 
 @pytest.mark.parametrize(
@@ -207,6 +222,28 @@ def test_hyperpod_resumes_the_training_and_a_replaced_node_tells_its_own_address
     assert _started(recorded)[1][1]["ENVBUILD_ADDRESS"] == "192.0.2.7"
 
 
+def test_hyperpods_head_stays_the_host_where_the_new_node_comes_before_it(stage: Stage) -> None:
+    # The second node was replaced by one whose name sorts first: numbers change, the batch script's node is the same.
+    srun = (stage.bin / "srun").read_text()
+    node = 'f"n{number}" if "training" not in arguments else ("a-new", "n0")[number]'
+    address = 'told["IP_ADDR"] = told["IP_ADDR"].replace(".7/", "." + str(ord(told["SLURMD_NODENAME"][-1])) + "/")'
+    route = 'told["IP_ROUTE"] = told["IP_ROUTE"].replace(".7 ", "." + str(ord(told["SLURMD_NODENAME"][-1])) + " ")'
+    srun = srun.replace('f"n{number}"', node)
+    executable(
+        stage.bin / "srun",
+        srun.replace("    codes.append", f"    {address}\n    {route}\n    codes.append"),
+    )
+    plan = _plan(stage, replace(PLAN, site=AWS))
+    route = "198.51.100.9 dev eth0 src 192.0.2.48 uid 0"
+    _, recorded = _run(stage, plan, {"IP_ROUTE": route.replace(".48", ".7")})
+    hosts = {}
+    for arguments, variables in _started(recorded):
+        conf = _option(arguments, "--rdzv-conf").split(",")[0]
+        assert _option(arguments, "--rdzv-endpoint") == "192.0.2.48:20077"  # n0's
+        hosts[variables["ENVBUILD_ADDRESS"]] = conf
+    assert hosts == {"192.0.2.48": "is_host=1", "192.0.2.119": "is_host=0"}
+
+
 def test_elsewhere_a_node_that_is_another_than_before_is_refused(stage: Stage) -> None:
     srun = (stage.bin / "srun").read_text()
     other = 'f"n{number}" if "training" not in arguments else f"n{1 - number}"'
@@ -271,6 +308,41 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(plan: JobPlan,
     assert hint in str(error.value.hint)
 
 
+@pytest.mark.parametrize("name", ["--work", "[paths] shared of lab.toml", "the current folder"])
+def test_a_folder_that_cannot_be_said_is_called_as_the_one_who_chose_it_did(name: str) -> None:
+    origin = "current folder" if name == "the current folder" else name
+    for folder in ("/fsx/a%b", "/fsx/a\nb"):
+        for scheduler in ("slurm", "pbs"):
+            plan = replace(PLAN, work=folder, origins={"work": origin}, scheduler=scheduler)
+            plan = plan if scheduler == "slurm" else replace(plan, launcher="ssh")
+            if scheduler == "pbs" and "%" in folder:
+                render(plan)  # PBS's directives do not name it
+                continue
+            with pytest.raises(UsageError) as error:
+                render(plan)
+            assert error.value.message.startswith(name), error.value.message
+
+
+_PURGE = {"[modules] purge": Path("lab.toml")}
+
+
+@pytest.mark.parametrize(
+    ("said", "purge", "left"), [(_PURGE, True, ""), (_PURGE, False, "/login"), ({}, True, "/login")]
+)
+def test_without_modules_they_are_purged_only_where_the_site_file_itself_says_so(
+    stage: Stage, said: Mapping[str, Path], purge: bool, left: str
+) -> None:
+    site = replace(SITE, modules=ModulesTable(purge=purge), said=said)
+    login = {
+        "LD_LIBRARY_PATH": "/login",
+        "BASH_FUNC_module%%": '() { [ "$1" != purge ] || unset LD_LIBRARY_PATH; }',
+    }
+    _, recorded = _run(stage, replace(_plan(stage), site=site), login)
+    assert [one.get("LD_LIBRARY_PATH", "") for _, one in _started(recorded)] == [left] * 2
+    without, _ = _run(stage, replace(_plan(stage), site=site))
+    assert "module" not in without
+
+
 def test_directives_say_what_the_site_and_the_plan_do() -> None:
     plan = replace(
         PLAN, site=replace(AWS, scheduler=MODULES.scheduler), artifact=EFA_SQSH, runtime="pyxis",
@@ -282,6 +354,8 @@ def test_directives_say_what_the_site_and_the_plan_do() -> None:
         "--chdir=/fsx/me", "--output=logs/%x_%j.out", "--open-mode=append", "--no-requeue", "--exclusive",
         "--mail-type=END",
     ]  # fmt: skip
+    # A number of srun's own would bind the step to so many CPUs of all that an exclusive job has.
+    assert render(plan).count("cpus-per-task") == 1
     horovod = replace(
         plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8
     )

@@ -57,8 +57,18 @@ def test_a_shipped_site_is_right(file: Path) -> None:
     )
 
 
+def test_the_example_of_the_page_is_a_right_site(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "example.toml").write_text(block)
+    site = load_job_site(str(tmp_path / "example.toml"), ENV)
+    assert list(contradictions(site)) == []
+    assert site.container.mounts == ("/scratch", "/data:/data")
+
+
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(file: Path) -> None:
+def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(
+    file: Path, tmp_path: Path
+) -> None:
     """Lines such as `# gpus = 8` are keys that exist, and together they are a right file."""
     text = file.read_text()
     lines = [
@@ -68,6 +78,17 @@ def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(file: Path) -
     assert file.stem == "pbs-gh200" or on != text
     data = tomllib.loads(on)
     jsonschema.validate(data, json.loads(SCHEMA.read_text()))
+    (tmp_path / "on.toml").write_text(on)
+    found = contradictions(load_job_site(str(tmp_path / "on.toml"), ENV))
+    assert [one for one in found if one.status == "fail"] == []
+
+
+def test_huge_pages_without_cpus_or_memory_are_a_fault_of_the_site(tmp_path: Path) -> None:
+    text = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\nresources = {"hugepages-2Mi" = "1Gi"}\n'
+    for more, count in (("", 1), ('[node]\nmemory = "8G"\n', 0)):
+        (tmp_path / "pages.toml").write_text(text + more)
+        found = list(contradictions(load_job_site(str(tmp_path / "pages.toml"), ENV)))
+        assert [one.status for one in found] == ["fail"] * count
 
 
 def test_the_shipped_sites_are_those_of_the_guides() -> None:

@@ -38,6 +38,8 @@ peer=${hosts[1]-}
 
 cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 # What this job is told; ENVBUILD_RUN is its own folder.
+threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
+export OMP_NUM_THREADS=$((threads > 4 ? threads / 4 : 1))
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 set -- -m ddp_train 10 1 \
     --checkpoint_path "$ENVBUILD_RUN"/snapshot.pt \
@@ -289,6 +291,8 @@ everywhere() {
     pals) options+=(-n $((nodes * each)) --ppn "$each" --cpu-bind none) ;;
     hydra) options+=(-n $((nodes * each)) -ppn "$each") ;;
     esac
+    # All but Open MPI give this environment to every node, where Slurm's name of this node would be wrong.
+    [ "$mpi" = openmpi ] || unset SLURMD_NODENAME
     exec "$mpirun" "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }
 

@@ -31,6 +31,8 @@ cd /fsx/me
 
 cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 # What this job is told; ENVBUILD_RUN is its own folder.
+threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
+export OMP_NUM_THREADS=$((threads > 8 ? threads / 8 : 1))
 export NCCL_NET='AWS Libfabric'
 export FI_PROVIDER=efa
 export HTTPS_PROXY=http://proxy.example:3128
@@ -259,7 +261,25 @@ training)
         --local-addr "$ENVBUILD_ADDRESS" "$@"
     ;;
 esac
-exec /opt/env/bin/python "$@"
+begin() {
+    exec /opt/env/bin/python "$@"
+}
+[ "$step" = training ] || begin "$@"
+ended=$ENVBUILD_RUN/ended-$restarts.$number told=
+rm -f "$ended"
+trap 'told=yes' TERM
+begin "$@" &
+child=$!
+while :; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
+done
+if [ "$code" -ne 0 ] && [ -n "$told" ]; then # srun need not know, or it would end the other nodes at once
+    echo "$code" >"$ended"
+    code=0
+fi
+exit "$code"
 NODE
 
 # shellcheck disable=SC1090,SC1091
@@ -270,7 +290,8 @@ unset XDG_RUNTIME_DIR
 # everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
 # subshell.
 everywhere() {
-    local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=96)
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
+    local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1)
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
     exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }
@@ -314,11 +335,13 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.
-trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
+# What nodes that were told to end did not tell srun, lest it ended the others at once.
+[ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"

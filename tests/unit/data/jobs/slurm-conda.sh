@@ -247,15 +247,33 @@ training)
         --local-addr "$ENVBUILD_ADDRESS" "$@"
     ;;
 esac
-export CONDA_PREFIX=/fsx/conda/pt CONDA_DEFAULT_ENV=/fsx/conda/pt CONDA_SHLVL=1
-export PATH=/fsx/conda/pt/bin"${PATH:+:$PATH}"
-for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do
-    [ -e "$script" ] || continue
-    # shellcheck disable=SC2016
-    exec bash -c 'for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do . "$script"; done >&2; exec "$0" "$@"' \
-        /fsx/conda/pt/bin/python "$@"
+begin() {
+    export CONDA_PREFIX=/fsx/conda/pt CONDA_DEFAULT_ENV=/fsx/conda/pt CONDA_SHLVL=1
+    export PATH=/fsx/conda/pt/bin"${PATH:+:$PATH}"
+    for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do
+        [ -e "$script" ] || continue
+        # shellcheck disable=SC2016
+        exec bash -c 'for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do . "$script"; done >&2; exec "$0" "$@"' \
+            /fsx/conda/pt/bin/python "$@"
+    done
+    exec /fsx/conda/pt/bin/python "$@"
+}
+[ "$step" = training ] || begin "$@"
+ended=$ENVBUILD_RUN/ended-$restarts.$number told=
+rm -f "$ended"
+trap 'told=yes' TERM
+begin "$@" &
+child=$!
+while :; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
 done
-exec /fsx/conda/pt/bin/python "$@"
+if [ "$code" -ne 0 ] && [ -n "$told" ]; then # srun need not know, or it would end the other nodes at once
+    echo "$code" >"$ended"
+    code=0
+fi
+exit "$code"
 NODE
 
 # shellcheck disable=SC1090,SC1091
@@ -266,6 +284,7 @@ unset XDG_RUNTIME_DIR
 # everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
 # subshell.
 everywhere() {
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
     local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1)
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
     exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
@@ -312,11 +331,13 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.
-trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
+# What nodes that were told to end did not tell srun, lest it ended the others at once.
+[ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"

@@ -33,6 +33,8 @@ cd /fsx/me
 
 cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 # What this job is told; ENVBUILD_RUN is its own folder.
+threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
+export OMP_NUM_THREADS=$((threads > 8 ? threads / 8 : 1))
 export NCCL_NET='AWS Libfabric'
 export FI_PROVIDER=efa
 export HTTPS_PROXY=http://proxy.example:3128
@@ -281,7 +283,7 @@ training)
     set -- -m torch.distributed.run \
         --nnodes 2 --nproc-per-node 8 --max-restarts 3 \
         --rdzv-id "$ENVBUILD_RUN_ID" --rdzv-backend c10d --rdzv-endpoint "$endpoint" \
-        --rdzv-conf "is_host=$((number == 0)),join_timeout=900,read_timeout=300" \
+        --rdzv-conf "is_host=$([ "$ENVBUILD_ADDRESS" = "$head" ] && echo 1 || echo 0),join_timeout=900,read_timeout=300" \
         --local-addr "$ENVBUILD_ADDRESS" "$@"
     ;;
 esac
@@ -296,7 +298,8 @@ unset XDG_RUNTIME_DIR
 # everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
 # subshell.
 everywhere() {
-    local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=96)
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
+    local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1)
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
     if [ "$2" = training ]; then options+=(--auto-resume=1); fi
     exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
@@ -341,8 +344,8 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.
-trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?

@@ -291,6 +291,8 @@ everywhere() {
     pals) options+=(-n $((nodes * each)) --ppn "$each" --cpu-bind none) ;;
     hydra) options+=(-n $((nodes * each)) -ppn "$each") ;;
     esac
+    # All but Open MPI give this environment to every node, where Slurm's name of this node would be wrong.
+    [ "$mpi" = openmpi ] || unset SLURMD_NODENAME
     exec "$mpirun" "${options[@]}" bash -l "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }
 

@@ -250,6 +250,7 @@ unset XDG_RUNTIME_DIR
 # everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
 # subshell.
 everywhere() {
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
     local options=(--nodes=1 --ntasks=1 --ntasks-per-node=1)
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
     exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
@@ -294,8 +295,8 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.
-trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?

@@ -1,0 +1,75 @@
+"""Scripts of jobs are written and handed over: what the scheduler's command is told, and what cannot be written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from unit.job_plans import PLAN, executable
+
+import envbuild.make
+from envbuild.cli.venv import venv_command
+from envbuild.errors import EnvbuildError, HostError, UsageError
+from envbuild.jobs.submit import submit, write_script
+
+# As in a step of a job that runs; values do not matter.
+OF_A_JOB = (
+    "SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_CPU_BIND", "SLURM_EXPORT_ENV", "SLURM_CONF_X",
+    "SLURMD_NODENAME", "PBS_JOBID", "PBS_JOBNAME", "PBS_NODEFILE", "PBS_NODENUM", "PBS_O_WORKDIR", "PBS_ENVIRONMENT",
+    "PBS_ARRAY_INDEX", "PBS_QUEUE", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK",
+)  # fmt: skip
+OF_THE_USER = (
+    "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_EXPORT", "SRUN_CPUS_PER_TASK",
+    "PBS_SERVER", "PBS_DEFAULT", "PBS_CONF_FILE", "PBS_EXEC", "PBS_HOME", "PBS_PRIMARY", "PMIX_MCA_gds",
+    "OMPI_MCA_btl", "MY_SLURM_JOB_ID", "LD_LIBRARY_PATH",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheduler", "command"), [("slurm", "sbatch"), ("pbs", "qsub")])
+def test_a_job_that_is_submitted_from_inside_of_another_hears_nothing_of_that_one(
+    tmp_path: Path, scheduler: Any, command: str
+) -> None:
+    executable(tmp_path / "bin" / command, '#!/bin/sh\nenv >"$HOME/env"\necho 7\n')
+    plan = replace(PLAN, scheduler=scheduler, work=str(tmp_path))
+    told = dict.fromkeys(OF_A_JOB + OF_THE_USER, "x")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    script = tmp_path / "job"
+    assert submit(plan, script, {**told, "PATH": path, "HOME": str(tmp_path)}) == "7"
+    names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    assert names & set(told) == set(OF_THE_USER)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [("", UsageError), ("file/x.sh", HostError), ("n" * 300, HostError)]
+)
+def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
+    tmp_path: Path, place: str, error: type[EnvbuildError]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(error, match=str(tmp_path)) as caught:
+        write_script("text", tmp_path / place, "say --out")
+    assert caught.value.hint == "say --out"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "more"), [("{}", ["--script", "{}"]), ("{}", ["--script", "{}/file/x.sh"]), ("{}/file", ["--submit"])]
+)  # fmt: skip
+def test_so_is_one_of_a_job_that_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, more: list[str]
+) -> None:
+    monkeypatch.setattr(
+        envbuild.make, "prepare", lambda *_, **__: None
+    )  # the lock, of which this is not
+    (tmp_path / "file").write_text("kept")
+    site = tmp_path / "lab.toml"
+    site.write_text(f'[scheduler]\nkind = "slurm"\n[paths]\nshared = "{shared.format(tmp_path)}"\n')
+    line = ["pt_minimal", "--target", "cpu-x86_64", "--job", "--site", str(site)]
+    done = CliRunner().invoke(venv_command, [*line, *(one.format(tmp_path) for one in more)])
+    assert isinstance(done.exception, EnvbuildError), done
+    assert done.exception.message.startswith(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["file", "lab.toml"]
