@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from envbuild.doctor.model import Finding
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import LAUNCHERS
+from envbuild.site.jobs import LAUNCHERS, huge_pages_problem
 
 # Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
 _OWN_SLURM = (
@@ -65,14 +65,11 @@ def contradictions(site: JobSite) -> Iterator[Finding]:
             "nvidia.com/gpu is asked for by [node] gpus",
             "set [node] gpus, and remove it here",
         )
-    limits = site.kubernetes.resources
-    said = site.node.cpus or site.node.memory or {"cpu", "memory"} & {*limits}
-    if not said and any(key.startswith("hugepages-") for key in limits):
-        yield _bad(
-            "[kubernetes] resources",
-            "Kubernetes refuses pods that ask for huge pages without CPUs or memory",
-            "set [node] cpus and memory",
-        )
+    limits = {*site.kubernetes.resources}
+    limits |= {"cpu"} if site.node.cpus else set()
+    limits |= {"memory"} if site.node.memory else set()
+    if problem := huge_pages_problem(limits):
+        yield _bad("[kubernetes] resources", problem, "set [node] cpus and memory")
     if kind in ("slurm", "pbs") and not site.paths.shared:
         yield _odd(
             "[paths] shared",

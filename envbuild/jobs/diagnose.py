@@ -149,10 +149,11 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -
         for number, text in enumerate(lines, start=1):
             total += 1
             course.see(text, total)
-            exceptions.read(name, number, _plain(text), total)
+            plain = _plain(text)
+            exceptions.read(name, number, plain, total)
             if exceptions.first and course.long_passed(exceptions.order):
                 exceptions = Exceptions()
-            for line in _forms(text):
+            for line in _forms(plain):
                 if any(again.search(line) for again in attempts()):
                     here.clear()
                 for pattern in patterns:
@@ -187,8 +188,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A line as it is, and what NCCL says in it."""
-    text = _plain(text)
+    """A line without colours, as it is, and what NCCL says in it."""
     yield text
     if "NCCL" not in text:
         return

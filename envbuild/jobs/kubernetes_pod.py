@@ -15,7 +15,7 @@ from envbuild.errors import UsageError
 from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_yaml import Script, checked, literal
 from envbuild.jobs.model import JobPlan
-from envbuild.site.jobs import job_variable_problem
+from envbuild.site.jobs import huge_pages_problem, job_variable_problem
 
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
@@ -183,12 +183,9 @@ def resources(plan: JobPlan) -> dict[str, Any]:
             f"the artifact needs EFA, and pods of site {plan.site.name} get none",
             f'write "{_EFA}" = "1", or how many a node has, in [kubernetes.resources]',
         )
-    if any(key.startswith("hugepages-") for key in limits) and not {"cpu", "memory"} & {*limits}:
-        raise UsageError(
-            f"{plan.site.origin('kubernetes', 'resources')}: Kubernetes refuses pods that ask for huge pages without "
-            "CPUs or memory",
-            "set [node] cpus and memory",
-        )
+    if problem := huge_pages_problem(limits):
+        where = plan.site.origin("kubernetes", "resources")
+        raise UsageError(f"{where}: {problem}", "set [node] cpus and memory")
     return {"limits": limits} if limits else {}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded, parse
+from envbuild.jobs.lint_shell import LAUNCHERS, Command, expanded, parse, starters
 
 _DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(.*)")
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
@@ -167,13 +167,10 @@ def _launches(
         at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
         if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
             continue
-        names = [posixpath.basename(word) for word in words[:at]]
-        by = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
-        if any(word.startswith("--container-image") for word in words[:at]):
-            by += ("pyxis",)
         around = (*expanded(command.around, values), *words[:at])
         told = "".join(values.get("PET_NNODES", ())[-1:])
         given = {"nnodes": told} if told else {}
+        by = starters(command, words[:at])
         yield Launch(command, given | _options(words[at + 1 :]), around, by)
 
 

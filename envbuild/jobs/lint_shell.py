@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
@@ -133,9 +133,7 @@ def _nested(
 ) -> Iterator[Command]:
     """What other shells are given by a command: strings after -c, here-documents, ssh's last word."""
     names = [posixpath.basename(word) for word, _ in words]
-    by = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
-    if any(word.startswith("--container-image") for word, _ in words):
-        by += ("pyxis",)
+    by = starters(command, [word for word, _ in words])
     texts = command.around + command.words
     for number, (word, literal) in enumerate(words):
         given = number and re.fullmatch(r"-\w*c", words[number - 1][0])
@@ -151,6 +149,14 @@ def _nested(
             inner = replace(place, started_by=by, around=texts, per_node=there or place.per_node)
             inner = replace(inner, file=place.file or not runs)
             yield from _commands(Reader(body, line, late=not there), inner)
+
+
+def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
+    """What starts that which follows `words` of `command`: launchers and containers, from the outside in."""
+    names = (posixpath.basename(word) for word in words)
+    found = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
+    pyxis = any(word.startswith("--container-image") for word in words)
+    return (*found, "pyxis") if pyxis else found
 
 
 def _made(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +34,13 @@ def job_variable_problem(name: str) -> str | None:
             "let the job read it from a file that only you may read"
         )
     return None
+
+
+def huge_pages_problem(limits: Collection[str]) -> str | None:
+    """Why a pod may not have these limits: huge pages alone (Kubernetes' validation of pods)."""
+    if {"cpu", "memory"} & {*limits} or not any(key.startswith("hugepages-") for key in limits):
+        return None
+    return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
 
 
 def line_problem(text: str) -> str | None:
