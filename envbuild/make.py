@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished artifact. `receipt` is None where verification was left out; `built` and `verified`
-    tell whether this run did so or found it done."""
+    tell whether this run did so or found it done; `warnings` are those of the lock."""
 
     path: Path
     digest: str
@@ -36,6 +36,7 @@ class Result:
     seconds: float
     built: bool
     verified: bool
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -47,6 +48,7 @@ class Result:
             "seconds": round(self.seconds, 3),
             "built": self.built,
             "verified": self.verified,
+            "warnings": list(self.warnings),
         }
 
 
@@ -136,7 +138,9 @@ def make_environment(
             if verify and not has_receipt(path, state.digest, plan, faults):
                 _keep_receipt(_verify(path, path, state, plan, environment, say, faults), path)
                 verified = True
-            return _result(path, state, started, built=False, verified=verified, verify=verify)
+            return _result(
+                path, state, plan, started, built=False, verified=verified, verify=verify
+            )
         _say_why(path, state, plan, say)
         staged = place.staging(path)
         try:
@@ -151,7 +155,7 @@ def make_environment(
         except BaseException:
             place.remove(staged)
             raise
-    return _result(path, state, started, built=True, verified=verify, verify=verify)
+    return _result(path, state, plan, started, built=True, verified=verify, verify=verify)
 
 
 def verify_artifact(
@@ -266,13 +270,22 @@ def _keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
 
 
 def _result(
-    path: Path, state: State, started: float, *, built: bool, verified: bool, verify: bool
+    path: Path,
+    state: State,
+    plan: Plan,
+    started: float,
+    *,
+    built: bool,
+    verified: bool,
+    verify: bool,
 ) -> Result:
     from envbuild.verify.receipt import receipt_path
 
     seconds = time.monotonic() - started
     receipt = receipt_path(path) if verify else None
-    return Result(path, state.digest, state.target, receipt, seconds, built, verified)
+    return Result(
+        path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
+    )
 
 
 def _logs(path: Path) -> Path:

@@ -119,6 +119,7 @@ def make_by_dockerfile(
         "receipt": receipt,
         "target": plan.target,
         "targets": [{"target": plan.target, "digest": image.digest, "receipt": receipt}],
+        "warnings": list(plan.warnings),
         "seconds": round(time.monotonic() - started, 3),
     }
 

@@ -115,7 +115,10 @@ def accept(
         seconds = time.monotonic() - made.started
         target = state.target if state else made.arch
         receipt = receipt_path(file.path) if known or verified else None
-        results.append(Result(file.path, digest, target, receipt, seconds, True, verified))
+        warnings = made.plan.warnings if made.plan else ()
+        results.append(
+            Result(file.path, digest, target, receipt, seconds, True, verified, warnings)
+        )
     return results
 
 

@@ -150,6 +150,7 @@ def make_images(
         "receipt": next((r for r in receipts if r), None),
         "target": prepared[0].target.name,
         "targets": targets,
+        "warnings": [line for one in prepared for line in one.plan.warnings],
         "seconds": round(time.monotonic() - started, 3),
     }
 

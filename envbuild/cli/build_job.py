@@ -89,6 +89,8 @@ def build_by_job(
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind).absolute()
+    if not how.dry_run:
+        _ensure_lock(kind, loaded, target, environment, how)
     tools = ""
     if as_job.bundle is not None:
         from envbuild.make_bundle import make_bundle, tools_python
@@ -98,8 +100,6 @@ def build_by_job(
             make_bundle(
                 loaded, target, environment, as_job.bundle, say, kinds=(kind,), offline=how.offline
             )
-    elif not how.dry_run:
-        _ensure_lock(kind, loaded, target, environment, how)
     flags = [
         ("--faults", how.faults),
         ("--no-verify", how.no_verify),
@@ -149,8 +149,10 @@ def _ensure_lock(
 ) -> None:
     """Have the lock that the job will ask for: nodes need not reach an index to resolve."""
     from envbuild.make import prepare
+    from envbuild.verify.needs_torch import check_torch
 
-    prepare(
+    plan, _ = prepare(
         loaded, target, environment, artifact=kind, locked=how.locked, offline=how.offline, say=say,
         conda=kind == "conda",
     )  # fmt: skip
+    check_torch(loaded, plan, verify=not how.no_verify)

@@ -10,6 +10,7 @@ from envbuild.cli.common import (
     json_option,
     offline_option,
     open_recipe,
+    open_target,
     print_json,
     say,
     target_option,
@@ -57,7 +58,7 @@ def bundle_command(
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted, _ = loaded.target(target)
+    wanted = open_target(loaded, target, environment)
     path = out or Path("build") / loaded.recipe.name / wanted.name / "bundle"
     about = make_bundle(
         loaded, wanted, environment, path, say, kinds=kinds, tools=not no_tools, offline=offline

@@ -15,8 +15,9 @@ import click
 
 from envbuild.environment import Environment
 from envbuild.progress import say
-from envbuild.recipe.find import find_recipe, search_folders
+from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.make import Result
@@ -84,6 +85,11 @@ def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
     return load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
 
 
+def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:
+    """The target of `loaded` called `name`, None for the one that suits this host."""
+    return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
+
+
 def own_command() -> str:
     """The path of this envbuild as nodes start it, where they see it at the same place."""
     path = Path(sys.argv[0]).absolute()
@@ -131,6 +137,7 @@ __all__ = [
     "locked_option",
     "offline_option",
     "open_recipe",
+    "open_target",
     "own_command",
     "print_json",
     "print_plan",

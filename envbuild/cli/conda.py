@@ -12,6 +12,7 @@ from envbuild.cli.common import (
     finish,
     folder_options,
     open_recipe,
+    open_target,
     say,
     show_dry_run,
     target_option,
@@ -66,12 +67,13 @@ def conda_command(
     from envbuild.make import make_environment, prepare
     from envbuild.make_kinds import Conda
     from envbuild.site.conda_envs import named_prefix
+    from envbuild.verify.needs_torch import check_torch
 
     if out is not None and name is not None:
         raise UsageError("--name and --prefix both say where to build", "give one of them")
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted, _ = loaded.target(target)
+    wanted = open_target(loaded, target, environment)
     if name is not None:
         out = named_prefix(name, environment.variables)
     if as_job.job:
@@ -83,6 +85,7 @@ def conda_command(
         loaded, wanted, environment, artifact=conda.KIND, locked=how.locked, offline=how.offline, say=say,
         compile_bytecode=how.compile_bytecode, conda=True,
     )  # fmt: skip
+    check_torch(loaded, plan, verify=not how.no_verify)
     path = out or conda.default_path(loaded.recipe.name, wanted.name)
     if how.dry_run:
         show_dry_run(plan, path, how.as_json)

@@ -11,6 +11,7 @@ from envbuild.cli.common import (
     locked_option,
     offline_option,
     open_recipe,
+    open_target,
     print_json,
     print_plan,
     say,
@@ -80,13 +81,14 @@ def docker_command(
     from envbuild.errors import UsageError
     from envbuild.make_dockerfile import make_by_dockerfile, prepare_dockerfile
     from envbuild.make_image import Wish, make_images, prepare_image
+    from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted = [loaded.target(name)[0] for name in targets or (None,)]
+    wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
     if len({target.arch for target in wanted}) < len(wanted):
         raise UsageError("two targets of one architecture do not fit into one image")
     prepare = prepare_image
@@ -103,6 +105,8 @@ def docker_command(
         )
         for target in wanted
     ]  # fmt: skip
+    for one in prepared:
+        check_torch(loaded, one.plan, verify=not no_verify)
     name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
     if dry_run:
         for one in prepared:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import json_option, open_recipe, print_json
+from envbuild.cli.common import json_option, open_recipe, open_target, print_json
 from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
     """
     from envbuild.compat.judge import judge
 
-    loaded = open_recipe(recipe, load_environment())
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
     names = [target] if target is not None else list(loaded.recipe.targets)
     told: list[dict[str, Any]] = []
     for name in names:
-        wanted = loaded.target(name)[0]
+        wanted = open_target(loaded, name, environment)
         stack, basis = _stack(loaded, wanted)
         stack = replace(stack, driver=driver)
         findings = judge(stack)

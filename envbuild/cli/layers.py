@@ -9,6 +9,7 @@ from envbuild.cli.common import (
     locked_option,
     offline_option,
     open_recipe,
+    open_target,
     print_json,
     say,
     target_option,
@@ -45,7 +46,7 @@ def layers_command(
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted, _ = loaded.target(target)
+    wanted = open_target(loaded, target, environment)
     if place == "image":
         found = in_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
     else:

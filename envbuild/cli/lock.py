@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import offline_option, open_recipe, say
+from envbuild.cli.common import offline_option, open_recipe, open_target, say
 from envbuild.cli.lock_builder import (
     builder_faults,
     has_to_renew,
@@ -123,7 +123,7 @@ def lock_command(
     work = [
         (loaded, target)
         for loaded in (open_recipe(name, environment) for name in recipes)
-        for target in _targets(loaded, targets)
+        for target in _targets(loaded, targets, environment)
     ]
     if with_conda or export in EXPORTS:
         check_conda(loaded for loaded, _ in work)
@@ -169,9 +169,11 @@ def lock_command(
     write_exports(conda)
 
 
-def _targets(loaded: LoadedRecipe, names: tuple[str, ...]) -> list[Target]:
+def _targets(
+    loaded: LoadedRecipe, names: tuple[str, ...], environment: Environment
+) -> list[Target]:
     if names:
-        return [loaded.target(name)[0] for name in names]
+        return [open_target(loaded, name, environment) for name in names]
     return [Target.parse(name) for name in loaded.recipe.targets]
 
 

@@ -9,6 +9,7 @@ from envbuild.cli.common import (
     locked_option,
     offline_option,
     open_recipe,
+    open_target,
     print_json,
     print_plan,
     say,
@@ -44,7 +45,7 @@ def plan_command(
     """
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted, _ = loaded.target(target)
+    wanted = open_target(loaded, target, environment)
     if artifact in IMAGES:
         from envbuild.make_image import prepare_image
 

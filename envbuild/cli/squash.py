@@ -15,6 +15,7 @@ from envbuild.cli.common import (
     locked_option,
     offline_option,
     open_recipe,
+    open_target,
     print_json,
     print_plan,
     say,
@@ -108,6 +109,7 @@ def make(
         make_from_recipe,
     )
     from envbuild.recipe.targets import Target, host_arch
+    from envbuild.verify.needs_torch import check_torch
 
     if source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
@@ -135,9 +137,10 @@ def make(
         return
     loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
     one = prepare_image(
-        loaded, loaded.target(choices.target)[0], environment, locked=choices.locked,
+        loaded, open_target(loaded, choices.target, environment), environment, locked=choices.locked,
         offline=choices.offline, bytecode=not choices.no_bytecode, say=say,
     )  # fmt: skip
+    check_torch(loaded, one.plan, verify=not choices.no_verify)
     if choices.dry_run:
         show_plan(one.plan, choices)
         return

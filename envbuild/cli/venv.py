@@ -12,6 +12,7 @@ from envbuild.cli.common import (
     finish,
     folder_options,
     open_recipe,
+    open_target,
     say,
     show_dry_run,
     target_option,
@@ -57,10 +58,11 @@ def venv_command(
     from envbuild.artifacts import venv
     from envbuild.make import make_environment, prepare
     from envbuild.make_kinds import Venv
+    from envbuild.verify.needs_torch import check_torch
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted, _ = loaded.target(target)
+    wanted = open_target(loaded, target, environment)
     if as_job.job:
         options = ("--python", python) if python else ()
         build_by_job(venv.KIND, loaded, wanted, out, as_job, how, environment, options)
@@ -71,14 +73,7 @@ def venv_command(
         loaded, wanted, environment, artifact=venv.KIND, locked=how.locked, offline=how.offline, say=say,
         compile_bytecode=how.compile_bytecode,
     )  # fmt: skip
-    if loaded.recipe.image.base != "debian" and not any(p.name == "torch" for p in plan.packages):
-        from envbuild.errors import UsageError
-
-        raise UsageError(
-            f"recipe {loaded.recipe.name} takes torch from {loaded.recipe.image.base}; "
-            "a virtual environment would be without it",
-            f"build it with `envbuild docker {loaded.recipe.name}`",
-        )
+    check_torch(loaded, plan, verify=not how.no_verify)
     path = out or venv.default_path(loaded.recipe.name, wanted.name)
     if how.dry_run:
         show_dry_run(plan, path, how.as_json)

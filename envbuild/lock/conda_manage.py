@@ -28,6 +28,7 @@ from envbuild.lock.conda import (
 from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_format import CondaPart, part_of, read, render
 from envbuild.lock.format import Lock, changes
+from envbuild.lock.manage import say_warnings
 from envbuild.lock.resolve import Resolution
 from envbuild.lock.state import (
     LockState,
@@ -120,6 +121,7 @@ def ensure_conda_lock(
     if state.fault is None and state.lock is not None:
         check_conda_accelerator(target, state.lock.packages, str(state.path))
         check_stack(recipe, target, conda_versions(state.lock), say, conda=True)
+        say_warnings(state.lock.pip, say)
         return state.lock
     if locked:
         name = recipe.recipe.name
@@ -163,6 +165,7 @@ def update_conda_lock(
         )
         for note in pip.notes:
             say(f"note: {note}")
+        say_warnings(pip.lock, say)
     lock = CondaLock(
         recipe.recipe.name,
         target.name,

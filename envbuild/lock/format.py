@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.errors import LockError
@@ -21,6 +21,7 @@ from envbuild.names import normalise
 
 FORMAT = 1
 _HEADER = re.compile(r"#\s*(recipe|target|python|platform|recipe-digest)\s*:\s*(\S+)\s*$")
+_WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
 _FIRST_LINE = "# envbuild lock, format "
@@ -37,7 +38,8 @@ class LockedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What a target resolved to. `recipe_digest` covers all of the recipe that decides a resolution."""
+    """What a target resolved to. `recipe_digest` covers all of the recipe that decides a resolution; `warnings` are of
+    the resolution, and every build that uses the lock repeats them."""
 
     recipe: str
     target: str
@@ -45,6 +47,7 @@ class Lock:
     platform: str
     recipe_digest: str
     packages: tuple[LockedPackage, ...]
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def digest(self) -> str:
@@ -71,6 +74,7 @@ def render(lock: Lock) -> str:
         f"# python: {lock.python}",
         f"# platform: {lock.platform}",
         f"# recipe-digest: {lock.recipe_digest}",
+        *(f"# warning: {warning}" for warning in lock.warnings),
     ]
     return "\n".join(head) + "\n" + requirements(lock.packages)
 
@@ -92,6 +96,7 @@ def parse(text: str, source: str) -> Lock:
     """
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
+    warnings: list[str] = []
     faults: list[str] = []
     if not text.startswith(_FIRST_LINE):
         raise LockError(
@@ -107,6 +112,8 @@ def parse(text: str, source: str) -> Lock:
         if line.startswith("#"):
             if match := _HEADER.match(line):
                 header[match[1]] = match[2]
+            elif match := _WARNING.match(line):
+                warnings.append(match[1])
             continue
         pin = _PIN.match(line)
         if not pin:
@@ -139,6 +146,7 @@ def parse(text: str, source: str) -> Lock:
         platform=header["platform"],
         recipe_digest=header["recipe-digest"],
         packages=tuple(packages.values()),
+        warnings=tuple(warnings),
     )
 
 

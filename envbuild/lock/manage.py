@@ -46,6 +46,7 @@ def ensure_lock(
     state = inspect_lock(recipe, target)
     if state.fault is None and state.lock is not None:
         check_lock(recipe, target, state.lock, str(state.path), say)
+        say_warnings(state.lock, say)
         return state.lock
     if locked:
         raise LockError(
@@ -89,6 +90,7 @@ def update_lock(
     check_stack(recipe, target, _versions(resolution.lock), say)
     for note in resolution.notes:
         say(f"note: {note}")
+    say_warnings(resolution.lock, say)
     path = lock_folders(recipe, target)[-1] / lock_file_name(target.name)
     differences = changes(old, resolution.lock)
     for line in differences:
@@ -99,6 +101,12 @@ def update_lock(
     write_lock_file(path, render(resolution.lock))
     say(f"{path}: {len(resolution.lock.packages)} packages, {len(differences)} changed")
     return resolution
+
+
+def say_warnings(lock: Lock, say: Say) -> None:
+    """Say what the resolution of `lock` warns of, a line each."""
+    for warning in lock.warnings:
+        say(f"warning: {lock.target}: {warning}")
 
 
 def _versions(lock: Lock) -> dict[str, str]:

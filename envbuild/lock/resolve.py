@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,10 @@ from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.nccl import check_override, free_of, nccl_override
+from envbuild.lock.offers import Offers, tag_set
+from envbuild.lock.skipped import skipped_releases, warnings_of
+from envbuild.lock.unresolved import FailedResolution, without_wheel
+from envbuild.lock.uv_compile import UvCompile
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -91,48 +94,38 @@ def resolve_wanted(
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, notes = _reachable(table.indexes, environment, offline)
+    offers = Offers(environment, indexes, offline)
+    fixed = [f"{name}=={version}" for name, version in wanted.provided.items()]
     with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
-        work = Path(folder)
-        (work / "requirements.in").write_text("\n".join(wanted.requirements) + "\n")
-        environment.write_uv_settings(work / "uv.toml", indexes)
-        pylock = work / "pylock.toml"
-        command: list[str | Path] = [
-            environment.uv, "pip", "compile", work / "requirements.in",
-            "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
-            "--python-version", python, "--python-platform", platform,
-            "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", pylock,
-            "--no-header", "--no-annotate", "--quiet",
-        ]  # fmt: skip
-        if wanted.stubs is not None:
-            command += ["--find-links", wanted.stubs]
-        if wanted.overrides:
-            (work / "overrides.txt").write_text("\n".join(wanted.overrides) + "\n")
-            command += ["--overrides", work / "overrides.txt"]
-        fixed = [f"{name}=={version}" for name, version in wanted.provided.items()]
+        uv = UvCompile(
+            Path(folder), environment, indexes, python, platform, [*wanted.constraints, *fixed],
+            wanted.overrides, wanted.stubs, offline,
+        )  # fmt: skip
         for pins, preferred in _ways_to_keep(keep):
-            lines = [*wanted.constraints, *fixed, *pins]
-            (work / "constraints.txt").write_text("\n".join(lines) + "\n")
-            pylock.write_text(_preferences(preferred))
-            done = process.run(
-                [*command, "--offline"] if offline else command,
-                env=environment.uv_environment(),
-                cwd=work,
-                check=False,
-            )
+            done = uv.run(wanted.requirements, pins, preferred)
             if done.returncode == 0:
                 break
         if done.returncode != 0:
+            failed = FailedResolution(
+                python, platform, offers, f"{recipe.recipe.name} --target {target.name}",
+                wanted.requirements, table.requirements, bool(notes), offline,
+            )  # fmt: skip
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
                 + "".join(f"\n  note: {note}" for note in notes),
-                _hint(done.stderr, notes, offline, f"{recipe.recipe.name} --target {target.name}"),
+                failed.hint(done.stderr),
             )
-        text = pylock.read_text(encoding="utf-8")
-    resolved = tomllib.loads(text)
-    resolved["packages"] = [
-        package for package in resolved.get("packages", [])
-        if normalise(package["name"]) not in wanted.provided
-    ]  # fmt: skip
+        text = uv.pylock.read_text(encoding="utf-8")
+        resolved = tomllib.loads(text)
+        resolved["packages"] = [
+            package for package in resolved.get("packages", [])
+            if normalise(package["name"]) not in wanted.provided
+        ]  # fmt: skip
+        skipped = skipped_releases(
+            wanted.requirements, wanted.constraints,
+            {normalise(package["name"]): package["version"] for package in resolved["packages"]},
+            offers, python, platform, lambda line: without_wheel(uv.run([line]).stderr),
+        )  # fmt: skip
     files = list(_fitting_files(resolved, python, platform, str(recipe.path)))
     lock = Lock(
         recipe=recipe.recipe.name,
@@ -141,6 +134,9 @@ def resolve_wanted(
         platform=platform,
         recipe_digest=wanted.digest,
         packages=tuple(files),
+        warnings=warnings_of(
+            skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}"
+        ),
     )
     check_accelerator(target, lock.packages, str(recipe.path))
     return Resolution(lock, text, tuple(notes))
@@ -194,24 +190,13 @@ def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackag
     return [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), ([], ())]
 
 
-def _preferences(packages: Iterable[LockedPackage]) -> str:
-    """A PEP 751 file naming versions alone: uv prefers what its output file already holds."""
-    lines = ['lock-version = "1.0"', 'created-by = "envbuild"']
-    packages = list(packages)
-    if not packages:
-        lines.append("packages = []")
-    for package in packages:
-        lines += ["", "[[packages]]", f'name = "{package.name}"', f'version = "{package.version}"']
-    return "\n".join(lines) + "\n"
-
-
 def _fitting_files(
     pylock: Mapping[str, Any], python: str, platform: str, source: str
 ) -> Iterator[LockedPackage]:
     """Each package of a PEP 751 file with the hashes of the wheels that install on the target."""
     from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-    tags = frozenset(compatible_tags(python, platform))
+    tags = tag_set(python, platform)
     for package in sorted(pylock.get("packages", []), key=lambda entry: str(entry["name"])):
         hashes: set[str] = set()
         for wheel in package.get("wheels", []):
@@ -240,37 +225,3 @@ def _unquote(name: str) -> str:
     from urllib.parse import unquote
 
     return unquote(name).split("#", 1)[0].split("?", 1)[0]
-
-
-def compatible_tags(python: str, platform: str) -> Iterator[Any]:
-    """The wheel tags (PEP 425, PEP 600) that install on CPython `python` and `ARCH-manylinux_2_N`."""
-    from packaging import tags
-
-    arch, _, minor = platform.partition("-manylinux_2_")
-    legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
-    platforms: list[str] = []
-    for glibc in range(int(minor), 4, -1):
-        platforms.append(f"manylinux_2_{glibc}_{arch}")
-        if glibc in legacy:
-            platforms.append(f"{legacy[glibc]}_{arch}")
-    platforms.append(f"linux_{arch}")
-    version = tuple(int(part) for part in python.split("."))
-    yield from tags.cpython_tags(version, platforms=platforms)
-    yield from tags.compatible_tags(version, f"cp{version[0]}{version[1]}", platforms)
-
-
-def _hint(stderr: str, notes: Sequence[str], offline: bool, what: str) -> str:
-    """What usually cures a failed resolution of `what`, judged by what uv printed."""
-    if offline:
-        return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
-    if re.search(r"dns error|Connect|timed out|certificate|invalid peer", stderr, re.IGNORECASE):
-        return (
-            "check the network, pip's index-url, proxy and cert (envbuild reads pip's configuration and "
-            "SSL_CERT_FILE), or name a mirror in site.toml"
-        )
-    if notes:
-        return (
-            f"run `envbuild lock {what}` where that index is reached, or name a mirror of it in site.toml, and "
-            "commit the lock: it holds everywhere. Wheels that only that index has may also lie in pip's find-links"
-        )
-    return "loosen or correct the requirement that uv names above"

@@ -41,6 +41,7 @@ class Plan:
     `packages` are wheels; where there are `conda` packages they are what pip adds to those. `mtime` is the
     time of an image's files (seconds since 1970), `folder` the recipe's: paths of local base images begin there.
     `sources` are built from source, in this order; `host_layers` are what the nodes have.
+    `warnings` are those of the lock.
     """
 
     recipe: str
@@ -63,6 +64,7 @@ class Plan:
     sources: tuple[SourceLayer, ...] = ()
     host_layers: tuple[HostLayer, ...] = ()
     fabric: str = "any"
+    warnings: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -77,6 +79,15 @@ class Plan:
                 [[layer.kind, layer.name, layer.version, layer.digest] for layer in self.layers],
             ]
         )
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether the artifact has torch: from its locks, from source, or from an existing image that it is built on,
+        whose packages an environment of wheels sees."""
+        if self.image is not None and self.image.base != "debian" and not self.conda:
+            return True
+        names = {one.name for one in self.packages} | {one.name for one in self.sources}
+        return "torch" in names or any(one.name == "pytorch" for one in self.conda)
 
     def verify_settings(self) -> dict[str, Any]:
         """The recipe's [verify] table as plain data, for the artifact's own record."""
@@ -97,6 +108,7 @@ class Plan:
             "digest": self.digest,
             "fabric": self.fabric,
             "layers": [asdict(layer) for layer in self.layers],
+            "warnings": list(self.warnings),
         }
 
 
@@ -176,6 +188,7 @@ def make_plan(
         sources=sources,
         host_layers=host_layers,
         fabric=recipe.fabric,
+        warnings=wheels.warnings,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from envbuild.errors import EnvbuildError, UsageError
 from envbuild.files import shipped
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.targets import Target
 from envbuild.toml import nearest
 
 FILE_NAME = "recipe.toml"
@@ -68,6 +69,24 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, sorted(_by_name(folders)))}",
         hint=f"Searched: {', '.join(str(folder) for folder in folders)}",
     )
+
+
+def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
+    """The target `name` of the recipe, see `LoadedRecipe.target`. Raises UsageError, which names the recipes in
+    `folders` that have the target where this one has not."""
+    try:
+        return loaded.target(name)[0]
+    except UsageError:
+        having = [
+            one.name for one in list_recipes(folders)
+            if one.loaded is not None and name in one.loaded.recipe.targets
+        ]  # fmt: skip
+        if not having:
+            raise
+        raise UsageError(
+            f"recipe {loaded.recipe.name!r} has no target {name!r}, only {', '.join(loaded.recipe.targets)}",
+            f"recipes with this target: {', '.join(having)}",
+        ) from None
 
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:

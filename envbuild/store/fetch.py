@@ -16,7 +16,7 @@ from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
-from envbuild.store.sources import Link, Source, local_wheels, matches, remote_sources
+from envbuild.store.sources import Link, Source, local_files, matches, remote_sources
 from envbuild.store.store import Store, alone
 
 _PARALLEL = 8
@@ -56,7 +56,7 @@ def locate_wheels(
     """
     found: dict[Wanted, Path] = {}
     answers: dict[Wanted, list[str]] = {wheel: [] for wheel in wanted}
-    folders = local_wheels(pip)
+    folders = local_files(pip)
     for wheel in wanted:
         path = _in_store(wheel, store) or _in_folders(wheel, folders, store, answers[wheel])
         if path is not None:

@@ -22,11 +22,18 @@ _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A file on a page: its name, where it is, and its sha256 where the page says it."""
+    """A file on a page: its name, where it is, and its sha256 where the page says it.
+
+    So with the Pythons that it is for (a specifier), the time of its upload (ISO 8601; HTML pages tell none) and
+    whether it was yanked.
+    """
 
     filename: str
     url: str
     sha256: str | None
+    requires_python: str = ""
+    uploaded: str = ""
+    yanked: bool = False
 
 
 @dataclass
@@ -112,7 +119,12 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
         digest = file["hashes"].get("sha256")
         yield Link(
-            unquote(file["filename"]), link, digest.partition("&")[0].lower() if digest else None
+            unquote(file["filename"]),
+            link,
+            digest.partition("&")[0].lower() if digest else None,
+            file.get("requires-python") or "",
+            str(file.get("upload-time") or ""),
+            file.get("yanked", False) is not False,
         )
 
 
@@ -136,15 +148,18 @@ def matches(filename: str, name: str, version: str) -> bool:
         return False
 
 
-def local_wheels(pip: PipConfig) -> list[tuple[Path, list[str]]]:
-    """(folder, names of wheels) of each find-links entry that is a folder or a wheel on this machine."""
+def local_files(
+    pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)
+) -> list[tuple[Path, list[str]]]:
+    """(folder, names of files) of each find-links entry that is a folder or a file on this machine: of wheels, or of
+    files that end in `suffixes`."""
     found = []
     for entry in pip.find_links:
         path = _local_path(entry)
         if path is not None and path.is_dir():
             with contextlib.suppress(OSError):
-                found.append((path, [name for name in os.listdir(path) if name.endswith(".whl")]))
-        elif path is not None and path.suffix == ".whl" and path.is_file():
+                found.append((path, [name for name in os.listdir(path) if name.endswith(suffixes)]))
+        elif path is not None and path.name.endswith(suffixes) and path.is_file():
             found.append((path.parent, [path.name]))
     return found
 

@@ -1,0 +1,150 @@
+"""Newer releases without a wheel that a lock passes over: a warning, an error where the lock is years behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from envbuild.errors import LockError
+from envbuild.lock.offers import Offers, Release
+from envbuild.names import normalise
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_TOO_OLD = timedelta(days=2 * 365)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRelease:
+    """`chosen` is locked though `newest` is allowed; `without_wheel` is the requirement that has no wheel: `newest`
+    itself or a dependency of it."""
+
+    name: str
+    chosen: Release
+    newest: Release
+    without_wheel: str
+
+    @property
+    def too_old(self) -> bool:
+        """Whether the locked release is over two years older; False where upload times are unknown."""
+        if self.chosen.uploaded is None or self.newest.uploaded is None:
+            return False
+        return self.newest.uploaded - self.chosen.uploaded > _TOO_OLD
+
+    def text(self, where: str) -> str:
+        """What was skipped and why; `where` is the Python and platform of the target."""
+        own = self.without_wheel == _pin(self.name, self.newest)
+        why = f"{self.newest.version} has no wheel" if own else f"it needs {self.without_wheel}"
+        why += f" for {where}" if own else f", which has no wheel for {where}"
+        return (
+            f"{self.name} {self.chosen} is locked instead of {self.newest}: {why},"
+            " and envbuild locks wheels only"
+        )
+
+    @property
+    def hint(self) -> str:
+        """What to do about it."""
+        return (
+            f"pin {self.name} to the version that you want ({_pin(self.name, self.chosen)} keeps the locked one), or "
+            f"run `pip wheel --no-deps '{self.without_wheel}'` and name the folder in pip's find-links"
+        )
+
+
+def skipped_releases(
+    requirements: Iterable[str],
+    constraints: Iterable[str],
+    locked: Mapping[str, str],
+    offers: Offers,
+    python: str,
+    platform: str,
+    without_wheel: Callable[[str], str | None],
+) -> list[SkippedRelease]:
+    """The direct requirements whose newest allowed release is not `locked` (name → version) for want of a wheel.
+
+    `without_wheel` resolves one requirement alone and returns what of it has no wheel, None where that is no
+    obstacle: a release with a wheel may depend on one that has none.
+    """
+    from packaging.version import Version
+
+    wanted = _by_name([*requirements], python, platform)
+    limits = _by_name([*constraints], python, platform)
+    releases = offers.releases(name for name in wanted if name in locked)
+    found = []
+    for name, lines in wanted.items():
+        if name not in locked:
+            continue
+        version = Version(locked[name])
+        allowed = allowed_releases(releases[name], [*lines, *limits.get(name, ())], python)
+        newer = [release for release in allowed if release.version > version]
+        fitting = [release for release in newer if release.fits(python, platform)]
+        if not newer:
+            continue
+        newest = (fitting or newer)[-1]
+        cause: str | None = _pin(name, newest)
+        if fitting:
+            cause = without_wheel(_pin(name, newest, lines[0].extras))
+        if cause is not None:
+            chosen = next(
+                (one for one in releases[name] if one.version == version), Release(version, ())
+            )
+            found.append(SkippedRelease(name, chosen, newest, cause))
+    return found
+
+
+def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> tuple[str, ...]:
+    """A line for each of `skipped`. Raises LockError where a locked release is over two years older than the newest
+    one; `source` is the recipe and target in the message."""
+    old = [one for one in skipped if one.too_old]
+    if old:
+        raise LockError(
+            f"{source}: releases without wheels would be replaced by ones over two years older:"
+            + "".join(f"\n  {one.text(where)}" for one in old),
+            "; ".join(one.hint for one in old)
+            + '; or build it from source as a layer ([layers], system = "wheel")',
+        )
+    return tuple(f"{one.text(where)}; {one.hint}" for one in skipped)
+
+
+def allowed_releases(
+    releases: Iterable[Release], lines: Sequence[Requirement], python: str
+) -> list[Release]:
+    """Those of `releases` that all of `lines` allow and that are for `python`, wheel or not, as uv chooses them:
+    pre-releases only where a line names one, or where there is nothing else."""
+    from packaging.specifiers import SpecifierSet
+
+    specifier = SpecifierSet()
+    for line in lines:
+        specifier &= line.specifier
+    fitting = [
+        release for release in releases
+        if release.accepts(python) and specifier.contains(release.version, prereleases=True)
+    ]  # fmt: skip
+    if specifier.prereleases:
+        return fitting
+    return [one for one in fitting if not one.version.is_prerelease] or fitting
+
+
+def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
+    """The requirements that hold on the target, by normalised name."""
+    from packaging.requirements import Requirement
+
+    variables = {
+        "python_version": python, "python_full_version": f"{python}.0",
+        "implementation_name": "cpython", "platform_python_implementation": "CPython",
+        "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
+        "platform_machine": platform.partition("-")[0], "extra": "",
+    }  # fmt: skip
+    found: dict[str, list[Requirement]] = {}
+    for text in lines:
+        line = Requirement(text)
+        if line.marker is None or line.marker.evaluate(variables):
+            found.setdefault(normalise(line.name), []).append(line)
+    return found
+
+
+def _pin(name: str, release: Release, extras: Iterable[str] = ()) -> str:
+    chosen = ",".join(sorted(extras))
+    return f"{name}[{chosen}]=={release.version}" if chosen else f"{name}=={release.version}"

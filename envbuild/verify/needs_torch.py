@@ -1,0 +1,30 @@
+"""Verification trains with torch: an artifact without it is refused before it is built."""
+
+from __future__ import annotations
+
+from envbuild.errors import RecipeError, UsageError
+from envbuild.plan.plan import Plan
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target, host_arch
+
+
+def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
+    """Raise RecipeError when the artifact of `plan` is to be verified and its locks have no torch, UsageError for a
+    virtual environment of a recipe whose base image has it. Images for another architecture are not verified here."""
+    if plan.has_torch:
+        return
+    name, base = loaded.recipe.name, loaded.recipe.image.base
+    if plan.artifact == "venv" and base != "debian":
+        raise UsageError(
+            f"recipe {name} takes torch from {base}; a virtual environment would be without it",
+            f"build it with `envbuild docker {name}`",
+        )
+    foreign = plan.image is not None and Target.parse(plan.target).arch != host_arch()
+    if not verify or foreign:
+        return
+    raise RecipeError(
+        f"{loaded.path}: an artifact for {plan.target} cannot be verified: its lock has no torch, and verification "
+        "trains with torch",
+        f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}, or build without verification: "
+        "--no-verify",
+    )
