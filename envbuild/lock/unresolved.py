@@ -59,7 +59,7 @@ class FailedResolution:
             return "loosen or correct the requirement that uv names above"
         kind, name, specifier = cause
         elsewhere = self.unreached and (name in _names(self.of_target) or "+" in specifier)
-        if elsewhere and kind in ("unknown", "version"):
+        if elsewhere and (kind == "unknown" or (kind == "version" and "+" in specifier)):
             return self._index_left_out()
         advice = self._advice(kind, name, specifier)
         return f"{advice}; the index in the note may have more" if elsewhere else advice

@@ -61,6 +61,8 @@ def test_help_lists_every_command_with_examples() -> None:
         (["venv", "pt_cpuu"], 2, "pt_cpu"),
         (["venv", "pt_cpu", "--target", "cpu-x86-64"], 2, "cpu-x86_64"),
         (["plan", "pt_cpu", "--target", "cu126-x86_64"], 2, "cpu-x86_64"),
+        (["venv", "pt_cpu", "--target", "cu126-x86_64"], 2, "recipes with this target: pt_cu126"),
+        (["lock", "pt_cpu", "--target", "cu126-x86_64"], 2, "recipes with this target: pt_cu126"),
         (["lock"], 2, "no recipe was named"),
         (["lock", "--upgrade", "pt_cpu"], 2, "--upgrade took 'pt_cpu' as a package"),
         (["lock", "pt_cpu", "--upgrade=nonesuch", "--offline"], 3, "nonesuch"),

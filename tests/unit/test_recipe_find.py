@@ -8,7 +8,14 @@ import pytest
 
 import envbuild
 from envbuild.errors import RecipeError, UsageError
-from envbuild.recipe.find import find_recipe, list_recipes, search_folders, shipped_folder
+from envbuild.recipe.find import (
+    choose_target,
+    find_recipe,
+    list_recipes,
+    search_folders,
+    shipped_folder,
+)
+from envbuild.recipe.load import load_recipe
 
 TEXT = """\
 name = "{name}"
@@ -131,3 +138,18 @@ def test_shipped_folder_of_a_checkout_and_of_a_wheel(
     assert shipped_folder() == tmp_path / "recipes"
     (package / "_bundled" / "recipes").mkdir(parents=True)
     assert shipped_folder() == package / "_bundled" / "recipes"
+
+
+def test_a_target_that_other_recipes_have_is_found_in_all_search_folders(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    loaded = load_recipe(put(near, "mine"))
+    cuda = TEXT.replace("cpu-x86_64", "cu126-x86_64")
+    put(near, "one", text=cuda)
+    put(far, "two", text=cuda)
+    put(far, "broken", text="name = 1")
+    assert choose_target(loaded, "cpu-x86_64", [near, far]).name == "cpu-x86_64"
+    with pytest.raises(UsageError, match="'mine' has no target 'cu126-x86_64'") as caught:
+        choose_target(loaded, "cu126-x86_64", [near, far])
+    assert caught.value.hint == "recipes with this target: one, two"
+    with pytest.raises(UsageError, match="did you mean 'cpu-x86_64'"):
+        choose_target(loaded, "cpu-x86-64", [near, far])
