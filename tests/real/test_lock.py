@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import http.server
+import json
 import shutil
 import subprocess
 import threading
@@ -208,6 +209,103 @@ def test_a_recipe_that_may_not_be_written_gets_its_lock_under_build(two: Command
         assert "resolving" not in two("plan", "two", "--target", "cpu-x86_64").stderr
     finally:
         subprocess.run(["umount", sealed], check=True)
+
+
+@pytest.fixture
+def dated_index(tmp_path: Path) -> Iterator[str]:
+    """An index with upload times (PEP 700). Newer `aged` and `young` have no wheel, `outer` needs `inner`, with none."""
+    files = tmp_path / "served/files"
+    wheels = {"aged-1.0": "2020", "young-1.0": "2025", "outer-1.0": "2019", "outer-2.0": "2026"}
+    rows: dict[str, list[dict[str, object]]] = {}
+    for pin, year in {
+        **wheels,
+        "aged-9.0": "2026",
+        "young-1.1": "2026",
+        "inner-3.0": "2026",
+    }.items():
+        name, _, version = pin.partition("-")
+        requires = ["inner==3.0"] if pin == "outer-2.0" else []
+        path = files / f"{pin}.tar.gz"
+        if pin in wheels:
+            path = make_wheel(files, name, version, requires=requires)
+        else:
+            path.write_bytes(b"never read")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        rows.setdefault(name, []).append(
+            {"filename": path.name, "url": f"/files/{path.name}", "hashes": {"sha256": digest},
+             "size": path.stat().st_size, "upload-time": f"{year}-02-01T00:00:00Z"}
+        )  # fmt: skip
+
+    class Index(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.strip("/").rpartition("/")[2]
+            if not self.path.startswith("/simple/") or name not in rows:
+                super().do_GET()
+                return
+            page = {
+                "meta": {"api-version": "1.1"},
+                "name": name,
+                "versions": [],
+                "files": rows[name],
+            }
+            self.send_response(200)
+            self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
+            self.end_headers()
+            self.wfile.write(json.dumps(page).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Index, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
+def test_newer_releases_without_a_wheel_are_not_skipped_in_silence(
+    lab: Command, dated_index: str
+) -> None:
+    (lab.folder / "pip.conf").write_text("")
+    lab.env |= {"PIP_INDEX_URL": dated_index, "PIP_NO_INDEX": "0"}
+    make_recipe(lab.folder / "recipes", "r", ["aged", "outer"], targets="[targets.cpu-x86_64]")
+    done = lab("lock", "r")
+    assert done.returncode == 3, done.stderr
+    assert "aged 1.0 (2020-02-01) is locked instead of 9.0 (2026-02-01)" in done.stderr
+    assert "outer 1.0 (2019-02-01) is locked instead of 2.0" in done.stderr
+    assert "it needs inner==3.0, which has no wheel" in done.stderr and "hint:" in done.stderr
+    assert not list((lab.folder / "recipes/r").glob("*.txt"))
+    pinned = ["aged==1.0", "outer==1.0", "young"]
+    make_recipe(lab.folder / "recipes", "r", pinned, targets="[targets.cpu-x86_64]")
+    done = lab("lock", "r")
+    warning = "young 1.0 (2025-02-01) is locked instead of 1.1 (2026-02-01): 1.1 has no wheel"
+    assert done.returncode == 0 and done.stderr.count("warning: ") == 1, done.stderr
+    assert f"warning: cpu-x86_64: {warning}" in done.stderr
+    built = lab.json("venv", "r", "--target", "cpu-x86_64", "--no-verify", "--locked")
+    assert len(built["warnings"]) == 1 and built["warnings"][0].startswith(warning)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "python", "said"),
+    [
+        ("nunpy", "3.11", "hint: check the spelling of nunpy"),
+        ("native==99.9", "3.11", "x86_64-manylinux_2_28: 1.0"),
+        ("native", "3.14", "native 1.0 has wheels for Python 3.11: set `python` in the recipe"),
+    ],
+)
+def test_a_failed_resolution_names_its_cause_and_no_index_that_would_not_help(
+    lab: Command, requirement: str, python: str, said: str
+) -> None:
+    """With an index of PyTorch's kind out of reach, which is not the cause."""
+    make_wheel(lab.folder / "wheels", "native", tag="cp311-cp311-manylinux_2_28_x86_64")
+    tables = '[targets.cpu-x86_64]\nindexes = ["http://127.0.0.1:9/whl/cpu"]\n'
+    place = make_recipe(lab.folder / "recipes", "r", [requirement], targets=tables)
+    text = (place / "recipe.toml").read_text().replace('"3.11"', f'"{python}"')
+    (place / "recipe.toml").write_text(text)
+    done = lab("lock", "r")
+    hint = " ".join(done.stderr.rpartition("hint:")[1:])
+    assert done.returncode == 3 and said in " ".join(hint.split()), done.stderr
+    assert "`envbuild lock" not in hint and "index in the note" not in hint
 
 
 # These ask the machine's package index.
