@@ -170,11 +170,13 @@ def verify_artifact(
 
     Returns the artifact's state and the receipt. Raises UsageError when nothing of ours is there.
     """
+    from envbuild.verify.needs_torch import check_built_torch
     from envbuild.verify.receipt import make_receipt, write_receipt
     from envbuild.verify.run import verify
     from envbuild.verify.subject import open_subject
 
     subject = open_subject(path, environment, runtime)
+    check_built_torch(subject.state, path)
     settings = settings_of(subject.state.verify, overrides)
     verdict = verify(subject, settings, environment.variables, say, logs=_logs(path))
     receipt = make_receipt(subject, verdict, path)

@@ -105,9 +105,9 @@ def docker_command(
         )
         for target in wanted
     ]  # fmt: skip
+    name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
     for one in prepared:
         check_torch(loaded, one.plan, verify=not no_verify)
-    name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
     if dry_run:
         for one in prepared:
             if as_json:

@@ -28,6 +28,11 @@ class SkippedRelease:
     without_wheel: str
 
     @property
+    def own(self) -> bool:
+        """Whether `newest` itself has no wheel, not a dependency of it."""
+        return self.without_wheel == _pin(self.name, self.newest)
+
+    @property
     def too_old(self) -> bool:
         """Whether the locked release is over two years older; False where upload times are unknown."""
         if self.chosen.uploaded is None or self.newest.uploaded is None:
@@ -36,12 +41,10 @@ class SkippedRelease:
 
     def text(self, where: str) -> str:
         """What was skipped and why; `where` is the Python and platform of the target."""
-        own = self.without_wheel == _pin(self.name, self.newest)
-        why = f"{self.newest.version} has no wheel" if own else f"it needs {self.without_wheel}"
-        why += f" for {where}" if own else f", which has no wheel for {where}"
+        subject = self.newest.version if self.own else f"it needs {self.without_wheel}, which"
         return (
-            f"{self.name} {self.chosen} is locked instead of {self.newest}: {why},"
-            " and envbuild locks wheels only"
+            f"{self.name} {self.chosen} is locked instead of {self.newest}: {subject} has no wheel"
+            f" for {where}, and envbuild locks wheels only"
         )
 
     @property
@@ -99,11 +102,13 @@ def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> t
     one; `source` is the recipe and target in the message."""
     old = [one for one in skipped if one.too_old]
     if old:
+        hints = [one.hint for one in old]
+        if any(one.own for one in old):
+            hints.append('or build it from source as a layer ([layers], system = "wheel")')
         raise LockError(
             f"{source}: releases without wheels would be replaced by ones over two years older:"
             + "".join(f"\n  {one.text(where)}" for one in old),
-            "; ".join(one.hint for one in old)
-            + '; or build it from source as a layer ([layers], system = "wheel")',
+            "; ".join(hints),
         )
     return tuple(f"{one.text(where)}; {one.hint}" for one in skipped)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from envbuild.artifacts.state import State
 from envbuild.errors import RecipeError, UsageError
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
@@ -28,3 +31,13 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
         f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}, or build without verification: "
         "--no-verify",
     )
+
+
+def check_built_torch(state: State, path: Path) -> None:
+    """Raise UsageError when the environment at `path` has no torch. An image may have it from its base."""
+    names = {name for name, _, _ in state.packages}
+    if state.artifact in ("venv", "conda") and not names & {"torch", "pytorch"}:
+        raise UsageError(
+            f"{path} cannot be verified: it has no torch, and verification trains with torch",
+            f"add torch to the recipe {state.recipe} and build it again",
+        )

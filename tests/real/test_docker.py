@@ -261,13 +261,13 @@ def test_two_builds_at_once_agree(small: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["docker", "small"], 6, "no docker daemon answers at unix:///nonexistent"),
+        (["docker", "small", "--no-verify"], 6, "no docker daemon answers at unix:///nonexistent"),
         (["docker", "small", "--out", "oci"], 2, "oci:DIR or docker-archive:FILE"),
         (["docker", "small", "--push"], 2, "--push needs --tag"),
         (["docker", "small", "--push", "--tag", "Small"], 2, "upper case"),
         (["docker", "small", "--push", "--tag", "small"], 2, "names no registry or account"),
         (["docker", "small", "--target", "cpu-x86_64", "--target", "cpu-x86_64"], 2, "two targets"),
-        (["docker", "small", "--out", "oci:taken"], 2, "no OCI layout"),
+        (["docker", "small", "--out", "oci:taken", "--no-verify"], 2, "no OCI layout"),
     ],
 )
 def test_misuse_is_one_clear_message(

@@ -213,7 +213,7 @@ def test_a_recipe_that_may_not_be_written_gets_its_lock_under_build(two: Command
 
 @pytest.fixture
 def dated_index(tmp_path: Path) -> Iterator[str]:
-    """An index with upload times (PEP 700). Newer `aged` and `young` have no wheel, `outer` needs `inner`, with none."""
+    """An index with upload times (PEP 700). New `aged` and `young` have no wheel, `outer` needs `inner`, with none."""
     files = tmp_path / "served/files"
     wheels = {"aged-1.0": "2020", "young-1.0": "2025", "outer-1.0": "2019", "outer-2.0": "2026"}
     rows: dict[str, list[dict[str, object]]] = {}
