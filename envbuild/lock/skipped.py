@@ -72,15 +72,18 @@ def skipped_releases(
     """
     from packaging.version import Version
 
-    wanted = _by_name([*requirements], python, platform)
-    limits = _by_name([*constraints], python, platform)
-    releases = offers.releases(name for name in wanted if name in locked)
+    limits = _by_name(constraints, python, platform)
+    wanted = {
+        name: [*lines, *limits.get(name, ())]
+        for name, lines in _by_name(requirements, python, platform).items()
+        if name in locked
+    }
+    open_ended = [name for name, lines in wanted.items() if not any(map(_is_pin, lines))]
+    releases = offers.releases(open_ended)
     found = []
-    for name, lines in wanted.items():
-        if name not in locked:
-            continue
-        version = Version(locked[name])
-        allowed = allowed_releases(releases[name], [*lines, *limits.get(name, ())], python)
+    for name in open_ended:
+        lines, version = wanted[name], Version(locked[name])
+        allowed = allowed_releases(releases[name], lines, python)
         newer = [release for release in allowed if release.version > version]
         fitting = [release for release in newer if release.fits(python, platform)]
         if not newer:
@@ -148,6 +151,13 @@ def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list
         if line.marker is None or line.marker.evaluate(variables):
             found.setdefault(normalise(line.name), []).append(line)
     return found
+
+
+def _is_pin(line: Requirement) -> bool:
+    """Whether `line` allows one version alone: then there is nothing newer to look for."""
+    return any(
+        one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier
+    )
 
 
 def _pin(name: str, release: Release, extras: Iterable[str] = ()) -> str:

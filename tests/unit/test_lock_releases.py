@@ -104,6 +104,16 @@ def test_nothing_is_said_of_releases_that_are_not_asked_for(
     assert skipped(requirement, "1.0", files, constraint=constraint) == []
 
 
+def test_a_pinned_requirement_asks_no_index() -> None:
+    none = offers()
+    none.releases = lambda names: {name: pytest.fail(name) for name in names}  # type: ignore[method-assign]
+    locked = {"demo": "1.0", "other": "2.0"}
+    lines = ["demo==1.0", "other"]
+    assert skipped_releases(
+        lines, ["other===2.0"], locked, none, PYTHON, PLATFORM, lambda _: None
+    ) == []  # fmt: skip
+
+
 def test_a_dependency_without_a_wheel_is_named() -> None:
     """As hydra-core 1.3, whose antlr4 has no wheel: it has one itself, and uv goes back to 0.11."""
     asked: list[str] = []
