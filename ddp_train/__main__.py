@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -19,11 +20,15 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(os.environ)
     arguments = parse_arguments(argv)
     before = time.perf_counter()
+    # torch's modules make many objects that live to the end: looking for garbage among them takes a sixth of the
+    # start-up and most of the end. loop.py turns collection on again.
+    gc.disable()
     try:
         import torch  # noqa: F401 - here, so that its time can be told and wrong arguments are quick
     except (ImportError, OSError) as error:
         complain(f"torch cannot be imported by {sys.executable}: {one_line(error)}")
         return RUNTIME
+    gc.freeze()
     imported = time.perf_counter()
     from .loop import Clock, run
 

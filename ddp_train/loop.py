@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import socket
 import time
@@ -246,6 +247,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     trainer = Trainer(arguments, group, data, model, optimizer)
     if start >= arguments.total_epochs and group.leads:
         say(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
+    gc.enable()  # __main__.py turned it off
     began = time.perf_counter()
     losses, saved = _train(trainer, store, start)
     clock.train = time.perf_counter() - began

@@ -16,13 +16,14 @@ from envbuild.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What was launched: `first` trained by `job` for `half` of `epochs`, `second` went on to the end, `reference` is
-    one process. `work` holds their files on this host; `interface` is the one that gloo was given."""
+    """The launches of a verification: `first` trained by `job` for `half` of `epochs`, `second` went on to the end by
+    `resumed`, `reference` is one process. `work` holds their files on this host; `interface` is gloo's."""
 
     subject: Subject
     work: Path
     job: Job
     first: Outcome
+    resumed: Job
     second: Outcome
     reference: Outcome
     half: int
@@ -102,7 +103,7 @@ def judge_launches(run: Launches) -> list[Check]:
     add(
         "resume",
         "training resumes from the snapshot",
-        lambda: training.check_resume(second.reports[0], run.half, run.epochs),
+        lambda: training.check_resume(run.resumed, second.reports, run.half, run.epochs),
         "launch",
         "world",
         "snapshot",

@@ -26,8 +26,9 @@ Say = Callable[[str], None]
 # Long enough that a rank can be killed in the middle of it, on a fast machine too.
 _FAULT_EPOCHS = 40
 _STEPS = 16
-# Seconds for the all-reduces that are timed: gloo's are slow and say little, NCCL's go up to 1 GiB.
-_BANDWIDTH_S = {False: "1", True: "10"}
+# Seconds for the all-reduces that are timed. NCCL's go up to 1 GiB; gloo's get the longer time only where a floor
+# judges them.
+_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.25", "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +101,31 @@ class _Bench:
         epochs: int,
         *,
         nodes: int | None = None,
+        nproc_per_node: int | None = None,
         snapshot: str | None = None,
         max_restarts: int = 0,
-        bandwidth: bool = False,
+        bandwidth_s: str | None = None,
     ) -> Running:
-        """Start the trainer. One process (`nodes` 0) takes the whole global batch of all ranks."""
+        """Start the trainer, on `nodes` × `nproc_per_node` ranks (default: the settings') or, with `nodes` 0, as one
+        process. Every launch trains on the same global batches, whatever its number of ranks."""
         settings = self.settings
-        world = settings.nodes * settings.nproc_per_node
-        batch = settings.batch_size * (world if nodes == 0 else 1)
+        nodes = settings.nodes if nodes is None else nodes
+        nproc_per_node = nproc_per_node or settings.nproc_per_node
+        batch = settings.batch_size * settings.nodes * settings.nproc_per_node
         arguments: tuple[str, ...] = (
             str(epochs), "1" if max_restarts else str(epochs),
-            "--batch_size", str(batch), "--model", settings.model,
-            "--dataset_size", str(settings.batch_size * world * _STEPS),
+            "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
+            "--dataset_size", str(batch * _STEPS),
             "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
         )  # fmt: skip
         arguments += ("--backend", "nccl" if self.network.cuda else "gloo")
-        if bandwidth:
-            arguments += ("--bandwidth", _BANDWIDTH_S[self.network.cuda])
+        if bandwidth_s:
+            arguments += ("--bandwidth", bandwidth_s)
         job = Job(
             name,
             arguments,
-            nodes=settings.nodes if nodes is None else nodes,
-            nproc_per_node=settings.nproc_per_node,
+            nodes=nodes,
+            nproc_per_node=nproc_per_node,
             timeout_s=settings.timeout_s,
             max_restarts=max_restarts,
         )
@@ -143,10 +147,11 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
             "used here: change it in your job scripts"
         )
-    reference = bench.start("reference", _reference_epochs(settings), nodes=0)
-    with reference:
-        with bench.start("train", half, bandwidth=True) as first:
-            survey = subject.survey(bench.nodes)
+    # The reference starts alone, beside the survey: where the artifact has no bytecode, it compiles torch once for the
+    # many processes that follow, which would each do so if all started together.
+    with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
+        survey = subject.survey(bench.nodes)
+        with bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first:
             checks = [
                 check_installed(subject, survey),
                 check_architecture(subject, survey),
@@ -158,15 +163,19 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
                 if layer.check
             ]
             first_outcome = first.wait()
+        resumed = first.job
+        second = first_outcome
+        if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
+            say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
+            with bench.start(
+                "resume", settings.epochs, nproc_per_node=1, snapshot="train"
+            ) as again:
+                resumed, second = again.job, again.wait()
         reference_outcome = reference.wait()
-    second = first_outcome
-    if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
-        say(f"resuming from the snapshot of epoch {half} …")
-        second = bench.start("resume", settings.epochs, snapshot="train").wait()
     checks += judge_launches(
         Launches(
-            subject, bench.work, first.job, first_outcome, second, reference_outcome, half, settings.epochs,
-            settings.loss_tolerance, bench.network, bench.nodes.interface, floor, floor_of,
+            subject, bench.work, first.job, first_outcome, resumed, second, reference_outcome, half,
+            settings.epochs, settings.loss_tolerance, bench.network, bench.nodes.interface, floor, floor_of,
         )
     )  # fmt: skip
     if settings.faults and first_outcome.finished:
@@ -193,6 +202,12 @@ def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[flo
     if settings.busbw_floor:
         return settings.busbw_floor, "the recipe"
     return site.busbw_floor.get(subject.state.fabric, 0.0), "the site"
+
+
+def _bandwidth_s(bench: _Bench, floor: float) -> str:
+    if bench.network.cuda:
+        return _BANDWIDTH_S
+    return _GLOO_JUDGED_BANDWIDTH_S if floor else _GLOO_BANDWIDTH_S
 
 
 def _reference_epochs(settings: Settings) -> int:

@@ -165,11 +165,15 @@ def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
     )
 
 
-def check_resume(report: Report, epoch: int, total: int) -> Check:
-    """A second launch continued at `epoch` from the first one's snapshot and went to `total`."""
+def check_resume(job: Job, reports: Sequence[Report], epoch: int, total: int) -> Check:
+    """A second launch, of another number of ranks (`job`), continued at `epoch` from the first one's snapshot and went
+    to `total`, as one world."""
+    report = reports[0]
     epochs = [entry["epoch"] for entry in report["losses"]]
     good = (
-        report["start_epoch"] == epoch
+        len(reports) == 1
+        and report["world_size"] == job.world_size
+        and report["start_epoch"] == epoch
         and bool(report["resumed_from"])
         and not report["rejected_snapshots"]
         and epochs == list(range(epoch, total))
@@ -179,13 +183,15 @@ def check_resume(report: Report, epoch: int, total: int) -> Check:
         "resume",
         "training resumes from the snapshot",
         good,
-        seen=f"resumed at epoch {report['start_epoch']}, ran epochs {epochs}"
+        seen=f"resumed at epoch {report['start_epoch']}, ran epochs {epochs}; "
+        f"{len(reports)} world(s) of size {report['world_size']}"
         + (f"; {rejected}" if rejected else ""),
-        expected=f"resumed at epoch {epoch}, ran epochs {list(range(epoch, total))}",
+        expected=f"resumed at epoch {epoch}, ran epochs {list(range(epoch, total))} as one world of {job.world_size}",
         cause="the snapshot is damaged, from an older run, or does not record the epochs that were finished",
         evidence={
             "start_epoch": report["start_epoch"],
             "epochs": epochs,
+            "world_size": report["world_size"],
             "rejected": report["rejected_snapshots"],
         },
     )

@@ -1,6 +1,7 @@
 """Each check on a trainer's report: passes on a good one, fails on the one thing that is wrong."""
 
 import copy
+import dataclasses
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -133,15 +134,20 @@ def test_a_snapshot_must_be_whole_and_alone(tmp_path: Path) -> None:
 
 
 def test_resuming_must_begin_where_the_first_launch_ended() -> None:
-    good = make_report(start_epoch=3, resumed_from="x", losses=[{"epoch": 3, "loss": 1.0}])
-    assert training.check_resume(good, 3, 4).status == "pass"
+    job = dataclasses.replace(JOB, nproc_per_node=1)
+    good = make_report(
+        world_size=2, start_epoch=3, resumed_from="x", losses=[{"epoch": 3, "loss": 1.0}]
+    )
+    assert training.check_resume(job, [good], 3, 4).status == "pass"
+    assert training.check_resume(job, [good, good], 3, 4).status == "fail"  # each node by itself
     for change in (
         {"start_epoch": 2},
+        {"world_size": 4},
         {"resumed_from": None},
         {"losses": []},
         {"rejected_snapshots": [{"path": "x", "reason": "truncated"}]},
     ):
-        assert training.check_resume({**good, **change}, 3, 4).status == "fail", change
+        assert training.check_resume(job, [{**good, **change}], 3, 4).status == "fail", change
 
 
 def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
