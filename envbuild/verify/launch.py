@@ -80,6 +80,14 @@ class Running:
         ]
         return "\n".join(texts)
 
+    def wait_for_output(self) -> None:
+        """Wait until a node has printed something, or all have ended, or the job's time is over."""
+        deadline = self.started + self.job.timeout_s
+        while time.monotonic() < deadline and not self.log().strip():
+            if all(child.poll() is not None for child in self.children):
+                return
+            time.sleep(_POLL_S)
+
     def nccl_faults(self) -> str:
         """What NCCL complained about in the logs that it wrote for this job, once each, as lines of a log."""
         found: dict[str, None] = {}

@@ -148,9 +148,10 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             "used here: change it in your job scripts"
         )
     # The reference starts alone, beside the survey: where the artifact has no bytecode, it compiles torch once for the
-    # many processes that follow, which would each do so if all started together.
+    # many processes that follow, which would each do so if all started together. Its first line comes after the import.
     with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
         survey = subject.survey(bench.nodes)
+        reference.wait_for_output()
         with bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first:
             checks = [
                 check_installed(subject, survey),

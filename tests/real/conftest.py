@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,10 +73,35 @@ class Command:
         return loaded
 
 
+def shared(
+    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any] = lambda _: None
+) -> tuple[Path, Any]:
+    """A folder of the session called `name`, and the JSON value that `make(folder)` returned: it is called by the
+    first of the session's workers that asks, and the others wait for it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in the session's
+        root = root.parent
+    folder, result = root / name, root / f"{name}.json"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            result.write_text(json.dumps(make(folder)))
+    return folder, json.loads(result.read_text())
+
+
 @pytest.fixture(scope="session")
 def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that begins empty: the tests see what a fresh machine sees."""
-    return tmp_path_factory.mktemp("store")
+    """A store that begins empty, of all workers: the tests see what a fresh machine sees."""
+    return shared(tmp_path_factory, "store")[0]
+
+
+def link_store(source: Path, target: Path) -> None:
+    """Hard links in `target` to the files of a store, or of a part of one, that other workers may write to."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Their temporary files may be gone before cp gets there; it goes on.
+    subprocess.run(["cp", "-al", "--", source, target], stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -86,9 +113,10 @@ def envbuild(tmp_path: Path, session_store: Path) -> Command:
 @pytest.fixture(scope="session")
 def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild venv pt_cpu`, built and verified once; what `--json` printed, and the command's folder."""
-    folder = tmp_path_factory.mktemp("pt_cpu")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
-    return {**command.json("venv", "pt_cpu", "--locked"), "command": command}
+    env = {"ENVBUILD_STORE": str(session_store)}
+    line = ("venv", "pt_cpu", "--locked")
+    folder, made = shared(tmp_path_factory, "pt_cpu", lambda place: Command(place, env).json(*line))
+    return {**made, "command": Command(folder, env)}
 
 
 @pytest.fixture
@@ -119,23 +147,23 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon."""
-    folder = tmp_path_factory.mktemp("layout")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
-    made = command.json(
+    env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
+    line = (
         "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
         "--target", "cpu-x86_64", "--target", "cpu-aarch64",
     )  # fmt: skip
-    return {**made, "command": command}
+    folder, made = shared(tmp_path_factory, "layout", lambda place: Command(place, env).json(*line))
+    return {**made, "command": Command(folder, env)}
 
 
 @pytest.fixture(scope="session")
 def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild build pt_cpu --artifact enroot,apptainer`, without a daemon; by kind what `--json` said."""
-    folder = tmp_path_factory.mktemp("squash")
-    command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
-    made = command.json("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
+    env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
+    line = ("build", "pt_cpu", "--artifact", "apptainer,enroot", "--locked")
+    folder, made = shared(tmp_path_factory, "squash", lambda place: Command(place, env).json(*line))
     enroot, apptainer = made["artifacts"]
-    return {"enroot": enroot, "apptainer": apptainer, "command": command}
+    return {"enroot": enroot, "apptainer": apptainer, "command": Command(folder, env)}
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +172,10 @@ def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptai
     reason = apptainer.missing()
     if reason is not None:
         pytest.skip(reason)
-    return apptainer.apptainer(tmp_path_factory.mktemp("apptainer"))
+    folder, _ = shared(
+        tmp_path_factory, "apptainer", lambda place: str(apptainer.apptainer(place).folder)
+    )
+    return apptainer.Apptainer(folder)
 
 
 @pytest.fixture(scope="session")
@@ -154,7 +185,11 @@ def conda_channel(tmp_path_factory: pytest.TempPathFactory, session_store: Path)
     if reason is not None:
         pytest.skip(reason)
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
-    return lab_conda.build_channel(tmp_path_factory.mktemp("conda") / "channel", environment)
+    folder, _ = shared(
+        tmp_path_factory, "conda",
+        lambda place: str(lab_conda.build_channel(place / "channel", environment).folder),
+    )  # fmt: skip
+    return Channel(folder / "channel")
 
 
 @pytest.fixture
@@ -170,7 +205,13 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
     reason = lab_sources.missing()
     if reason is not None:
         pytest.skip(reason)
-    return lab_sources.libfabric(tmp_path_factory.mktemp("libfabric"))
+
+    def fetch(place: Path) -> list[str]:
+        archive = lab_sources.libfabric(place)
+        return [str(archive.path), archive.sha256, archive.version]
+
+    path, *more = shared(tmp_path_factory, "libfabric", fetch)[1]
+    return lab_sources.SourceArchive(Path(path), *more)
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +16,7 @@ import pytest
 from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import Command
+from .conftest import Command, link_store
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -109,16 +108,12 @@ def small(lab: Command, docker_daemon: Lab, session_store: Path) -> Iterator[Com
     make_wheel(lab.folder / "wheels", "alpha", "2.0")
     make_recipe(lab.folder / "recipes", "small", ["alpha==1.0", "beta==1.0"])
     store = Path(lab.env["ENVBUILD_STORE"])
-    _share(session_store / "blobs", store / "blobs")
-    shutil.copytree(session_store / "layers", store / "layers")
+    for name in ("blobs", "layers"):
+        link_store(session_store / name, store / name)
     for name in ("cpu-x86_64", "cpu-aarch64"):
         _lock_like_pt_cpu(lab.folder / "recipes" / "small", name)
     lab.env.update(docker_daemon.environment())
     yield lab
-
-
-def _share(source: Path, place: Path) -> None:
-    shutil.copytree(source, place, copy_function=os.link)
 
 
 def _lock_like_pt_cpu(folder: Path, target: str) -> None:

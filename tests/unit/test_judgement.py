@@ -1,0 +1,163 @@
+"""A recorded verification of pt_cpu, 2 × 2 ranks, that passed: break one thing, see exactly its check fail.
+
+tests/real/test_checks_alive.py breaks real launches; here is what need not be launched to be broken.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envbuild.artifacts.state import State
+from envbuild.recipe.targets import Target
+from envbuild.verify.fabrics import fabric_called
+from envbuild.verify.judgement import Launches, judge_launches
+from envbuild.verify.launch import Job, Outcome
+from envbuild.verify.model import Check
+from envbuild.verify.network import Network
+from envbuild.verify.subject import Subject
+
+RECORDED = Path(__file__).parent / "data/verification/launches.json"
+ROOT = Path("/build/venv")
+
+Launched = dict[str, Any]
+
+
+def ranks(launched: Launched) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = launched["first"]["reports"][0]["ranks"]
+    return found
+
+
+def curve(launched: Launched, change: Callable[[float], float], *names: str) -> None:
+    for name in names or ("first", "second"):
+        for entry in launched[name]["reports"][0]["losses"]:
+            entry["loss"] = change(entry["loss"])
+
+
+def split(launched: Launched) -> None:
+    """Each node met only itself."""
+    report = launched["first"]["reports"][0]
+    report["world_size"] = 2
+    del report["ranks"][2:]
+    launched["first"]["reports"].append(json.loads(json.dumps(report)))
+
+
+def wrong_sum(launched: Launched) -> None:
+    ranks(launched)[1]["allreduce"][4] |= {"ok": False, "max_error": 1.0}
+
+
+def flat(launched: Launched) -> None:
+    """The optimizer does not step, in no launch."""
+    curve(launched, lambda _: 1.25, "first", "second", "reference")
+
+
+BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
+    "a node whose torchrun failed": ("launch", lambda r: r["first"].update(returncodes=[0, 1])),
+    "a launch that took too long": ("launch", lambda r: r["first"].update(timed_out=True)),
+    "no report": ("launch", lambda r: r["first"].update(reports=[])),
+    "nodes that met only themselves": ("world", split),
+    "a rank twice": ("world", lambda r: ranks(r)[3].update(rank=2)),
+    "a process that is two ranks": ("world", lambda r: ranks(r)[1].update(pid=ranks(r)[0]["pid"])),
+    "another Python": ("versions", lambda r: ranks(r)[2].update(python_version="3.11.2")),
+    "another torch than the locked one": ("versions", lambda r: ranks(r)[0].update(torch_version="1.0.0")),
+    "torch for CUDA on a CPU target": ("versions", lambda r: ranks(r)[0].update(torch_cuda="12.6")),
+    "torch of the user": ("versions", lambda r: ranks(r)[3].update(torch_file="/home/u/.local/torch/__init__.py")),
+    "a wrong sum on one rank": ("allreduce", wrong_sum),
+    "a rank that summed nothing": ("allreduce", lambda r: ranks(r)[2].update(allreduce=[])),
+    "other parameters on one rank": ("parameters", lambda r: ranks(r)[1].update(parameters_digest="0" * 64)),
+    "no snapshot after the last epoch": (
+        "snapshot", lambda r: r["first"]["reports"][0].update(snapshots=[{"epoch": 0, "path": "train.pt"}])),
+    "a second launch that failed": ("relaunch", lambda r: r["second"].update(returncodes=[1, 0])),
+    "a snapshot that forgot an epoch": ("resume", lambda r: r["second"]["reports"][0].update(start_epoch=1)),
+    "a snapshot that was refused": (
+        "resume", lambda r: r["second"]["reports"][0].update(rejected_snapshots=[{"path": "p", "reason": "cut"}])),
+    "resumed by another number of ranks": ("resume", lambda r: r["second"]["reports"][0].update(world_size=4)),
+    "resumed by each node alone": ("resume", lambda r: r["second"]["reports"].append(r["second"]["reports"][0])),
+    "a reference process that failed": ("reference", lambda r: r["reference"].update(returncodes=[7])),
+    "an optimizer that does not step": ("loss", flat),
+    "a curve that leaves the reference's": ("curve", lambda r: curve(r, lambda loss: loss * 1.001)),
+    "a curve of the second launch that does": ("curve", lambda r: curve(r, lambda loss: loss * 1.001, "second")),
+}  # fmt: skip
+
+
+def judged(launched: Launched, work: Path) -> list[Check]:
+    state = State(
+        "venv", "pt_cpu", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11",
+        launched["state"]["python_version"], "/usr/bin/python3.11",
+        tuple((name, version, record) for name, version, record in launched["state"]["packages"]),
+    )  # fmt: skip
+    target = Target.parse(state.target)
+
+    def unused(*_: object) -> Any:
+        raise AssertionError("nothing is launched or surveyed")
+
+    subject = Subject(ROOT, ROOT, state, target, "sha256:d", "host", unused, unused)
+    first, second, reference = (
+        Outcome(**launched[name]) for name in ("first", "second", "reference")
+    )
+    job, resumed = Job(**launched["job"]), Job(**launched["resumed"])
+    network = Network(fabric_called(state.fabric), cuda=False)
+    run = Launches(
+        subject, work, job, first, resumed, second, reference, launched["half"], launched["epochs"],
+        1e-4, network, launched["interface"], 0.0, "",
+    )  # fmt: skip
+    return judge_launches(run)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Launched:
+    with zipfile.ZipFile(tmp_path / "train.pt", "w") as archive:
+        archive.writestr("train/data.pkl", bytes(1000))
+    found: Launched = json.loads(RECORDED.read_text())
+    return found
+
+
+def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> None:
+    checks = judged(launched, tmp_path)
+    assert [(check.name, check.status) for check in checks] == [
+        (name, "pass")
+        for name in (
+            "launch", "world", "versions", "fabric", "allreduce", "bandwidth", "parameters", "snapshot",
+            "relaunch", "resume", "reference", "loss", "curve",
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_exactly_the_broken_thing_fails(name: str, launched: Launched, tmp_path: Path) -> None:
+    wanted, change = BREAKS[name]
+    change(launched)
+    checks = judged(launched, tmp_path)
+    assert [check.name for check in checks if check.status == "fail"] == [wanted], [
+        (check.name, check.seen) for check in checks if check.status != "pass"
+    ]
+    failure = next(check for check in checks if check.status == "fail")
+    assert failure.seen and failure.expected and failure.cause
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "litter"])
+def test_a_snapshot_that_is_not_whole_and_alone_fails(
+    damage: str, launched: Launched, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "train.pt"
+    if damage == "cut":
+        snapshot.write_bytes(snapshot.read_bytes()[:-20])
+    elif damage == "gone":
+        snapshot.unlink()
+    else:
+        (tmp_path / "train.pt.tmp").touch()
+    checks = judged(launched, tmp_path)
+    assert [check.name for check in checks if check.status == "fail"] == ["snapshot"]
+
+
+def test_traffic_on_another_interface_fails(launched: Launched, tmp_path: Path) -> None:
+    sockets = json.loads(json.dumps(ranks(launched)).replace("127.0.0.1:", "192.0.2.2:"))
+    for rank, moved in zip(ranks(launched), sockets, strict=True):
+        rank["sockets"] = moved["sockets"]
+    checks = judged(launched, tmp_path)
+    assert [check.name for check in checks if check.status == "fail"] == ["fabric"]
