@@ -20,15 +20,12 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(os.environ)
     arguments = parse_arguments(argv)
     before = time.perf_counter()
-    # torch's modules make many objects that live to the end: looking for garbage among them takes a sixth of the
-    # start-up and most of the end. loop.py turns collection on again.
-    gc.disable()
     try:
         import torch  # noqa: F401 - here, so that its time can be told and wrong arguments are quick
     except (ImportError, OSError) as error:
         complain(f"torch cannot be imported by {sys.executable}: {one_line(error)}")
         return RUNTIME
-    gc.freeze()
+    gc.freeze()  # the modules' many objects live to the end: closing the group need not look at them
     imported = time.perf_counter()
     from .loop import Clock, run
 
@@ -42,4 +39,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Looking for garbage among what importing torch makes takes a sixth of the start-up. loop.py turns it on again.
+    gc.disable()
     leave(main)
