@@ -24,7 +24,7 @@ from envbuild.recipe.targets import host_arch
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 
-from .conftest import NO_DAEMON, REPOSITORY, Command, link_store
+from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_store
 from .test_conda import site
 from .test_conda_layers import conda_recipe
 from .test_docker import docker
@@ -49,7 +49,7 @@ def fabric(
     shutil.copytree(REPOSITORY / "recipes/pt_minimal", folder / "recipes/pt_minimal")
     recipe = folder / "recipes/pt_minimal/recipe.toml"
     layers = layer_table("libfabric", libfabric_source)
-    recipe.write_text(recipe.read_text() + "\n" + layers)
+    recipe.write_text(recipe.read_text() + "\n" + layers + QUICK)
     return Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
 
 

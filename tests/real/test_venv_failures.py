@@ -101,13 +101,18 @@ def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
     assert 130 in codes
 
 
-def test_ctrl_c_during_verification_stops_the_ranks(pt_cpu: dict[str, Any]) -> None:
-    command: Command = pt_cpu["command"]
-    child = command.start("verify", pt_cpu["path"], "--epochs", "2000")
+@pytest.fixture
+def own(envbuild: Command, pt_cpu: dict[str, Any]) -> Path:
+    """pt_cpu once more, where no other worker starts anything."""
+    return Path(envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")["path"])
+
+
+def test_ctrl_c_during_verification_stops_the_ranks(own: Path, envbuild: Command) -> None:
+    child = envbuild.start("verify", own, "--epochs", "2000")
     deadline = time.monotonic() + 60
-    while not ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+    while not ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ranks_of(pt_cpu["path"]), "no rank ever started"
+    assert ranks_of(own), "no rank ever started"
     time.sleep(1.0)
     child.send_signal(signal.SIGINT)
     try:
@@ -116,26 +121,25 @@ def test_ctrl_c_during_verification_stops_the_ranks(pt_cpu: dict[str, Any]) -> N
         child.kill()
     assert child.returncode == 130 and "interrupted" in stderr, stderr
     deadline = time.monotonic() + 10
-    while ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+    while ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ranks_of(pt_cpu["path"]) == []
+    assert ranks_of(own) == []
 
 
-def test_kill_9_during_verification_stops_the_ranks_too(pt_cpu: dict[str, Any]) -> None:
-    command: Command = pt_cpu["command"]
-    child = command.start("verify", pt_cpu["path"], "--epochs", "2000")
+def test_kill_9_during_verification_stops_the_ranks_too(own: Path, envbuild: Command) -> None:
+    child = envbuild.start("verify", own, "--epochs", "2000")
     deadline = time.monotonic() + 60
-    while len(ranks_of(pt_cpu["path"])) < 4 and time.monotonic() < deadline:
+    while len(ranks_of(own)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     child.kill()
     child.communicate()
     deadline = time.monotonic() + 40
-    while ranks_of(pt_cpu["path"]) and time.monotonic() < deadline:
+    while ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ranks_of(pt_cpu["path"]) == []
+    assert ranks_of(own) == []
 
 
-def ranks_of(path: str) -> list[int]:
+def ranks_of(path: Path) -> list[int]:
     """Processes of the trainer that run from the venv at `path`."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -145,7 +149,7 @@ def ranks_of(path: str) -> list[int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[0].startswith(path.encode()) and b"ddp_train" in words:
+        if words[0].startswith(os.fsencode(path)) and b"ddp_train" in words:
             found.append(int(entry.name))
     return found
 
