@@ -101,7 +101,9 @@ def test_the_image_is_configured_as_users_expect(
 
 
 @pytest.fixture
-def small(lab: Command, docker_daemon: Lab, session_store: Path) -> Iterator[Command]:
+def small(
+    lab: Command, docker_daemon: Lab, layout: dict[str, Any], session_store: Path
+) -> Iterator[Command]:
     """A recipe `small` of two wheels, `alpha` and `beta`, with a store that has the Debian packages."""
     for name in ("alpha", "beta"):
         make_wheel(lab.folder / "wheels", name, "1.0")
