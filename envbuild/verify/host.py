@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process
+from envbuild.errors import HostError
 from envbuild.verify.processes import find_rank
 
 _ADDRESS = "127.0.0.1"
+# Below Linux's default ip_local_port_range.
+_PORTS = range(15000, 20000)
 # Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
 _JOB_VARIABLES = (
     "MASTER_ADDR",
@@ -47,9 +51,16 @@ class HostNodes:
         return _ADDRESS
 
     def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind((_ADDRESS, 0))
-            return int(probe.getsockname()[1])
+        # torchrun listens only after it has imported torch: by then a port of the range from which the kernel gives
+        # ports to connections may be taken.
+        for port in random.sample(_PORTS, len(_PORTS)):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind((_ADDRESS, port))
+                return port
+        raise HostError(
+            f"no TCP port of {_ADDRESS} from {_PORTS[0]} to {_PORTS[-1]} is free",
+            "end what listens on them: `ss -tln` lists it",
+        )
 
     def start(
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
