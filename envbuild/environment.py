@@ -34,9 +34,7 @@ class Environment:
         try:
             return os.fspath(find_uv_bin())
         except FileNotFoundError as error:
-            raise HostError(
-                "uv's program is missing", "reinstall envbuild: pip install envbuild"
-            ) from error
+            raise HostError("uv's program is missing", "install it: pip install uv") from error
 
     def uv_environment(self) -> dict[str, str]:
         """The variables for a run of uv; its cache lies in the store."""

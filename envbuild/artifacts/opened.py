@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from envbuild.artifacts.facts import Opened
 from envbuild.artifacts.opened_venv import is_venv
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
+from envbuild.image.compression import kind_of as compressed_kind
 from envbuild.image.sif import is_sif
 from envbuild.image.squashfs.read import is_squashfs
 from envbuild.recipe.targets import Target
@@ -25,8 +26,8 @@ HELP = (
     "a path, conda:DIR, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, "
     "docker-daemon:NAME or docker://NAME"
 )
-# What tells of a file's kind lies in its first bytes.
-_HEAD = 64
+# What tells of a file's kind lies in its first bytes; a tar's magic ends at 262.
+_HEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,18 @@ class _Kind:
 def _begins(is_one: Callable[[bytes], bool]) -> Callable[[Path], bool]:
     def holds(path: Path) -> bool:
         try:
+            if not path.is_file():  # a FIFO would block
+                return False
             with path.open("rb") as stream:
-                return path.is_file() and is_one(stream.read(_HEAD))
+                return is_one(stream.read(_HEAD))
         except OSError:
             return False
 
     return holds
+
+
+def _is_archive(head: bytes) -> bool:
+    return head[257:262] == b"ustar" or compressed_kind(head) != "none"
 
 
 # Form → kind. Paths are tried in this order.
@@ -69,30 +76,43 @@ _KINDS = {
     "oci": _Kind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
     "sqsh": _Kind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
     "sif": _Kind("opened_squashfs:open_sif", _begins(is_sif)),
-    "docker-archive": _Kind("opened_forms:open_archive", lambda path: path.is_file()),
+    "docker-archive": _Kind("opened_forms:open_archive", _begins(_is_archive)),
     "docker-daemon": _Kind("opened_forms:open_daemon"),
     "docker": _Kind("opened_forms:open_registry_image"),
 }
 
 
 @contextmanager
-def open_artifact(text: str, environment: Environment, target: str | None) -> Iterator[Opened]:
-    """Open what `text` names; `target` chooses among the platforms of an image (None: this host's, or
+def open_artifacts(
+    texts: Sequence[str], environment: Environment, target: str | None
+) -> Iterator[list[Opened]]:
+    """Open what each of `texts` names; `target` chooses among the platforms of an image (None: this host's, or
     the only one).
 
     Raises UsageError when there is no such artifact, or it is for another target; BuildError when it is
     damaged; HostError when no docker daemon answers.
     """
     wanted = Target.parse(target) if target else None
-    form, rest = split(text)
+    places = [split(text) for text in texts]
+    names = [text for text, (form, _) in zip(texts, places, strict=True) if form is None]
     with ExitStack() as stack:
-        request = Request(text, rest, wanted.arch if wanted else None, environment, stack)
-        try:
-            opened = _open(form or "docker-daemon", request)
-        except HostError as error:
-            raise _taken_as_image(error, text) if form is None else error from None
-        if wanted and opened.about.target not in ("", wanted.name):
-            raise UsageError(f"{text} is for {opened.about.target}, not for {wanted.name}")
+        found = []
+        for text, (form, rest) in zip(texts, places, strict=True):
+            request = Request(text, rest, wanted.arch if wanted else None, environment, stack)
+            try:
+                opened = _open(form or "docker-daemon", request)
+            except HostError as error:
+                raise _neither_path_nor_image(names, error) if form is None else error from None
+            if wanted and opened.about.target not in ("", wanted.name):
+                raise UsageError(f"{text} is for {opened.about.target}, not for {wanted.name}")
+            found.append(opened)
+        yield found
+
+
+@contextmanager
+def open_artifact(text: str, environment: Environment, target: str | None) -> Iterator[Opened]:
+    """Open one artifact, see `open_artifacts`."""
+    with open_artifacts([text], environment, target) as (opened,):
         yield opened
 
 
@@ -106,7 +126,7 @@ def split(text: str) -> tuple[str | None, str]:
         for form, kind in _KINDS.items():
             if kind.holds(path):
                 return form, text
-        raise UsageError(f"{text} is not an artifact", f"give {HELP}")
+        raise _no_artifact(path)
     form, colon, rest = text.partition(":")
     if colon and form in _KINDS:
         # docker:26 is an image called docker, docker://docker:26 the same in a registry.
@@ -141,7 +161,26 @@ def _image_name(text: str) -> str:
     return text
 
 
-def _taken_as_image(error: EnvbuildError, text: str) -> EnvbuildError:
+def _no_artifact(path: Path) -> UsageError:
+    if not os.access(path, os.R_OK, effective_ids=True):
+        return UsageError(
+            f"cannot read {path}: permission denied", "ask its owner for read permission"
+        )
+    if path.is_dir():
+        kinds = "a venv, a conda environment nor an OCI layout"
+    else:
+        kinds = "a squashfs, a SIF nor an image archive (a tar, plain or in gzip or zstd)"
+    return UsageError(f"{path} is not an artifact: it is neither {kinds}", f"give {HELP}")
+
+
+def _neither_path_nor_image(names: Sequence[str], error: EnvbuildError) -> HostError:
+    """The error for names that are no paths, where no daemon answers that may have images called so."""
+    if len(names) == 1:
+        none = f"{names[0]} is no file or folder, nor could it be looked for as an image"
+    else:
+        none = f"neither {' nor '.join(names)} is a file or folder, nor could they be looked for as images"
     return HostError(
-        f"{text}: no such file or folder; as the name of an image: {error.message}", error.hint
+        f"{none}: {error.message}",
+        f"correct the path; for an image of a registry write docker://{names[0]}, "
+        "for one of the docker daemon start dockerd or set DOCKER_HOST",
     )

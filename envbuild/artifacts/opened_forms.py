@@ -72,10 +72,7 @@ def open_daemon(request: Request) -> OpenedImage:
     try:
         config, identity = _daemon_config(client, name)
     except ImageNotFound:
-        raise UsageError(
-            f"the docker daemon has no image {name}",
-            f"see `docker images`; a registry's image is docker://{name}",
-        ) from None
+        raise _no_image(request) from None
     except APIError as error:
         raise BuildError(f"docker image {name}: {error.explanation or error}") from error
     if request.arch and config["architecture"] not in ("", GOARCH[request.arch]):
@@ -92,6 +89,14 @@ def open_daemon(request: Request) -> OpenedImage:
 
     about = about_image(config, identity, "", layers, request.spelling, None)
     return OpenedImage(about, layers, bring, store)
+
+
+def _no_image(request: Request) -> UsageError:
+    name = request.rest
+    said = f"the docker daemon has no image {name}"
+    if request.spelling == name:  # what could have been a path
+        said = f"{name} is no file or folder, and {said}"
+    return UsageError(said, f"see `docker images`; a registry's image is docker://{name}")
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -184,6 +189,8 @@ def _of_any(arch: str | None, read: Any) -> Pulled:
         try:
             pulled = read(host_arch())
         except BuildError as second:
+            if second.message == error.message:  # not for want of a platform
+                raise
             raise BuildError(second.message, error.hint or "choose one with --target") from None
     return pulled
 

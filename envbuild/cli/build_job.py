@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli.common import Folder, own_command, print_json, say
+from envbuild.cli.common import Folder, check_out, own_command, print_json, say
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -86,6 +86,8 @@ def build_by_job(
             f"nodes of {target.name} cannot run the envbuild of this {host_arch()} host ({own_command()})",
             "give --bundle DIR, a folder that the nodes see: it brings envbuild for them",
         )
+    check_out(as_job.bundle, "--bundle")
+    check_out(as_job.script, "--script")
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind).absolute()

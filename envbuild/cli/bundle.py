@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import (
+    check_out,
     json_option,
     offline_option,
     open_recipe,
@@ -56,6 +57,7 @@ def bundle_command(
     """
     from envbuild.make_bundle import make_bundle
 
+    check_out(out)
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.environment import Environment
+from envbuild.errors import UsageError
 from envbuild.progress import say
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
@@ -90,6 +92,20 @@ def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment
     return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
 
 
+def check_out(path: Path | None, option: str = "--out") -> None:
+    """Check that at most the folder above `path` has to be made: a slip in a path must not grow folders in silence.
+
+    Raises UsageError."""
+    above = path.absolute().parent.parent if path else Path()
+    if above.exists():
+        return
+    missing = next(folder for folder in reversed([above, *above.parents]) if not folder.exists())
+    raise UsageError(
+        f"{option} {path}: the folder {missing} does not exist",
+        f"correct the path, or make the folders first: mkdir -p {shlex.quote(str(above))}",
+    )
+
+
 def own_command() -> str:
     """The path of this envbuild as nodes start it, where they see it at the same place."""
     path = Path(sys.argv[0]).absolute()
@@ -131,6 +147,7 @@ def finish(result: Result, path: Path, as_json: bool) -> None:
 
 __all__ = [
     "Folder",
+    "check_out",
     "finish",
     "folder_options",
     "json_option",

@@ -9,6 +9,7 @@ import click
 from envbuild.cli.build_job import AsJob, build_by_job, job_options
 from envbuild.cli.common import (
     Folder,
+    check_out,
     finish,
     folder_options,
     open_recipe,
@@ -74,6 +75,8 @@ def conda_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
+    if not as_job.job:  # else nodes may see what this host does not
+        check_out(out)
     if name is not None:
         out = named_prefix(name, environment.variables)
     if as_job.job:

@@ -54,14 +54,11 @@ def diff_command(
       envbuild diff oci:image pt_cpu.sqsh
       envbuild diff old.tar new.tar --no-files --json
     """
-    from envbuild.artifacts.opened import open_artifact
+    from envbuild.artifacts.opened import open_artifacts
     from envbuild.compare import compare
 
     environment = load_environment()
-    with (
-        open_artifact(a, environment, target) as one,
-        open_artifact(b, environment, target) as other,
-    ):
+    with open_artifacts((a, b), environment, target) as (one, other):
         found = compare(one, other, files=files)
         kinds = (one.about, other.about)
     if as_json:

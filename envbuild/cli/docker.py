@@ -7,6 +7,7 @@ from functools import partial
 import click
 
 from envbuild.cli.common import (
+    check_out,
     json_option,
     locked_option,
     offline_option,
@@ -84,6 +85,7 @@ def docker_command(
     from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None
+    check_out(place.path if place else None)
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
     environment = load_environment()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.cli import layout
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
@@ -109,18 +110,37 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, Verdict]]) -> None:
     for title in ("artifact", "build", "verify", "run"):
         table.add_column(title, overflow="fold")
     remedies: dict[str, list[str]] = {}
+    rows: list[list[Text]] = []
     for kind, steps in verdicts.items():
-        row: list[Text] = [Text(kind, style="bold")]
+        rows.append([Text(kind, style="bold")])
         for step, verdict in steps.items():
-            row.append(Text(_printable(verdict.what), style=_STYLES[verdict.status]))
+            rows[-1].append(Text(_printable(verdict.what), style=_STYLES[verdict.status]))
             if verdict.remedy and verdict.status != "ok":
                 remedies.setdefault(_printable(verdict.remedy), []).append(f"{kind} {step}")
-        table.add_row(*row)
+        table.add_row(*rows[-1])
+    if (
+        console.measure(table, options=console.options.update(width=layout.NO_LIMIT)).maximum
+        > console.width
+    ):
+        table = _narrow(verdicts, rows)
     with console.capture() as captured:
         console.print(table)
+        advice = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
         for remedy, cells in remedies.items():
-            console.print(Text(f"→ {', '.join(cells)}: {remedy}", style="dim"))
+            advice.add_row("→", Text(f"{', '.join(cells)}: {remedy}", style="dim"))
+        console.print(advice)
     _echo(captured.get())
+
+
+def _narrow(verdicts: Mapping[str, Mapping[str, Verdict]], rows: Sequence[Sequence[Any]]) -> Any:
+    """A row for each step of each artifact, where the terminal is too narrow for one for each artifact."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for steps, (kind, *cells) in zip(verdicts.values(), rows, strict=True):
+        for number, (step, cell) in enumerate(zip(steps, cells, strict=True)):
+            table.add_row("" if number else kind, step, cell)
+    return table
 
 
 def _console() -> Any:
@@ -128,11 +148,9 @@ def _console() -> Any:
 
     from rich.console import Console
 
-    # In a pipe lines are as long as they are: what reads them wraps them itself.
-    width = None if sys.stdout.isatty() else 10_000
     return Console(
-        file=sys.stdout, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False
-    )
+        file=sys.stdout, width=layout.width(), highlight=False, markup=False, emoji=False, soft_wrap=False
+    )  # fmt: skip
 
 
 def _echo(text: str) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import json_option, own_command, print_json, say, target_option
+from envbuild.cli.common import check_out, json_option, own_command, print_json, say, target_option
+from envbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobPlan
@@ -17,7 +18,21 @@ if TYPE_CHECKING:
 _COUNT = click.IntRange(1, 100_000)
 
 
-@click.command("job")
+class _WithScript(click.Command):
+    """A command with options of its own, whose arguments may have others."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise UsageError(
+                error.format_message(),
+                "put -- before arguments of the training script: "
+                f"envbuild job … --script TRAIN.py -- {error.option_name} …",
+            ) from None
+
+
+@click.command("job", cls=_WithScript)
 @click.argument("named", metavar="RECIPE|ARTIFACT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
@@ -109,6 +124,7 @@ def job_command(
     from envbuild.jobs.render import explained, render
     from envbuild.site.job_site import load_job_site
 
+    check_out(out)
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     scheduler = scheduler_of(request, where)

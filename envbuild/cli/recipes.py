@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.cli import layout
 from envbuild.cli.common import json_option, open_recipe, print_json
 from envbuild.environment import load_environment
 
@@ -44,14 +45,14 @@ def list_command(as_json: bool) -> None:
         ]
         print_json({"recipes": rows})
         return
-    width = max((len(entry.name) for entry in entries), default=0)
+    column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
     for entry in entries:
         if entry.loaded:
             recipe = entry.loaded.recipe
-            text = f"{recipe.description}  [{', '.join(recipe.targets)}]"
+            cells = [recipe.description, f"[{', '.join(recipe.targets)}]"]
         else:
-            text = f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"
-        click.echo(f"{entry.name:<{width}}  {text}  {entry.path}")
+            cells = [f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"]
+        click.echo(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
 
 
 @click.command("show")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import json_option, print_json, say
+from envbuild.cli import layout
+from envbuild.cli.common import check_out, json_option, print_json, say
 
 if TYPE_CHECKING:
     from envbuild.site.in_force import Value
@@ -52,6 +53,8 @@ def init_command(out: Path | None, force: bool) -> None:
     from envbuild.files import write_atomically
 
     path = out or Path("site.toml")
+    if ".config" not in path.parts:  # where the user's own belongs, on a host that never had one
+        check_out(out)
     if str(path) != "-" and not force and (path.exists() or path.is_symlink()):
         raise UsageError(f"{path} exists", "choose another --out, or write over it with --force")
     text = site_file(dict(os.environ))
@@ -187,9 +190,9 @@ def list_command(as_json: bool) -> None:
     if as_json:
         print_json({"sites": [{"name": name, "path": str(path)} for name, path in found.items()]})
         return
-    width = max(map(len, found), default=0)
+    column = max(map(len, found), default=0)
     for name, path in found.items():
-        click.echo(f"{name:<{width}}  {_about(path)}  ({path})")
+        click.echo(layout.entry(name, [_about(path), f"({path})"], column, layout.width()))
 
 
 def _about(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.cli.common import (
+    check_out,
     json_option,
     locked_option,
     offline_option,
@@ -113,6 +114,7 @@ def make(
 
     if source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
+    check_out(out)
     codec = codec_of(choices.compression)
     environment = load_environment()
     _check_runtime(kinds, choices, environment)

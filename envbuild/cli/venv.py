@@ -9,6 +9,7 @@ import click
 from envbuild.cli.build_job import AsJob, build_by_job, job_options
 from envbuild.cli.common import (
     Folder,
+    check_out,
     finish,
     folder_options,
     open_recipe,
@@ -67,6 +68,7 @@ def venv_command(
         options = ("--python", python) if python else ()
         build_by_job(venv.KIND, loaded, wanted, out, as_job, how, environment, options)
         return
+    check_out(out)
     if not how.dry_run:
         venv.probe(wanted)
     plan, trainer = prepare(

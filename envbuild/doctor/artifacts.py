@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,12 @@ _SOURCES = {
     "enroot": ("package index", "Debian's archive"),
     "apptainer": ("package index", "Debian's archive"),
 }
+# What the store must hold of a source that is not asked.
+_HELD = {
+    "package index": "wheels",
+    "conda-forge": "conda packages",
+    "Debian's archive": "image blobs",
+}
 _IMPORTS = {
     "venv": ("requests",),
     "conda": ("rattler", "zstandard", "requests"),
@@ -30,7 +36,8 @@ _LEAST_MEMORY = 1_500_000_000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one step of one artifact works here: `ok`, `warn` (partly, or not here), `fail` (not at all)."""
+    """Whether one step of one artifact works here: `ok`, `info` (under a condition), `warn` (partly, or not here),
+    `fail` (not at all)."""
 
     status: Status
     what: str
@@ -71,6 +78,9 @@ def _build(kind: str, found: Mapping[str, Finding]) -> Verdict:
         remedy = found[lost[0]].remedy
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
         return Verdict("warn", what, remedy)
+    unasked = [name for name in _SOURCES[kind] if _unasked(found, name)]
+    if unasked:
+        return _from_the_store(unasked, found)
     store = found.get("store")
     if store is not None and store.status == "warn":
         return Verdict("warn", f"store: {store.what}", store.remedy)
@@ -150,6 +160,25 @@ def _schedulers(found: Mapping[str, Finding]) -> list[str]:
 def _unreached(found: Mapping[str, Finding], name: str) -> bool:
     facts = _facts(found, name)
     return bool(facts.get("asked")) and not facts.get("reached") and not facts.get("local")
+
+
+def _unasked(found: Mapping[str, Finding], name: str) -> bool:
+    facts = _facts(found, name)
+    return facts.get("asked") is False and not facts.get("local")
+
+
+def _from_the_store(unasked: Sequence[str], found: Mapping[str, Finding]) -> Verdict:
+    """What can be said of a build without having asked its sources: what the store has of them."""
+    holds = _facts(found, "store").get("holds", {})
+    empty = [_HELD[name] for name in unasked if not holds.get(_HELD[name])]
+    not_asked = f"{' and '.join(unasked)} not asked"
+    if empty:
+        return Verdict(
+            "warn",
+            f"unknown: {not_asked}, and the store holds no {' and no '.join(empty)}",
+            "run `envbuild doctor` without --offline; for a node without a network `envbuild bundle` collects all",
+        )
+    return Verdict("info", f"only from what the store holds: {not_asked}")
 
 
 def _works(found: Mapping[str, Finding], name: str) -> bool:

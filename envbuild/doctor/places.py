@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _MEMORY = frozenset({"tmpfs", "ramfs"})
 _SMALL, _COMFORTABLE = 3 << 30, 12 << 30
 _LITTLE = 256 << 20
 _INODES = 60_000
+# Folders of the store (store/store.py), by the plural of what is in them.
+_HOLDS = {"wheels": "wheels", "conda packages": "conda/archives", "image blobs": "blobs/sha256"}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -66,7 +68,20 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount | None:
 def store(host: Host) -> Iterator[Finding]:
     """The store's folder."""
     if host.environment is not None:
-        yield from _place("store", host.environment.site.store, host, heavy=True)
+        held = _held(host.environment.site.store)
+        for found in _place("store", host.environment.site.store, host, heavy=True):
+            yield replace(found, facts={**found.facts, "holds": held})
+
+
+def _held(store: Path) -> dict[str, int]:
+    """How many things of each kind the store has."""
+    counts = {}
+    for what, folder in _HOLDS.items():
+        try:
+            counts[what] = len(os.listdir(store / folder))
+        except OSError:
+            counts[what] = 0
+    return counts
 
 
 def home(host: Host) -> Iterator[Finding]:

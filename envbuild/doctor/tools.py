@@ -52,6 +52,8 @@ _MODULES = {
     "docker": "the docker daemon",
     "requests": "downloads",
 }
+# What pip calls a module of another name.
+_DISTRIBUTIONS = {"rattler": "py-rattler"}
 
 
 def envbuild_itself(host: Host) -> Iterator[Finding]:
@@ -67,7 +69,7 @@ def envbuild_itself(host: Host) -> Iterator[Finding]:
         "packages",
         "fail" if lacking else "ok",
         f"missing: {', '.join(lacking)} (for {uses})" if lacking else f"{len(_MODULES)} imported",
-        "reinstall envbuild: pip install --force-reinstall envbuild" if lacking else "",
+        f"pip install {' '.join(_DISTRIBUTIONS.get(n, n) for n in lacking)}" if lacking else "",
         {"missing": lacking},
     )
 
@@ -95,7 +97,7 @@ def uv(host: Host) -> Iterator[Finding]:
     path = host.environment.uv  # raises HostError where it is missing
     code, said = ask([path, "--version"], host.variables)
     if code != 0:
-        remedy = "reinstall envbuild: pip install --force-reinstall envbuild uv"
+        remedy = "pip install --force-reinstall uv"
         yield Finding("uv", "fail", f"{path}: {first_line(said) or 'does not start'}", remedy)
         return
     yield Finding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})

@@ -123,7 +123,7 @@ def members(source: Source) -> Iterator[Member]:
     records = _Records()
     while (block := source.read(512)) and block != _ZEROS:
         if len(block) < 512:
-            raise source.cut()
+            raise source.cut() if source.position > 512 else _no_tar(len(block), source)
         _check_sum(block, source)
         kind = block[156:157]
         size = _number(block[124:136], source)
@@ -154,6 +154,12 @@ def members(source: Source) -> Iterator[Member]:
             raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
     if records.values or records.name is not None or records.link is not None:
         raise source.cut()
+
+
+def _no_tar(size: int, source: Source) -> BuildError:
+    return BuildError(
+        f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512"
+    )
 
 
 def _member(

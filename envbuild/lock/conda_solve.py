@@ -154,7 +154,7 @@ def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]
         raise HostError(
             f"the conda solver ended without an answer (exit {done.returncode}):\n"
             f"{hide(process.tail(done))}",
-            "is py-rattler whole? reinstall envbuild: pip install --force-reinstall envbuild",
+            "is py-rattler whole? pip install --force-reinstall py-rattler",
         ) from None
     if not isinstance(answer, dict):
         raise HostError("the conda solver's answer is not understood")

@@ -59,15 +59,19 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
     if "/" in name_or_path or name_or_path.endswith(".toml") or name_or_path in (".", ".."):
         path = Path(name_or_path)
         file = path if name_or_path.endswith(".toml") else path / FILE_NAME
+        _check_readable(file)
         if not _is_file(file):
             raise UsageError(f"there is no recipe file {file}")
         return file
     for folder in folders if name_or_path else ():
-        if _is_file(folder / name_or_path / FILE_NAME):
-            return folder / name_or_path / FILE_NAME
+        file = folder / name_or_path / FILE_NAME
+        if os.path.lexists(file.parent):  # a search folder that may not be entered hides no other
+            _check_readable(file)
+        if _is_file(file):
+            return file
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, sorted(_by_name(folders)))}",
-        hint=f"Searched: {', '.join(str(folder) for folder in folders)}",
+        hint=f"Searched: {', '.join(_searched(folder) for folder in folders)}",
     )
 
 
@@ -111,6 +115,29 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
             if _is_file(folder / name / FILE_NAME):
                 names.setdefault(name, folder / name / FILE_NAME)
     return names
+
+
+def _check_readable(file: Path) -> None:
+    """Raise UsageError where the permissions of a folder or of `file` itself keep it from being read."""
+    try:
+        with file.open("rb"):
+            return
+    except PermissionError:
+        closed = next((folder for folder in reversed(file.parents) if not _may_enter(folder)), file)
+        raise UsageError(
+            f"cannot read recipe file {file}: permission denied",
+            f"ask the owner of {closed} for permission to {'read' if closed == file else 'enter'} it",
+        ) from None
+    except OSError:  # not there, or no file: said by the caller
+        return
+
+
+def _searched(folder: Path) -> str:
+    return str(folder) if _may_enter(folder) else f"{folder} (permission denied)"
+
+
+def _may_enter(folder: Path) -> bool:
+    return not os.path.lexists(folder) or os.access(folder, os.X_OK, effective_ids=True)
 
 
 def _is_file(path: Path) -> bool:

@@ -69,7 +69,7 @@ def test_what_is_said_of_this_host_is_so() -> None:
         said = subprocess.run([tool, "-version"], capture_output=True, text=True).stdout
         assert found["mksquashfs"]["facts"]["version"] in said
     assert found["package index"]["facts"]["asked"] is False
-    assert found["all"]["artifacts"]["venv"]["build"]["status"] == "ok"
+    assert found["all"]["artifacts"]["venv"]["build"]["status"] != "fail"
 
 
 def test_the_compressors_are_those_of_images_that_mksquashfs_makes_and_mount_mounts(

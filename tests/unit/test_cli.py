@@ -74,6 +74,11 @@ def test_help_lists_every_command_with_examples() -> None:
         (["verify", "nowhere"], 2, "does not exist"),
         (["verify", "."], 2, "not an artifact"),
         (["venv", "pt_cpu", "--nope"], 2, "--nope"),
+        (
+            ["job", "pt_cpu", "--site", "slurm-modules", "--script", "t.py", "--lr", "0.1"],
+            2,
+            "put -- before arguments of the training script",
+        ),
     ],
 )
 def test_misuse_is_one_clear_message(
@@ -99,6 +104,28 @@ def test_a_place_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     done = run("venv", "pt_cpu", "--out", str(theirs), cwd=tmp_path)
     assert done.returncode == 2 and "not made by envbuild" in done.stderr
     assert (theirs / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "venv pt_cpu --out no/such/venv",
+        "venv pt_cpu --out no/such/venv --dry-run",
+        "conda pt_cpu --prefix no/such/env",
+        "enroot pt_cpu --out no/such/pt.sqsh",
+        "apptainer --from oci:image --out no/such/pt.sif",
+        "docker pt_cpu --out oci:no/such/image",
+        "bundle pt_cpu --out no/such/bundle",
+        "venv pt_cpu --job --site slurm-modules --bundle no/such/bundle",
+        "job pt_cpu --site slurm-modules --out no/such/job.sbatch",
+        "site init --out no/such/site.toml",
+    ],
+)
+def test_a_slip_in_a_path_makes_no_folders(line: str, tmp_path: Path) -> None:
+    done = run(*line.split(), cwd=tmp_path)
+    assert done.returncode == 2 and list(tmp_path.iterdir()) == [], done.stderr
+    assert f"the folder {tmp_path}/no does not exist" in done.stderr
+    assert f"mkdir -p {tmp_path}/no\n" in done.stderr
 
 
 @pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])

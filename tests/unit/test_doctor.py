@@ -390,3 +390,39 @@ def test_names_of_checks_are_unique_and_a_broken_site_file_leaves_the_rest(tmp_p
     found = facts_of(results)
     assert found["configuration"].status == "fail" and found["processors"].status == "ok"
     assert {steps["build"].status for steps in judge(found).values()} == {"fail"}
+
+
+OFFLINE = {
+    name: Finding("", "info", "not asked", facts={"asked": False, "local": 0})
+    for name in ("package index", "conda-forge", "Debian's archive")
+}
+
+
+def test_offline_a_build_is_not_promised_from_an_empty_store() -> None:
+    empty = replace(findings()["store"], facts={"holds": {"wheels": 0, "conda packages": 0}})
+    verdicts = judge(findings(store=empty, **OFFLINE))
+    assert {steps["build"].status for steps in verdicts.values()} == {"warn"}
+    assert verdicts["conda"]["build"].what == (
+        "unknown: conda-forge not asked, and the store holds no conda packages"
+    )
+    full = replace(
+        empty, facts={"holds": dict.fromkeys(("wheels", "conda packages", "image blobs"), 9)}
+    )
+    told = judge(findings(store=full, **OFFLINE))
+    assert {steps["build"].status for steps in told.values()} == {"info"}
+    assert "only from what the store holds" in told["docker"]["build"].what
+
+
+def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "conda/archives/abc").mkdir(parents=True)
+    variables = {**PLAIN, "ENVBUILD_STORE": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
+    checks = [
+        check for check in CHECKS if check.name in ("store", "package index", "recipes' sources")
+    ]
+    found = facts_of(run_checks(checks, this_host(variables, offline=True)))
+    assert found["store"].facts["holds"] == {"wheels": 0, "conda packages": 1, "image blobs": 0}
+    builds = {kind: steps["build"].status for kind, steps in judge(found).items()}
+    assert builds == {
+        "conda": "info",
+        **dict.fromkeys(("venv", "docker", "enroot", "apptainer"), "warn"),
+    }

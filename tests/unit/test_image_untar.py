@@ -202,7 +202,7 @@ def test_odd_archives_are_read(data: bytes, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"x", "cut short"),
+        (b"x", "not a tar archive, or cut short: it has 1 bytes"),
         (b"GIF89a" + bytes(600), "not a tar archive"),
         (plain()[:-1], "cut short"),
         (plain(data=b"x" * 600)[: 512 + 599], "cut short"),

@@ -16,15 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab import artifacts as lab
+from lab.users import as_nobody
 
 from envbuild.artifacts.facts import About, Contents, PythonPackage
 from envbuild.artifacts.listing import read_listing, remembered
 from envbuild.artifacts.masking import masked, masked_text, masked_words
 from envbuild.artifacts.metadata import interest, portable_digest
-from envbuild.artifacts.opened import open_artifact, split
+from envbuild.artifacts.opened import open_artifact, open_artifacts, split
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, EnvbuildError, UsageError
+from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.sbom import cyclonedx
 
@@ -249,7 +250,8 @@ def test_spellings(text: str, expected: tuple[str | None, str]) -> None:
         ("oci:nowhere", "does not exist"),
         ("venv:nowhere", "does not exist"),
         ("docker-archive:nowhere", "does not exist"),
-        (".", "not an artifact"),
+        (".", "neither a venv, a conda environment nor an OCI layout"),
+        ("train.py", "train.py is not an artifact: it is neither a squashfs, a SIF nor an image"),
         ("venv:.", "not a virtual environment"),
         ("oci:.", "no OCI image layout"),
     ],
@@ -258,9 +260,42 @@ def test_what_is_no_artifact_is_a_clear_usage_error(
     text: str, said: str, tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import torch\n" * 100)
     with pytest.raises(UsageError, match=said) as caught:
         look(text, environment)
     assert caught.value.hint
+
+
+def test_a_file_that_may_not_be_read_is_said_so(tmp_path: Path, environment: Environment) -> None:
+    file = tmp_path / "image.tar"
+    file.write_bytes(b"x")
+    with as_nobody(file), pytest.raises(UsageError, match=r"image\.tar: permission denied"):
+        look(str(file), environment)
+
+
+def test_a_short_file_that_is_called_an_archive_gets_no_advice_on_targets(
+    tmp_path: Path, environment: Environment
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("import torch\n")
+    with pytest.raises(BuildError, match="not a tar archive") as caught:
+        look(f"docker-archive:{file}", environment)
+    assert "--target" not in (caught.value.hint or "")
+
+
+def test_names_that_are_no_paths_are_all_told_where_no_daemon_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = load_environment(
+        {"ENVBUILD_STORE": str(tmp_path), "DOCKER_HOST": f"unix://{tmp_path}/no"}
+    )
+    with (
+        pytest.raises(HostError, match="neither old nor new is a file or folder") as caught,
+        open_artifacts(["old", "new"], here, None),
+    ):
+        pass
+    assert str(caught.value.hint).startswith("correct the path; ")
 
 
 def test_venvs_of_other_tools_are_read_too(tmp_path: Path, environment: Environment) -> None:

@@ -268,8 +268,10 @@ def test_a_file_that_exists_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = run(site_command, ["init", "--force"])
     assert done.exit_code == 0 and done.stdout == "site.toml\n"
     assert decoded(file.read_text()).paths.logs == "logs"
-    there = run(site_command, ["init", "--out", "new/folder/s.toml"])
-    assert there.exit_code == 0 and (tmp_path / "new/folder/s.toml").is_file()
+    there = run(site_command, ["init", "--out", "new/s.toml"])
+    assert there.exit_code == 0 and (tmp_path / "new/s.toml").is_file()
+    own = run(site_command, ["init", "--out", ".config/envbuild/site.toml"])
+    assert own.exit_code == 0 and (tmp_path / ".config/envbuild/site.toml").is_file()
 
 
 # ---- the command

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab.users import as_nobody
 
 import envbuild
 from envbuild.errors import RecipeError, UsageError
@@ -153,3 +154,28 @@ def test_a_target_that_other_recipes_have_is_found_in_all_search_folders(tmp_pat
     assert caught.value.hint == "recipes with this target: one, two"
     with pytest.raises(UsageError, match="did you mean 'cpu-x86_64'"):
         choose_target(loaded, "cpu-x86-64", [near, far])
+
+
+@pytest.mark.parametrize("closed", ["file", "folder", "search folder"])
+def test_a_recipe_that_may_not_be_read_is_not_said_to_be_missing(
+    tmp_path: Path, closed: str
+) -> None:
+    file = put(tmp_path / "recipes", "mine")
+    place = {"file": file, "folder": file.parent, "search folder": tmp_path / "recipes"}[closed]
+    with as_nobody(place):
+        with pytest.raises(
+            UsageError, match=r"cannot read recipe file .*permission denied"
+        ) as by_path:
+            find_recipe(str(file.parent), [])
+        with pytest.raises(UsageError, match=r"permission denied|no recipe 'mine'") as by_name:
+            find_recipe("mine", [tmp_path / "recipes"])
+    assert f"owner of {place} for" in str(by_path.value.hint)
+    said = f"{by_name.value.message} {by_name.value.hint}"
+    assert "permission denied" in said
+
+
+def test_a_search_folder_that_may_not_be_entered_hides_no_other(tmp_path: Path) -> None:
+    put(tmp_path / "closed", "mine")
+    file = put(tmp_path / "open", "mine")
+    with as_nobody(tmp_path / "closed"):
+        assert find_recipe("mine", [tmp_path / "closed", tmp_path / "open"]) == file

@@ -1,0 +1,31 @@
+"""Lines for people: no wider than the terminal, and one line an entry in a pipe, for grep."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+NO_LIMIT = 10_000
+
+
+def width() -> int:
+    """Return the columns of the terminal, or COLUMNS; in a pipe lines are as long as they are."""
+    return shutil.get_terminal_size((NO_LIMIT, 0)).columns
+
+
+def entry(name: str, cells: Sequence[str], column: int, width: int) -> str:
+    """Lay out `name` in a column of that many characters and `cells` behind it, each on lines of its own where one
+    line is too short for all. Words are never broken: a path stays one that can be copied."""
+    line = "  ".join([f"{name:<{column}}", *cells])
+    if len(line) <= width:
+        return line
+    room = max(20, width - column - 2)
+    parts: list[str] = []
+    for cell in cells:
+        if parts and len(parts[-1]) + 2 + len(cell) <= room:
+            parts[-1] += f"  {cell}"
+        else:
+            parts += textwrap.wrap(cell, room, break_long_words=False, break_on_hyphens=False)
+    names = [name, *[""] * (len(parts) - 1)]
+    return "\n".join(f"{n:<{column}}  {part}" for n, part in zip(names, parts, strict=True))
