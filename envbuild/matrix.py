@@ -20,7 +20,7 @@ GITHUB_LIMIT = 256
 # What at the top of envbuild's own checkout may change what is built from any recipe.
 _DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
 # No default: envbuild is on no package index, and whoever took its name there would be trusted with the runner.
-_GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip installs envbuild from: git+https://HOST/GROUP/envbuild@VERSION, a wheel, or .}"
+_GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git+https://HOST/GROUP/envbuild@VERSION}"
 _GITLAB_DEFAULT = {
     "image": "docker.io/library/python:3.11",
     "before_script": [f'python -m pip install --quiet "{_GITLAB_PACKAGE}"'],

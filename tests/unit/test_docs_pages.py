@@ -1,0 +1,38 @@
+"""Pages hang together: links lead somewhere, and none has a part of another."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from lab.commands import PAGES, TOP
+
+# Shorter lines may say the same on two pages: a command, a row of a table.
+_LONG = 90
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(TOP))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_note_to_an_editor_is_left(page: Path) -> None:
+    assert not re.search(r"<!--[^>]*(section|docs/)", page.read_text(encoding="utf-8"))
+
+
+def test_no_paragraph_stands_on_two_pages() -> None:
+    """A part of one page was once pasted into a sentence of another."""
+    places = defaultdict(set)
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if len(line) > _LONG and not line.startswith(("    ", "|")):
+                places[line].add(name(page))
+    assert {line: on for line, on in places.items() if len(on) > 1} == {}
