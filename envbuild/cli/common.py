@@ -97,9 +97,15 @@ def check_out(path: Path | None, option: str = "--out") -> None:
 
     Raises UsageError."""
     above = path.absolute().parent.parent if path else Path()
-    if above.exists():
+    try:
+        above.stat()
         return
-    missing = next(folder for folder in reversed([above, *above.parents]) if not folder.exists())
+    except FileNotFoundError:
+        pass
+    except OSError:  # may not be entered, or is no folder: said where it is written
+        return
+    folders = reversed([above, *above.parents])
+    missing = next((folder for folder in folders if not folder.exists()), above)
     raise UsageError(
         f"{option} {path}: the folder {missing} does not exist",
         f"correct the path, or make the folders first: mkdir -p {shlex.quote(str(above))}",

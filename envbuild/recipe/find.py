@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,16 +121,16 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
 def _check_readable(file: Path) -> None:
     """Raise UsageError where the permissions of a folder or of `file` itself keep it from being read."""
     try:
-        with file.open("rb"):
-            return
+        if stat.S_ISREG(file.stat().st_mode):
+            file.open("rb").close()
     except PermissionError:
         closed = next((folder for folder in reversed(file.parents) if not _may_enter(folder)), file)
         raise UsageError(
             f"cannot read recipe file {file}: permission denied",
             f"ask the owner of {closed} for permission to {'read' if closed == file else 'enter'} it",
         ) from None
-    except OSError:  # not there, or no file: said by the caller
-        return
+    except OSError:
+        return  # not there: said by the caller
 
 
 def _searched(folder: Path) -> str:

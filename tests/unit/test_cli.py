@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from lab.users import as_nobody
 
 from envbuild.cli import cli
+from envbuild.cli.common import check_out
 from envbuild.errors import UsageError
 
 HEAVY = (
@@ -133,6 +135,19 @@ def test_a_slip_in_a_path_makes_no_folders(
     assert isinstance(done.exception, UsageError) and list(tmp_path.iterdir()) == []
     assert f"the folder {tmp_path}/no does not exist" in done.exception.message
     assert str(done.exception.hint).endswith(f": mkdir -p {tmp_path}/no")
+
+
+def test_folders_that_are_no_slip_are_left_to_what_writes_into_them(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_out(tmp_path / "file/b/c")
+    (tmp_path / "closed").mkdir()
+    with as_nobody(tmp_path / "closed"):
+        check_out(tmp_path / "closed/a/b/c")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="/link does not exist"):
+        check_out(tmp_path / "link/b/c")
+    check_out(tmp_path / "new/venv")
+    check_out(None)
 
 
 @pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])
