@@ -9,7 +9,7 @@ that tells of it. Where no cause is known, the program's own exception is shown 
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -34,6 +34,8 @@ _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values of a group
 _GOES_ON = 10  # lines of training after which a program is not about to end
 _ROOT = 45  # from this rank down, a cause says little of its own cause
+_EITHER = re.compile(r"\[\[(.*?)\]\]")
+_GROUP = re.compile(r"\{(\w+)\}")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILURE = re.compile(
     r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b"
@@ -254,13 +256,12 @@ def _found(
     # Of each pattern the first line, then their second ones.
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
-    said = _Said(groups)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
     return min((seen[pattern].order for pattern in shown), default=0), Finding(
         rule.id,
         rule.kind,
-        redact(rule.cause.format_map(said)) + alone,
-        redact(rule.remedy.format_map(said)),
+        redact(_filled(rule.cause, groups)) + alone,
+        redact(_filled(rule.remedy, groups)),
         rule.source,
         tuple(evidence),
     )
@@ -275,8 +276,11 @@ def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
     return not count.as_many_as or (equal.isdecimal() and number >= int(equal))
 
 
-class _Said(dict[str, str]):
-    """Groups for a message; what no line told is a question mark."""
+def _filled(text: str, groups: Mapping[str, str]) -> str:
+    """A message with what the groups matched. Of [[…|…]] the first part is taken of which all groups are known."""
 
-    def __missing__(self, key: str) -> str:
-        return "?"
+    def choose(match: re.Match[str]) -> str:
+        known = (one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups))
+        return next(known, "")
+
+    return _EITHER.sub(choose, text).format_map(defaultdict(lambda: "?", groups))

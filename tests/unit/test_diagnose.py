@@ -76,6 +76,67 @@ def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(rul
     assert first.startswith("# ")
 
 
+@pytest.mark.parametrize(
+    "path", sorted((DATA / "logs").glob("*.*.log")), ids=lambda path: path.stem
+)
+def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> None:
+    found = of(path).findings
+    assert [one.id for one in found][:1] == [path.stem.partition(".")[0]]
+    assert "?" not in found[0].cause + found[0].remedy
+    assert path.read_text().startswith("# ")
+
+
+def test_a_message_shows_no_value_that_no_line_told() -> None:
+    """What a pattern may leave unsaid stands in [[…]], which goes where a value of it is missing."""
+    for rule in RULES.values():
+        told = {name for pattern in rule.all for name in pattern.regex.groupindex}
+        told |= {name for one in rule.counts if one.at_least for name in one.line.regex.groupindex}
+        told |= {"count"} if rule.counts else set()
+        if rule.any:
+            told |= set.intersection(*(set(one.regex.groupindex) for one in rule.any))
+        for text in (rule.cause, rule.remedy):
+            always = re.sub(r"\[\[.*?\]\]", "", text).replace("{{", "").replace("}}", "")
+            assert set(re.findall(r"\{(\w+)\}", always)) <= told, rule.id
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["The following module(s) are unknown: \"cuda/99\""], "no module cuda/99: login"),
+        (["1: The following module(s) are unknown:", "1: \"cuda/99\""], "no module cuda/99: login"),
+        (["The following module(s) are unknown:"], "the node has no module of that name: login"),
+        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): a"),
+        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): a"),
+        (["CUDA error: out of memory"], "the GPU's memory is full"),
+        (["srun: error: n1: task 0: Exited with exit code 3"], "an error (exit code 3)"),
+        (["slurmctld: Killing job 7 on failed node n2"], "a node of the job failed"),
+    ],
+)  # fmt: skip
+def test_a_message_tells_what_is_known_and_no_question_mark(lines: list[str], says: str) -> None:
+    cause = diagnose([("log", lines)], load_rules()).findings[0].cause
+    assert says in cause
+    assert "?" not in cause
+
+
+def test_a_sigterm_is_the_cause_of_what_follows_it_and_not_of_what_was_before() -> None:
+    """As the end of a pod by a deadline: the head's store goes with it."""
+    head, other = logs_of("sigterm")
+    found = [one.id for one in of(head, other).findings]
+    assert found[0] == "sigterm"
+    assert "store-unreachable" in found[1:]
+    assert "sigterm" not in [one.id for one in of(other, head).findings]
+    ended = head.read_text().splitlines()
+    assert "sigterm" not in told("E failed (exitcode: 1) local_rank: 0", *ended)
+    assert told(*ended, "*** STEP 1.0 ON n1 CANCELLED AT 2026-11-21T20:50:40 DUE TO TIME LIMIT ***")[0] == "time-limit"  # fmt: skip
+
+
+def test_a_job_that_trained_after_a_node_failed_failed_for_another_reason() -> None:
+    failed = logs_of("node-failure")[0].read_text().splitlines()
+    lines = [*failed, *[_EPOCH] * 12, "CUDA out of memory. Tried to allocate 2.00 GiB", *_TORCHRUN]
+    assert told(*lines)[0] == "gpu-memory"
+    assert told(*failed)[0] == "node-failure"
+
+
 def test_every_symptom_follows_from_a_cause_in_some_log() -> None:
     seen = {
         one.id
@@ -90,7 +151,7 @@ def test_every_log_belongs_to_a_rule_and_a_readme_says_how_it_was_made() -> None
     readme = (DATA / "logs/README.md").read_text()
     for path in sorted((DATA / "logs").glob("*.log")):
         name = re.sub(r"-n\d$", "", path.stem)
-        assert name in RULES or name.startswith("good")
+        assert name.partition(".")[0] in RULES or name.startswith("good")
         assert f"| {name} |" in readme
         assert not re.search(r"/root\b|/tmp/(?!torchelastic)", path.read_text())
 
@@ -178,6 +239,10 @@ def test_no_cause_hides_behind_a_consequence() -> None:
         (["exec /opt/env/bin/python: exec format error"], "wrong-architecture"),
         (["ModuleNotFoundError: No module named 'torch'", "task 0: Out Of Memory"], "no-module"),
         (["/bin/sh: 1: torchrun: not found"], "program-missing"),
+        (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "step-program"),
+        (["pyxis:     [ERROR] Invalid image format: /fsx/a.sqsh"], "squashfs-broken"),
+        (["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"], "pyxis-start"),
+        (["slurmstepd: error: couldn't chdir to `/app': No such file or directory: going to /tmp instead", "pyxis: couldn't start container"], "pyxis-start"),
         (["RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"], "shared-memory"),
     ],
 )  # fmt: skip
