@@ -20,6 +20,7 @@ from .model import (
 )
 
 _LITTLE = 64 << 20
+_PAGE = 64 << 10
 # What libfabric and ibverbs pin of a process' memory is far more than this.
 _LITTLE_MEMLOCK = 64 << 20
 _ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
@@ -107,10 +108,14 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         facts, at = one.known, (one.number,)
         if one.facts is None:
             continue
-        if facts.shm < max(wanted.shm, _LITTLE):
-            status = FAIL if facts.shm < wanted.shm else WARN
-            what = f"/dev/shm has {_bytes(facts.shm)}"
-            what += f", wanted {_bytes(wanted.shm)}" if wanted.shm else ""
+        # What was asked for is enough, however little; a file system has whole pages.
+        if facts.shm < (wanted.shm - _PAGE if wanted.shm else _LITTLE):
+            status, what = WARN, f"/dev/shm has {_bytes(facts.shm)}"
+            if wanted.shm:
+                status, what = (
+                    FAIL,
+                    "/dev/shm has {}, wanted {}".format(*_told_apart(facts.shm, wanted.shm)),
+                )
             remedy = "NCCL and data loaders work in it: docker --shm-size, [kubernetes] shm"
             yield Finding(status, "shm", at, what, remedy)
         if 0 <= facts.run_free < max(wanted.free, _LITTLE):
@@ -145,10 +150,16 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             yield Finding(WARN, "cores", at, what, remedy)
 
 
-def _bytes(count: int) -> str:
+def _told_apart(one: int, other: int) -> tuple[str, str]:
+    """Two sizes with as many digits as show that they differ."""
+    shown = ((_bytes(one, digits), _bytes(other, digits)) for digits in (1, 3, 5))
+    return next((pair for pair in shown if pair[0] != pair[1]), (f"{one} bytes", f"{other} bytes"))
+
+
+def _bytes(count: int, digits: int = 1) -> str:
     if count < 0:
         return "nothing"
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.1f} {unit}"
+            return f"{count / size:.{digits}f} {unit}"
     return f"{count} bytes"

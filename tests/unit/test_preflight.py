@@ -280,6 +280,25 @@ def test_what_a_job_wants_must_be_there(wanted: Wanted, facts: dict[str, Any], c
     assert [(one.status, one.check, one.nodes) for one in findings] == [(FAIL, check, (0, 1))]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "has", "says"),
+    [
+        (64_000_000, 64_000_000, None),  # 64M: what was asked for is there, though less than 64 MiB
+        (64_000_000, 63_995_904, None),  # a page less: a file system has whole ones
+        (64 << 20, (64 << 20) - (1 << 20), "has 63.0 MiB, wanted 64.0 MiB"),
+        ((1 << 30) + (1 << 20), 1 << 30, "has 1.000 GiB, wanted 1.001 GiB"),
+        (0, 63 << 20, "has 63.0 MiB"),
+        (0, 64 << 20, None),
+    ],
+)
+def test_shm_is_less_than_asked_for_where_the_numbers_shown_are(
+    wanted: int, has: int, says: str | None
+) -> None:
+    found = judge([node(0, shm=has), node(1, shm=has)], Wanted(shm=wanted))
+    assert [one.what for one in found] == ([f"/dev/shm {says}"] if says else [])
+    assert [one.status for one in found] == ([FAIL if wanted else WARN] if says else [])
+
+
 def test_an_image_is_not_held_to_the_digest_of_its_file() -> None:
     nodes = [node(0, artifact="docker"), node(1, artifact="docker")]
     assert judge(nodes, Wanted(digest="sha256:of-the-file")) == []
