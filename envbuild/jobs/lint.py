@@ -34,6 +34,7 @@ class Fault:
     level: Level
     what: str
     instead: str
+    pbs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,9 @@ def lint_file(path: Path) -> list[Problem]:
 def lint(text: str, name: str) -> list[Problem]:
     """The problems of a script or manifest, by line."""
     lines = text.splitlines()
-    found = _manifest(text, name) if is_manifest(text, name) else _rules(read_script(text))
+    script = None if is_manifest(text, name) else read_script(text)
+    found = _manifest(text, name) if script is None else _rules(script)
+    pbs = script is not None and script.of_pbs
     faults = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
@@ -97,7 +100,7 @@ def lint(text: str, name: str) -> list[Problem]:
             continue
         what, instead = (
             redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value))
-            for text in (fault.what, fault.instead)
+            for text in (fault.what, (pbs and fault.pbs) or fault.instead)
         )
         problem = Problem(fault, name, at, redact(line.strip()), what, instead)
         problems.setdefault((at, one.id), problem)

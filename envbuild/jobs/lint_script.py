@@ -75,6 +75,12 @@ class Script:
                 last = (line, value)
         return last
 
+    @property
+    def of_pbs(self) -> bool:
+        """Whether PBS runs it, by its directives, or else by the variables that it reads."""
+        text = "\n".join(self.lines) if self.kind == "shell" else ""
+        return self.kind == "pbs" or ("PBS_" in text and "SLURM_" not in text)
+
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
         """(line, how many nodes the job asks for), None when it does not say."""

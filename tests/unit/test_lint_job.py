@@ -551,6 +551,55 @@ def test_hints_and_warnings_alone_are_exit_code_0(tmp_path: Path) -> None:
     assert [one["id"] for one in made["problems"]] == ["debug", "install-in-job"]
 
 
+PBS_FAULTS = f"""{PBS}head=$(head -1 "$PBS_NODEFILE")
+mpiexec --bind-to none torchrun --nnodes=3 --rdzv-id=job --rdzv-backend=c10d --rdzv-endpoint="$head:29500" x
+"""
+
+
+def test_advice_for_pbs_names_nothing_of_slurm() -> None:
+    """There SLURM_JOB_ID is not set, and every job would have port 20000."""
+    problems = lint(PBS_FAULTS, "job.pbs")
+    named = {one.fault.id for one in problems}
+    assert {"fixed-port", "run-id", "nodes-differ"} <= named
+    assert not [one.instead for one in problems if "SLURM" in one.instead or "srun" in one.instead]
+    sourced = PBS_FAULTS.replace("#PBS", "##")  # what a job's script starts, without directives
+    advice = {one.fault.id: one.instead for one in lint(sourced, "node.sh")}
+    assert "PBS_JOBID" in advice["fixed-port"]
+    for fault in load_faults().values():
+        assert "SLURM" not in fault.pbs and "srun" not in fault.pbs
+        assert fault.pbs or "SLURM" not in fault.instead, fault.id
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "port"),
+    [
+        (PBS_FAULTS, {"PBS_JOBID": "1234567.head"}, 24567),
+        (PBS_FAULTS, {"PBS_JOBID": "123[4].head"}, 20123),
+        (f"{SLURM}srun {RUN.replace('$port', '29500')} x", {"SLURM_JOB_ID": "1234567"}, 24567),
+    ],
+)
+def test_the_port_that_is_advised_is_one_of_the_job(
+    script: str, variables: dict[str, str], port: int
+) -> None:
+    problem = found(script, "fixed-port")
+    assert problem is not None
+    advised = problem.instead[problem.instead.index("$((") :]
+    line = ["bash", "-c", f"set -euo pipefail; echo {advised}"]
+    done = subprocess.run(line, env=variables, text=True, capture_output=True)
+    assert (done.stdout, done.stderr) == (f"{port}\n", "")
+
+
+def test_the_number_of_nodes_that_is_advised_for_pbs_counts_hosts(tmp_path: Path) -> None:
+    problem = found(PBS_FAULTS, "nodes-differ")
+    assert problem is not None
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
+    advised = problem.instead[problem.instead.index("--nnodes") :]
+    line = ["bash", "-c", f"printf '%s ' {advised}"]
+    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(line, env=env, text=True, capture_output=True)
+    assert done.stdout == "--nnodes 2 "
+
+
 def test_advice_names_the_number_that_is_meant() -> None:
     problem = found(f"{EIGHT}srun {RUN} x", "tasks-per-node")
     assert problem and problem.as_json()["instead"].endswith("torchrun --nproc-per-node 8")
