@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from envbuild.site.job_site import TABLES, JobSite, load_job_site
+from envbuild.site.job_site import TABLES, JobSite, read_job_site
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import SiteFile, load_site
 from envbuild.toml import decode, read
@@ -33,11 +33,11 @@ class Value:
 def in_force(
     name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
 ) -> tuple[JobSite, list[Value]]:
-    """The site called `name` (None: the one in force), and every value of it, passwords in URLs hidden.
+    """The site called `name` (None: the one in force), and every value of it as it is written, passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """
-    site = load_job_site(name, env, etc=etc)
+    site = read_job_site(name, env, etc=etc)
     documents = [(file, read(file)) for file in site.files]
     settings = [(file, decode(document, SiteFile)) for file, document in documents]
     values = _top(name, env, settings, etc)

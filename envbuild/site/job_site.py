@@ -88,8 +88,13 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
 
 
 def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
-    """The site called `name` (or at that path); for None what $ENVBUILD_SITE names, else /etc/envbuild/site.toml
-    with the user's own over it, table by table. `{user}` in [paths] and mounts is the caller's name.
+    """The site called `name`, as `read_job_site` reads it, with the caller's name for `{user}` in [paths] and mounts."""
+    return _filled(read_job_site(name, env, etc=etc), env)
+
+
+def read_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
+    """The site called `name` (or at that path) as it is written; for None what $ENVBUILD_SITE names, else
+    /etc/envbuild/site.toml with the user's own over it, table by table.
 
     Raises UsageError for an unknown name, RecipeError with all mistakes of a faulty file.
     """
@@ -113,8 +118,7 @@ def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path(
         said |= {f"[environment] {key}": file for key in settings.environment}
     title = name if name and "/" not in name and not name.endswith(".toml") else None
     title = title or (files[-1].stem if files else "none")
-    site = JobSite(title, tuple(files), **tables, environment=environment, said=said)
-    return _filled(site, env)
+    return JobSite(title, tuple(files), **tables, environment=environment, said=said)
 
 
 def _filled(site: JobSite, env: Mapping[str, str]) -> JobSite:

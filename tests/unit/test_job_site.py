@@ -96,6 +96,16 @@ def test_a_user_s_name_is_filled_into_paths_and_mounts_alone(tmp_path: Path) -> 
     assert site.scheduler.account == "{user}"
 
 
+def test_show_prints_a_file_for_all_users_to_begin_with(tmp_path: Path) -> None:
+    text = '[paths]\nshared = "/fsx/{user}"\n[container]\nmounts = ["/fsx/{user}:/data"]\n'
+    file = put(tmp_path / "s.toml", text)
+    for options in ([], ["--all"]):
+        done = CliRunner().invoke(site_command, ["show", str(file), *options])
+        shown = tomllib.loads(done.output)
+        assert shown["paths"]["shared"] == "/fsx/{user}"
+        assert shown["container"]["mounts"] == ["/fsx/{user}:/data"]
+
+
 @pytest.mark.parametrize(
     "name", ["TOKENIZERS_PARALLELISM", "TESTS_PASSED", "BYPASS_CACHE", "PROXY_BYPASS", "COMPASS_HOME", "NUM_PASSES"]
 )  # fmt: skip
