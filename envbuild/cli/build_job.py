@@ -78,7 +78,7 @@ def build_by_job(
     the command that it runs."""
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.plan import JobRequest
-    from envbuild.jobs.submit import default_script, submit, write_script
+    from envbuild.jobs.submit import default_script, submit_script, write_script
     from envbuild.site.job_site import load_job_site
 
     if target.arch != host_arch() and as_job.bundle is None:
@@ -122,19 +122,16 @@ def build_by_job(
     plan = plan_build(build, JobRequest(current=Path.cwd()), site)
     text = render_build(plan, build)
     script, number = None if how.dry_run else as_job.script, None
-    if script is None and as_job.submit and not how.dry_run:
-        script = default_script(plan, Path(plan.work))
-    if script is not None:
-        write_script(
-            text,
-            script,
-            "name another file with --script, or another folder by [paths] shared of the site",
-        )
-    if as_job.submit and script is not None:
-        number = submit(plan, script, environment.variables)
+    hint = "name another file with --script, or another folder by [paths] shared of the site"
+    if as_job.submit and not how.dry_run:
+        script = script or default_script(plan, Path(plan.work))
+        named = as_job.script is not None
+        number = submit_script(plan, text, script, environment.variables, hint, named=named)
         say(
             f"submitted {script} to {plan.scheduler}; {place} appears when it is built and has passed"
         )
+    elif script is not None:
+        write_script(text, script, hint)
     if how.as_json:
         print_json({
             "job": number, "path": str(place), "scheduler": plan.scheduler,

@@ -139,8 +139,7 @@ def job_command(
     if explain:
         _table(explained(plan))
     text = render(plan)
-    path = _write(plan, text, out, submit)
-    number = _submit(plan, path) if submit and path else None
+    path, number = _hand_over(plan, text, out, submit)
     if as_json:
         print_json(_as_json(plan, text, path, number))
     elif number is not None:
@@ -151,25 +150,25 @@ def job_command(
         click.echo(text, nl=False)
 
 
-def _write(plan: JobPlan, text: str, out: Path | None, submit: bool) -> Path | None:
-    """The file that the script was written to; None when it is to be printed."""
-    from envbuild.jobs.submit import default_script, write_script
+def _hand_over(
+    plan: JobPlan, text: str, out: Path | None, submit: bool
+) -> tuple[Path | None, str | None]:
+    """The file that the script was written to, None when it is to be printed; the number of the job, where it was
+    submitted."""
+    from envbuild.jobs.submit import default_script, submit_script, write_script
 
     if out is None and not submit:
-        return None
+        return None, None
+    hint = "name another file with --out, or another folder with --work"
+    if not submit and out is not None:
+        write_script(text, out, hint)
+        return out, None
     path = out or default_script(
         plan, Path(plan.work) if plan.scheduler != "kubernetes" else Path()
     )
-    write_script(text, path, "name another file with --out, or another folder with --work")
-    return path
-
-
-def _submit(plan: JobPlan, path: Path) -> str:
-    from envbuild.jobs.submit import submit
-
-    number = submit(plan, path, os.environ)
+    number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
     say(f"submitted {path} to {plan.scheduler}")
-    return number
+    return path, number
 
 
 def _table(rows: list[tuple[str, str, str]]) -> None:

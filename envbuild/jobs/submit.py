@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from envbuild import process
@@ -21,6 +22,10 @@ _COMMANDS: dict[Scheduler, tuple[str, ...]] = {
     "pbs": ("qsub",),
     "kubernetes": ("kubectl", "create", "-f"),
 }
+# Source: src/common/slurm_errno.c, src/common/read_config.c of Slurm 22.05; src/cmds/qsub.c of OpenPBS.
+_NO_SERVER = re.compile(
+    "Unable to contact slurm controller|Could not establish a configuration source|cannot connect to server"
+)
 _SCRIPT, _MANIFEST = 0o755, 0o644
 # What a job is told of itself, which is wrong for one that is submitted from within it: sbatch hands all of its
 # environment on, and srun takes options from there. What says where the scheduler is stays, and users' SBATCH_….
@@ -53,15 +58,44 @@ def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not _OF_A_JOB.fullmatch(name)}
 
 
-def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
-    """Submit `script` from the job's working folder, whose folder of logs is made first. Returns what the scheduler
-    calls the job. Raises HostError with its message when it refuses, or is not here."""
+def submit_script(
+    plan: JobPlan, text: str, script: Path, variables: Mapping[str, str], hint: str, *, named: bool
+) -> str:
+    """Write `script` and submit it, as `write_script` and `submit` do. Of a job that is refused nothing stays, but
+    what kubectl was given and a script that the caller `named`."""
+    _check_command(plan, variables)
+    logs = Path(plan.work) / plan.logs
+    missing = [one for one in (logs, *logs.parents) if not one.exists()]
+    before = script.read_text(encoding="utf-8") if script.is_file() else None
+    write_script(text, script, hint)
+    try:
+        return submit(plan, script, variables)
+    except HostError:
+        if plan.scheduler != "kubernetes":
+            if before is not None and not named:
+                write_script(before, script, hint)
+            elif not named:
+                script.unlink()
+            for folder in missing:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+
+
+def _check_command(plan: JobPlan, variables: Mapping[str, str]) -> None:
     command = _COMMANDS[plan.scheduler]
     if shutil.which(command[0], path=variables.get("PATH", os.defpath)) is None:
         raise HostError(
-            f"{command[0]} is not on PATH: {script} was written and not submitted",
-            f"submit it where {plan.scheduler} is: {' '.join(command)} {script}",
+            f"{plan.name} was not submitted: {command[0]} is not on PATH",
+            f"run this on a login node, or write the script to a file and give it to `{' '.join(command)}` there",
         )
+
+
+def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
+    """Submit `script` from the job's working folder, whose folder of logs is made first. Returns what the scheduler
+    calls the job. Raises HostError with its message when it refuses, or is not here."""
+    _check_command(plan, variables)
+    command = _COMMANDS[plan.scheduler]
     work = Path(plan.work)
     if plan.scheduler == "kubernetes":
         work = Path()
@@ -77,6 +111,12 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
     done = process.run(line, env=outside_of_jobs(variables), cwd=work, check=False)
     if done.returncode != 0 and plan.scheduler == "kubernetes":
         raise _kubectl_refusal(done, script)
+    if done.returncode != 0 and _NO_SERVER.search(f"{done.stdout}{done.stderr}"):
+        tool = "scontrol ping" if plan.scheduler == "slurm" else "qstat -B"
+        raise HostError(
+            f"{plan.name} was not submitted: {plan.scheduler} does not answer:\n{process.tail(done)}",
+            f"run this on a login node of the cluster; `{tool}` tells whether its server is up",
+        )
     if done.returncode != 0:
         raise HostError(
             f"{command[0]} refuses {script}:\n{process.tail(done)}",

@@ -33,7 +33,7 @@ class Value:
 def in_force(
     name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
 ) -> tuple[JobSite, list[Value]]:
-    """The site called `name` (None: the one in force), and every value of it as it is written, passwords in URLs hidden.
+    """The site called `name` (None: the one in force), and every value as it is written, passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """

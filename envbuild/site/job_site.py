@@ -88,7 +88,7 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
 
 
 def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
-    """The site called `name`, as `read_job_site` reads it, with the caller's name for `{user}` in [paths] and mounts."""
+    """The site called `name`, see `read_job_site`, with the caller's name for `{user}` in [paths] and mounts."""
     return _filled(read_job_site(name, env, etc=etc), env)
 
 

@@ -14,7 +14,7 @@ from unit.job_plans import PLAN, executable
 import envbuild.make
 from envbuild.cli.venv import venv_command
 from envbuild.errors import EnvbuildError, HostError, UsageError
-from envbuild.jobs.submit import submit, write_script
+from envbuild.jobs.submit import submit, submit_script, write_script
 
 # As in a step of a job that runs; values do not matter.
 OF_A_JOB = (
@@ -41,6 +41,55 @@ def test_a_job_that_is_submitted_from_inside_of_another_hears_nothing_of_that_on
     assert submit(plan, script, {**told, "PATH": path, "HOME": str(tmp_path)}) == "7"
     names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
     assert names & set(told) == set(OF_THE_USER)
+
+
+# Printed by Slurm 22.05 without its controller, and without a configuration; by OpenPBS' source (src/cmds/qsub.c).
+NO_SERVER = [
+    ("slurm", "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"),
+    ("slurm", "sbatch: fatal: Could not establish a configuration source"),
+    ("pbs", "qsub: cannot connect to server pbs01 (errno=15010)"),
+]  # fmt: skip
+REFUSED = "sbatch: error: invalid partition specified: gpu"
+
+
+def refused(tmp_path: Path, scheduler: Any, said: str, *, named: bool = False) -> HostError:
+    """How a job ends whose scheduler says `said` ("": is not there); in a folder of runs that is not there either."""
+    if said:
+        for command in ("sbatch", "qsub"):
+            executable(tmp_path / "bin" / command, f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    plan = replace(PLAN, scheduler=scheduler, work=str(tmp_path / "fsx/me"))
+    script = tmp_path / "job.sh" if named else tmp_path / "fsx/me/pt_cpu.job"
+    with pytest.raises(HostError) as caught:
+        submit_script(plan, "text", script, {"PATH": f"{tmp_path}/bin:/nowhere"}, "", named=named)
+    return caught.value
+
+
+@pytest.mark.parametrize(("scheduler", "said"), [*NO_SERVER, ("slurm", REFUSED), ("slurm", "")])
+def test_a_job_that_was_not_submitted_leaves_nothing_behind(
+    tmp_path: Path, scheduler: str, said: str
+) -> None:
+    refused(tmp_path, scheduler, said)
+    assert [one for one in os.listdir(tmp_path) if one != "bin"] == []
+
+
+def test_a_script_that_was_there_is_there_again_and_a_named_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "fsx/me").mkdir(parents=True)
+    (tmp_path / "fsx/me/pt_cpu.job").write_text("of the job before")
+    refused(tmp_path, "slurm", REFUSED)
+    assert (tmp_path / "fsx/me/pt_cpu.job").read_text() == "of the job before"
+    assert os.listdir(tmp_path / "fsx/me") == ["pt_cpu.job"]
+    refused(tmp_path, "slurm", REFUSED, named=True)
+    assert (tmp_path / "job.sh").read_text() == "text"
+
+
+@pytest.mark.parametrize(("scheduler", "said"), [*NO_SERVER, ("slurm", "")])
+def test_a_scheduler_that_does_not_answer_is_not_blamed_on_the_site_file(
+    tmp_path: Path, scheduler: str, said: str
+) -> None:
+    error = refused(tmp_path, scheduler, said)
+    assert "site file" not in f"{error.message} {error.hint}"
+    assert "login node" in (error.hint or "")
+    assert "site file" in (refused(tmp_path, scheduler, REFUSED).hint or "")
 
 
 @pytest.mark.parametrize(
@@ -73,3 +122,18 @@ def test_so_is_one_of_a_job_that_builds(
     assert isinstance(done.exception, EnvbuildError), done
     assert done.exception.message.startswith(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["file", "lab.toml"]
+
+
+def test_a_build_whose_scheduler_does_not_answer_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envbuild.make, "prepare", lambda *_, **__: None)
+    executable(tmp_path / "bin/sbatch", f"#!/bin/sh\necho '{NO_SERVER[0][1]}' >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    site = tmp_path / "lab.toml"
+    site.write_text(f'[scheduler]\nkind = "slurm"\n[paths]\nshared = "{tmp_path}/fsx"\n')
+    line = ["pt_minimal", "--target", "cpu-x86_64", "--job", "--submit", "--site", str(site)]
+    done = CliRunner().invoke(venv_command, line)
+    assert isinstance(done.exception, HostError), done
+    assert "site file" not in (done.exception.hint or "")
+    assert sorted(os.listdir(tmp_path)) == ["bin", "lab.toml"]
