@@ -120,28 +120,31 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
     from envbuild.jobs.artifact import open_artifact
+    from envbuild.jobs.here import KINDS, no_scheduler
     from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.plan_checks import doubts
     from envbuild.jobs.render import explained, render
+    from envbuild.recipe.targets import host_arch
     from envbuild.site.job_site import load_job_site
 
     check_out(out)
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
-    scheduler = scheduler_of(request, where)
-    opened = open_artifact(
-        named,
-        wanted_kinds(scheduler, where),
-        target,
-        shared=where.paths.shared,
-        unverified=unverified,
-    )
+    nobody = request.scheduler is None and where.scheduler.kind == "none"
+    kinds = KINDS if nobody else wanted_kinds(scheduler_of(request, where), where)
+    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
+    if nobody:
+        raise no_scheduler(request, opened, where)
     plan = plan_job(request, opened, where)
+    warnings = list(doubts(plan, host_arch()))
+    for one in warnings:
+        say(f"warning: {one}")
     if explain:
         _table(explained(plan))
     text = render(plan)
     path, number = _hand_over(plan, text, out, submit)
     if as_json:
-        print_json(_as_json(plan, text, path, number))
+        print_json({**_as_json(plan, text, path, number), "warnings": warnings})
     elif number is not None:
         click.echo(number)
     elif path is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Kind, Opened
 from envbuild.jobs.model import JobPlan, Runtime, Scheduler, Strategy
-from envbuild.jobs.plan_checks import check_rendezvous, check_strategy
+from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import LAUNCHERS, TIME_PATTERN, Launcher
@@ -89,7 +89,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     nodes, origins["nodes"] = _first(
         ("--nodes", request.nodes),
         ("strategy single", 1 if single else None),
-        ("[verify] nodes of the recipe", _setting(opened, "nodes")),
+        ("[verify] nodes of the recipe", setting(opened, "nodes")),
         ("default", 2),
     )
     nproc, origins["nproc_per_node"] = _ranks(request, opened, site)
@@ -124,7 +124,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     )
     if not work.startswith("/"):
         work = str((request.current / work).absolute())
-    command, run_files, origins["command"] = _command(request, opened, scheduler)
+    command, run_files, origins["command"] = command_of(request, opened, scheduler)
     time, origins["time"] = _first(
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
@@ -132,6 +132,7 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
         raise UsageError(f"{time!r} is no time limit", "HH:MM:SS or D-HH:MM:SS, such as 04:00:00")
     check_strategy(request, opened)
     check_rendezvous(request, opened, scheduler)
+    check_nodes(artifact, command[0] if request.script else "", scheduler, site)
     variables, library_path = variables_of(opened, site, runtime, nproc, cpus, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
@@ -173,7 +174,8 @@ def _from(given: object, else_: str, option: str) -> str:
     return else_ if given is None else option
 
 
-def _setting(opened: Opened, key: str) -> int | None:
+def setting(opened: Opened, key: str) -> int | None:
+    """A number of the recipe's [verify] table, None where it says nothing."""
     value = (opened.verify or {}).get(key)
     return int(value) if value else None
 
@@ -219,7 +221,7 @@ def _ranks(request: JobRequest, opened: Opened, site: JobSite) -> tuple[int, str
             )
         return site.node.gpus, site.origin("node", "gpus")
     return _first(
-        ("[verify] nproc_per_node of the recipe", _setting(opened, "nproc_per_node")),
+        ("[verify] nproc_per_node of the recipe", setting(opened, "nproc_per_node")),
         ("default", 2),
     )
 
@@ -254,7 +256,7 @@ def _launcher(
     return result
 
 
-def _command(
+def command_of(
     request: JobRequest, opened: Opened, scheduler: Scheduler
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str]:
     """What runs, its options that name files of the run, and who says so."""
@@ -270,7 +272,7 @@ def _command(
     if request.arguments:
         arguments, origin = request.arguments, "arguments"
     else:
-        arguments = (str(_setting(opened, "epochs") or _EPOCHS), "1")
+        arguments = (str(setting(opened, "epochs") or _EPOCHS), "1")
         origin = "the bundled trainer, [verify] epochs of the recipe"
     given = {one.partition("=")[0].replace("-", "_") for one in arguments}
     files = (("--checkpoint_path", "snapshot.pt"), ("--report", "report.json"))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Opened
-from envbuild.jobs.model import Scheduler
+from envbuild.jobs.model import JobArtifact, JobPlan, Scheduler
+from envbuild.site.job_site import JobSite
 
 if TYPE_CHECKING:
     from envbuild.jobs.plan import JobRequest
+
+# Where each node has a disk or memory of its own (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
+_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 def check_strategy(request: JobRequest, opened: Opened) -> None:
@@ -41,3 +48,69 @@ def check_rendezvous(request: JobRequest, opened: Opened, scheduler: Scheduler) 
             f"{opened.artifact.path} lacks python-etcd, which torch's etcd rendezvous imports",
             'add "python-etcd" to the recipe\'s requirements, or use the default, c10d',
         )
+
+
+def check_nodes(artifact: JobArtifact, script: str, scheduler: Scheduler, site: JobSite) -> None:
+    """Raises UsageError for an artifact of another architecture than the nodes', and for an artifact or a `script` (""
+    for none) where no node but this one looks."""
+    arch = site.node.arch
+    if arch is not None and artifact.arch != arch:
+        accelerator = artifact.target.partition("-")[0]
+        raise UsageError(
+            f"{artifact.path} is for {artifact.arch}, and the nodes of site {site.name} are {arch}",
+            f"build for them (--target {accelerator}-{arch}), or correct [node] arch of the site file",
+        )
+    if scheduler == "kubernetes" or not site.paths.shared:
+        return
+    for path in filter(None, (artifact.path, script)):
+        if own := _own_of_a_node(path, site):
+            raise UsageError(
+                f"nodes do not see {path}: each has its own {own}",
+                f"copy it to {site.paths.shared}, or build it there (--out); where nodes do see it, say so in "
+                "[paths] shared of the site file, and where runs go with --work",
+            )
+
+
+def doubts(plan: JobPlan, host: str) -> Iterator[str]:
+    """What may be wrong with the job and nobody can know here, a sentence each; `host` is this host's architecture."""
+    artifact, site = plan.artifact, plan.site
+    if plan.scheduler == "kubernetes":  # which chooses nodes of the artifact's architecture
+        return
+    if site.node.arch is None and artifact.arch != host:
+        yield (
+            f"{artifact.path} is for {artifact.arch}, this host is {host}, and site {site.name} does not say what its "
+            "nodes are: write [node] arch into the site file"
+        )
+    script = plan.command[0] if plan.command and plan.command[0].startswith("/") else ""
+    for path in filter(None, (artifact.path, script)):
+        if any(_below(path, one) for one in _seen(site)):
+            continue
+        if site.paths.shared:
+            yield f"{path} is outside of {site.paths.shared} ([paths] shared): the job fails where nodes do not see it"
+        elif own := _own_of_a_node(path, site):
+            yield (
+                f"nodes may not see {path}: as a rule each node has its own {own}; say in [paths] shared of the site "
+                "file what they all see"
+            )
+
+
+def _seen(site: JobSite) -> list[str]:
+    """The folders that nodes see, as far as the site says."""
+    hosts = (mount.partition(":")[0] for mount in site.container.mounts)
+    return [one for one in (site.paths.shared, site.paths.cache, *hosts) if one]
+
+
+def _own_of_a_node(path: str, site: JobSite) -> str:
+    """The folder around `path` that each node has for itself, "" for none: not one in which the site shares files."""
+    seen = _seen(site)
+    if any(_below(path, one) for one in seen):
+        return ""
+    own = (one for one in (*_OWN, site.paths.scratch) if one)
+    return next((o for o in own if _below(path, o) and not any(_below(s, o) for s in seen)), "")
+
+
+def _below(path: str, folder: str) -> bool:
+    """Whether `path` is in `folder`, as written or as links lead."""
+    return Path(path).is_relative_to(folder) or Path(os.path.realpath(path)).is_relative_to(
+        os.path.realpath(folder)
+    )

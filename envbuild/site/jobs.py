@@ -221,6 +221,13 @@ class NodeTable:
             "minimum": 0,
         },
     )
+    arch: Literal["x86_64", "aarch64"] | None = field(
+        default=None,
+        metadata={
+            "doc": "Processors. An artifact for others is refused.",
+            "example": "aarch64",
+        },
+    )
     memory: str = field(
         default="",
         metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"},

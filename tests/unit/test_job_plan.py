@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.cli.job import job_command
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import Opened, open_artifact
+from envbuild.jobs.here import no_scheduler
 from envbuild.jobs.model import JobArtifact
 from envbuild.jobs.pbs import render_pbs
 from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan_checks import doubts
 from envbuild.jobs.render import explained
 from envbuild.jobs.slurm import render_slurm
 from envbuild.site.job_site import JobSite, load_job_site
@@ -121,8 +125,10 @@ def test_pyxis_is_slurms_alone(tmp_path: Path) -> None:
 
 def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Path) -> None:
     site = _site(
-        tmp_path, SLURM + '[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n[paths]\nshared = "/fsx/x"\n'
-    )  # fmt: skip
+        tmp_path,
+        SLURM + '[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n'
+        f'[paths]\nshared = "/fsx/x"\ncache = "{tmp_path}"\n',
+    )
     (tmp_path / "train.py").write_text("")
     request = JobRequest(script="train.py", arguments=("--lr", "0.1"), current=tmp_path)
     plan = plan_job(request, _opened("enroot"), site)
@@ -181,6 +187,109 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(
     with pytest.raises(UsageError) as caught:
         plan_job(replace(request_, current=tmp_path), opened, _site(tmp_path, site))
     assert words in f"{caught.value.message} {caught.value.hint}"
+
+
+FSX = (
+    SLURM
+    + '[paths]\nshared = "/fsx/{user}"\nscratch = "/local"\n[container]\nmounts = ["/data:/d"]\n'
+)
+
+
+def _at(path: str, target: str = "cpu-x86_64") -> Opened:
+    opened = _opened("enroot", target)
+    return replace(opened, artifact=replace(opened.artifact, path=path))
+
+
+@pytest.mark.parametrize("path", ["/tmp/x.sqsh", "/var/tmp/x.sqsh", "/local/x.sqsh", "/dev/shm/x"])
+def test_an_artifact_on_a_disk_that_each_node_has_for_itself_is_refused(
+    tmp_path: Path, path: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, FSX))
+    assert f"nodes do not see {path}" in caught.value.message
+    assert "/fsx/ada" in (caught.value.hint or "") and "[paths] shared" in (caught.value.hint or "")
+
+
+def test_so_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    site = _site(tmp_path, FSX)
+    with pytest.raises(UsageError, match=f"nodes do not see {tmp_path}/train.py"):
+        plan_job(JobRequest(script="train.py", current=tmp_path), _at("/fsx/ada/x.sqsh"), site)
+
+
+@pytest.mark.parametrize(
+    ("site", "path", "doubt"),
+    [
+        (FSX, "/fsx/ada/x.sqsh", None),
+        (FSX, "/data/x.sqsh", None),
+        (FSX, "/home/ada/x.sqsh", "is outside of /fsx/ada"),
+        (FSX, "/fsx/adam/x.sqsh", "is outside of /fsx/ada"),
+        (SLURM, "/home/ada/x.sqsh", None),
+        (SLURM, "/tmp/x.sqsh", "each node has its own /tmp"),
+        # Where the site's shared folder is there itself, /tmp is not a node's own.
+        (SLURM + '[paths]\nshared = "/tmp/lab"\n', "/tmp/x.sqsh", "is outside of /tmp/lab"),
+    ],
+)
+def test_a_path_that_nodes_may_not_see_is_said_aloud(
+    tmp_path: Path, site: str, path: str, doubt: str | None
+) -> None:
+    plan = plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, site))
+    found = list(doubts(plan, "x86_64"))
+    assert len(found) == (doubt is not None)
+    assert all(path in one and str(doubt) in one for one in found)
+
+
+def test_an_artifact_for_other_processors_than_the_nodes_is_refused(tmp_path: Path) -> None:
+    site = _site(tmp_path, SLURM + '[node]\narch = "aarch64"\n')
+    with pytest.raises(UsageError) as caught:
+        plan_job(JobRequest(current=tmp_path), _opened(), site)
+    assert caught.value.message == "/e/venv is for x86_64, and the nodes of site lab are aarch64"
+    assert "--target cpu-aarch64" in (caught.value.hint or "")
+    assert "[node] arch" in (caught.value.hint or "")
+    plan = plan_job(JobRequest(current=tmp_path), _opened(target="cpu-aarch64"), site)
+    assert list(doubts(plan, "x86_64")) == []
+
+
+def test_where_nobody_says_what_nodes_are_another_architecture_is_a_doubt(tmp_path: Path) -> None:
+    request, site = JobRequest(current=tmp_path), _site(tmp_path, SLURM)
+    (doubt,) = doubts(plan_job(request, _opened(target="cpu-aarch64"), site), "x86_64")
+    assert "/e/venv is for aarch64" in doubt and "[node] arch" in doubt
+    assert list(doubts(plan_job(request, _opened(), site), "x86_64")) == []
+
+
+HERE = {
+    "venv": "/e/venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 3 -m ddp_train 7 1",
+    "conda": "/opt/env/bin/python -m torch.distributed.run --standalone --nproc-per-node 3 -m ddp_train 7 1",
+    "enroot": "envbuild exec --bind {} /e/x.sqsh -- /opt/env/bin/python -m torch.distributed.run --standalone "
+    "--nproc-per-node 3 -m ddp_train 7 1",
+}
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_without_a_scheduler_the_command_for_this_host_is_said(tmp_path: Path, kind: str) -> None:
+    site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
+    error = no_scheduler(JobRequest(current=tmp_path), _opened(kind), site)
+    assert error.message.startswith("site local names no scheduler")
+    assert f"`{HERE[kind].format(tmp_path)}`" in (error.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("request_", "target", "words"),
+    [
+        (JobRequest(script="a b.py", arguments=("$x",)), "cpu-x86_64", "--nproc-per-node 3 '{}/a b.py' '$$x'"),
+        (JobRequest(arguments=("5", "1"), nproc_per_node=1), "cpu-x86_64", "--nproc-per-node 1 -m ddp_train 5 1"),
+        (JobRequest(), "cu126-x86_64", "--nproc-per-node gpu -m ddp_train"),
+        (JobRequest(strategy="single"), "cpu-x86_64", "`/e/venv/bin/python -m ddp_train 7 1`"),
+        (JobRequest(strategy="horovod"), "cpu-x86_64", "`mpirun -np 3 /e/venv/bin/python -m ddp_train 7 1 --strat"),
+    ],
+)  # fmt: skip
+def test_the_command_for_this_host_is_what_the_job_would_run(
+    tmp_path: Path, request_: JobRequest, target: str, words: str
+) -> None:
+    (tmp_path / "a b.py").write_text("")
+    site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
+    error = no_scheduler(replace(request_, current=tmp_path), _opened(target=target), site)
+    assert words.format(tmp_path) in (error.hint or "")
 
 
 def test_a_horovod_job_is_started_by_mpirun_and_says_so_to_the_trainer(tmp_path: Path) -> None:
@@ -356,3 +465,19 @@ def test_an_image_is_named_by_its_digest_and_vouched_for_by_its_builds_receipt(
         open_artifact("pt_cpu", ("docker",), None)
     with pytest.raises(UsageError, match="does not exist"):
         open_artifact("./nowhere", ("docker",), None)
+
+
+def test_job_says_its_doubts_and_how_to_train_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = _built(tmp_path / "venv", True)
+    (tmp_path / "lab.toml").write_text(SLURM + f'[paths]\nshared = "{tmp_path}/runs"\n')
+    done = CliRunner().invoke(job_command, [str(folder), "--site", "./lab.toml", "--json"])
+    assert done.exit_code == 0, done.output
+    (doubt,) = json.loads(done.stdout)["warnings"]
+    assert f"{folder} is outside of {tmp_path}/runs" in doubt
+    assert f"warning: {doubt}" in done.stderr
+    done = CliRunner().invoke(job_command, [str(folder), "--site", "local"])
+    assert isinstance(done.exception, UsageError)
+    assert f"`{folder}/bin/python -m torch.distributed.run" in (done.exception.hint or "")

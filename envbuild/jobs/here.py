@@ -1,0 +1,40 @@
+"""Training on this host, for a site without a scheduler: the command, which the caller may run."""
+
+from __future__ import annotations
+
+import shlex
+
+from envbuild.errors import UsageError
+from envbuild.jobs.artifact import Kind, Opened
+from envbuild.jobs.plan import JobRequest, command_of, setting
+from envbuild.site.job_site import JobSite
+
+# What runs on a host without a daemon, best first.
+KINDS: tuple[Kind, ...] = ("venv", "conda", "enroot", "apptainer")
+
+
+def no_scheduler(request: JobRequest, opened: Opened, site: JobSite) -> UsageError:
+    """The error of a job for a site that names no scheduler, with the command that trains here."""
+    hint = "name a cluster's site (--site SITE, `envbuild site list`) or --scheduler slurm|pbs|kubernetes"
+    if opened.artifact.kind != "docker":
+        hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
+    return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
+
+
+def _command(request: JobRequest, opened: Opened) -> str:
+    """One node of the job, by torchrun (or what the strategy starts) in the artifact."""
+    artifact = opened.artifact
+    command, _, _ = command_of(request, opened, "slurm")
+    ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)
+    start = [artifact.python]
+    if request.strategy == "ddp":
+        ranks = "gpu" if artifact.cuda and request.nproc_per_node is None else ranks
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        # torchrun takes the script and its arguments for templates of string.Template.
+        command = tuple(word.replace("$", "$$") for word in command)
+    if request.strategy == "horovod":
+        start = ["mpirun", "-np", ranks, *start]
+    if artifact.kind in ("enroot", "apptainer"):
+        see = ["--bind", str(request.current.absolute())]
+        start = [request.envbuild, "exec", *see, artifact.path, "--", *start]
+    return shlex.join([*start, *command])
