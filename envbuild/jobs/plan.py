@@ -52,7 +52,8 @@ def scheduler_of(request: JobRequest, site: JobSite) -> Scheduler:
     if site.scheduler.kind == "none":
         raise UsageError(
             f"site {site.name} names no scheduler",
-            "say --site SITE or --scheduler slurm|pbs|kubernetes, or write [scheduler] kind with `envbuild site init`",
+            "name a cluster's site with --site, or write [scheduler] kind with `envbuild site init`; to build on this "
+            "host, leave out --job",
         )
     return site.scheduler.kind
 

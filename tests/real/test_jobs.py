@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from lab import lmod, slurm
 from lab.apptainer import Apptainer
 from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
+
+from .conftest import Command
 
 PORTS = 20000
 
@@ -155,3 +158,19 @@ def test_what_did_not_pass_its_verification_is_refused(
     refused = jobs.render(copy, code=5)
     assert "receipt" in refused
     assert "NOT VERIFIED" in jobs.render(copy, "--unverified")
+
+
+@pytest.mark.parametrize("kind", ["venv", "enroot"])
+def test_without_a_scheduler_the_command_that_is_said_trains_here(
+    kind: str, envbuild: Command, pt_cpu: dict[str, Any], squash: dict[str, Any]
+) -> None:
+    path = pt_cpu["path"] if kind == "venv" else squash[kind]["path"]
+    told = envbuild("job", path, "--site", "local", "--nproc-per-node", "1", "1", "1")
+    assert told.returncode == 2
+    (command,) = re.findall(r"to train on this host: `(.+?)`;", told.stderr)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=envbuild.folder, env=envbuild.variables({}),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (envbuild.folder / "snapshot.pt").exists()

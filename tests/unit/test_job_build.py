@@ -127,6 +127,13 @@ def test_kubernetes_builds_nothing() -> None:
         _render(site, VENV)
 
 
+def test_without_a_scheduler_it_is_built_here() -> None:
+    site = replace(SITE, scheduler=SchedulerTable(kind="none"))
+    with pytest.raises(UsageError, match="names no scheduler") as caught:
+        _render(site, VENV)
+    assert "leave out --job" in (caught.value.hint or "")
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A site whose sbatch, first on PATH, leaves a file `submitted`; the current folder is an empty one."""
