@@ -110,14 +110,12 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             continue
         # What was asked for is enough, however little; a file system has whole pages.
         if facts.shm < (wanted.shm - _PAGE if wanted.shm else _LITTLE):
-            status, what = WARN, f"/dev/shm has {_bytes(facts.shm)}"
+            what = f"/dev/shm has {_bytes(facts.shm)}"
             if wanted.shm:
-                status, what = (
-                    FAIL,
-                    "/dev/shm has {}, wanted {}".format(*_told_apart(facts.shm, wanted.shm)),
-                )
+                has, asked = _told_apart(facts.shm, wanted.shm)
+                what = f"/dev/shm has {has}, wanted {asked}"
             remedy = "NCCL and data loaders work in it: docker --shm-size, [kubernetes] shm"
-            yield Finding(status, "shm", at, what, remedy)
+            yield Finding(FAIL if wanted.shm else WARN, "shm", at, what, remedy)
         if 0 <= facts.run_free < max(wanted.free, _LITTLE):
             what = f"the run's folder has {_bytes(facts.run_free)} free"
             yield Finding(

@@ -95,18 +95,21 @@ def doubts(plan: JobPlan, host: str) -> Iterator[str]:
 
 
 def _seen(site: JobSite) -> list[str]:
-    """The folders that nodes see, as far as the site says."""
+    """The folders that all nodes see, as far as the site says: a mount of /tmp is each node's own."""
     hosts = (mount.partition(":")[0] for mount in site.container.mounts)
-    return [one for one in (site.paths.shared, site.paths.cache, *hosts) if one]
+    more = [one for one in (site.paths.cache, *hosts) if one and not _around(one, site)]
+    return [one for one in (site.paths.shared, *more) if one]
 
 
 def _own_of_a_node(path: str, site: JobSite) -> str:
     """The folder around `path` that each node has for itself, "" for none: not one in which the site shares files."""
-    seen = _seen(site)
-    if any(_below(path, one) for one in seen):
-        return ""
-    own = (one for one in (*_OWN, site.paths.scratch) if one)
-    return next((o for o in own if _below(path, o) and not any(_below(s, o) for s in seen)), "")
+    own = _around(path, site)
+    shares = own and site.paths.shared and _below(site.paths.shared, own)
+    return "" if shares or any(_below(path, one) for one in _seen(site)) else own
+
+
+def _around(path: str, site: JobSite) -> str:
+    return next((one for one in (*_OWN, site.paths.scratch) if one and _below(path, one)), "")
 
 
 def _below(path: str, folder: str) -> bool:

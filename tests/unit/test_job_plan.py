@@ -127,10 +127,12 @@ def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Pa
     site = _site(
         tmp_path,
         SLURM + '[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n'
-        f'[paths]\nshared = "/fsx/x"\ncache = "{tmp_path}"\n',
+        f'[paths]\nshared = "{tmp_path}"\n',
     )
     (tmp_path / "train.py").write_text("")
-    request = JobRequest(script="train.py", arguments=("--lr", "0.1"), current=tmp_path)
+    request = JobRequest(
+        script="train.py", arguments=("--lr", "0.1"), work="/fsx/x", current=tmp_path
+    )
     plan = plan_job(request, _opened("enroot"), site)
     assert plan.mounts == (("/fsx", "/fsx"), ("/data", "/d"), (str(tmp_path), str(tmp_path)))
     assert plan.command == (str(tmp_path / "train.py"), "--lr", "0.1")
@@ -207,6 +209,9 @@ def test_an_artifact_on_a_disk_that_each_node_has_for_itself_is_refused(
     with pytest.raises(UsageError) as caught:
         plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, FSX))
     assert f"nodes do not see {path}" in caught.value.message
+    mounted = _site(tmp_path, FSX.replace("/data:/d", "/tmp"))  # which each node's containers see
+    with pytest.raises(UsageError, match="nodes do not see"):
+        plan_job(JobRequest(current=tmp_path), _at(path), mounted)
     assert "/fsx/ada" in (caught.value.hint or "") and "[paths] shared" in (caught.value.hint or "")
 
 
