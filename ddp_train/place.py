@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .errors import BAD_INPUT, TrainError
 
 _PR_SET_PDEATHSIG = 1
+_TOGETHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,33 @@ class Place:
     distributed: bool
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(environ: Mapping[str, str], name: str, default: int = -1) -> int:
     text = environ.get(name)
-    if text is None and default is not None:
+    if text is None and default >= 0:
         return default
     try:
         value = int(text or "")
     except ValueError:
         value = -1
     if value < 0:
-        shown = "is not set" if text is None else f"is {text!r}, not a number of 0 or more"
         raise TrainError(
-            f"environment variable {name} {shown}: start the job with torchrun", BAD_INPUT
+            f"environment variable {name} is {text!r}, not a number of 0 or more: start the job with"
+            " torchrun",
+            BAD_INPUT,
         )
     return value
+
+
+def _check_all_are_set(environ: Mapping[str, str]) -> None:
+    absent = [name for name in _TOGETHER if name not in environ]
+    if absent:
+        given = [name for name in _TOGETHER if name in environ]
+        raise TrainError(
+            f"environment variables are half set: {' and '.join(given)} without {' and '.join(absent)};"
+            " pyxis sets RANK and LOCAL_RANK where the image has PYTORCH_VERSION. Start the job with"
+            f" torchrun, or train with one process: unset {' '.join(given)}",
+            BAD_INPUT,
+        )
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
@@ -49,6 +63,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
     host = socket.gethostname()
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Place(0, 0, 0, 1, 1, 0, host, distributed=False)
+    _check_all_are_set(environ)
     rank = _number(environ, "RANK")
     world_size = _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)

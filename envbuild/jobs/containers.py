@@ -4,11 +4,12 @@ Settings, addresses and the command come by files in the run's folder, which is 
 win over them, and no runtime has to carry them.
 
 Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md; apptainer-exec(1).
-Written from them; pyxis and enroot were never run with the real ones.
+What was run with the real ones: docs/jobs.md.
 """
 
 from __future__ import annotations
 
+from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, indented, inside, mount, path_word, word, words
 
@@ -36,6 +37,23 @@ done
 exit "$code"
 """
 
+# tidy-RESTARTS.sh. Slurm kills an epilog of srun's --task-epilog after five seconds, which is enough for one image.
+TIDY = r"""#!/bin/sh
+# Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
+# Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.
+[ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
+trap '' TERM
+if ! command -v enroot >/dev/null; then
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove this job's containers: there is no enroot; add it to PATH" >&2
+    exit 0
+fi
+enroot list | while read -r name; do
+    case $name in # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job
+    pyxis_*envbuild-"$SLURM_JOB_ID"-*) enroot remove --force "$name" </dev/null ;;
+    esac
+done
+"""
+
 
 def work_key(plan: JobPlan) -> str:
     """Who says the working folder, for errors."""
@@ -50,22 +68,38 @@ def program_inside(plan: JobPlan) -> str:
 
 
 def pyxis_options(plan: JobPlan) -> list[str]:
-    """srun's options for a container by pyxis, as words.
+    """srun's options for a container by pyxis, as words for the batch script.
 
-    --container-env: of these an image could have its own, and by default an image's win.
+    --container-env: of these an image could have its own, and by default an image's win. --container-name: the
+    preflight's container is the training's, too; no other job has the name, nor a run before a requeue.
+    Raises UsageError for a mount that would reach a shell.
     """
     mounts = []
     for host, container in plan.mounts:
         source, place, options = mount(host, container)
+        if set("$`") & set(source + place):
+            raise UsageError(
+                f"pyxis cannot mount {host!r} ({_mount_key(plan, host)}): it gives mounts to a shell, "
+                "which expands $ and `",
+                "rename the folder, or choose another",
+            )
         mounts.append(":".join([source, place, *(["+".join(options)] if options else [])]))
     return [
         # pyxis takes a name without a slash for one in a registry.
         word(f"--container-image={plan.artifact.path}", "the image's path"),
+        '--container-name="envbuild-$job-$restarts"',
         word(f"--container-mounts={','.join(mounts)}"),
         "--container-env=SLURM_NODEID,SLURMD_NODENAME,CUDA_VISIBLE_DEVICES",
         "--no-container-mount-home",
         "--no-container-entrypoint",
     ]
+
+
+def _mount_key(plan: JobPlan, host: str) -> str:
+    """Who says that `host` is mounted, for errors."""
+    if any(one.partition(":")[0] == host for one in plan.site.container.mounts):
+        return plan.site.origin("container", "mounts")
+    return work_key(plan) if host == plan.work else "the folder of --script"
 
 
 def start_container(plan: JobPlan) -> str:

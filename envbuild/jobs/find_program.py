@@ -137,6 +137,10 @@ echo "$name $address $interface $port" >"$row.new"
 mv "$row.new" "$row"
 """
 
+# A run before a requeue left its container.
+_TIDY = r"""sh "$ENVBUILD_RUN/tidy-$restarts.sh" now
+"""
+
 
 def find_program(plan: JobPlan) -> str:
     """The text of find-RESTARTS.sh. `sh find-0.sh nodes NUMBER TARGET FIRST_PORT` leaves the row of a node beside
@@ -147,4 +151,4 @@ def find_program(plan: JobPlan) -> str:
     known = f"nodes={plan.nodes}\nwanted_interface={word(wanted, '[fabric] interface')}\n\n"
     what = "Where node NUMBER is (STEP nodes), or its address and interface, printed (STEP head)."
     begin = beginning(plan, "find-RESTARTS.sh", "TARGET FIRST_PORT", what)
-    return begin + known + _ADDRESSES + _STEP
+    return begin + known + _ADDRESSES + _STEP + (_TIDY if plan.runtime == "pyxis" else "")

@@ -26,7 +26,7 @@ _RESUME = r"""    if [ "$2" = training ]; then options+=(--auto-resume=1); fi
 """
 
 _PYXIS = r"""    if [ "$1" = node ]; then
-        exec srun "${options[@]}" "${container[@]}" \
+        exec srun "${options[@]}" "${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh" \
             /bin/sh @PROGRAM@ "$2" - inside </dev/null
     fi
 """

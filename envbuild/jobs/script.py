@@ -10,7 +10,7 @@ import re
 
 import envbuild
 from envbuild.errors import UsageError
-from envbuild.jobs.containers import work_key
+from envbuild.jobs.containers import TIDY, work_key
 from envbuild.jobs.find_program import find_program
 from envbuild.jobs.launchers import everywhere
 from envbuild.jobs.model import JobPlan
@@ -81,6 +81,10 @@ while :; do
 done
 @ENDED@[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"
 """
+
+_TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
+# However this script ends. Of a job that was cancelled, the epilogs of its steps do it.
+trap '(everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
 
 _END = 'kill -TERM "$launched"'
 # Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr.
@@ -164,17 +168,20 @@ def known(plan: JobPlan, template: str) -> str:
 
 def programs(plan: JobPlan) -> str:
     """The files for the nodes, and the settings read here too, for what launchers and runtimes ask for."""
+    pyxis = plan.runtime == "pyxis"
     return "\n\n".join(
         [
             "# What every node reads and runs, in the folder of this run.",
             heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan), "SETTINGS"),
             heredoc('cat >"$ENVBUILD_RUN/find-$restarts.sh"', find_program(plan), "FIND"),
             heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan), "NODE"),
+            *([heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY")] if pyxis else []),
             "# shellcheck disable=SC1090,SC1091\n"
             '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
             "# From the host where the job was submitted; it need not be here.\n"
             "unset XDG_RUNTIME_DIR",
             everywhere(plan),
+            *([_TIDY] if pyxis else []),
         ]
     )
 

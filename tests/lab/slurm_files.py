@@ -66,9 +66,16 @@ Host *
 
 
 def write_files(
-    folder: Path, addresses: Mapping[str, str], *, cpus: int, pbs: bool, path: str, share: Sequence[Path]
-) -> None:  # fmt: skip
-    """Write all that the hosts of a cluster with nodes of `addresses` read."""
+    folder: Path,
+    addresses: Mapping[str, str],
+    *,
+    cpus: int,
+    pbs: bool,
+    path: str,
+    share: Sequence[Path],
+    plugins: str = "",
+) -> None:
+    """Write all that the hosts of a cluster with nodes of `addresses` read; `plugins` are lines of plugstack.conf."""
     shutil.rmtree(folder / "state", ignore_errors=True)  # another cluster's jobs
     for name in ("hosts", "log", "modules", "shared", "slurm", "ssh", "state"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -82,7 +89,7 @@ def write_files(
         for name, address in addresses.items()
     )
     configuration = _SLURM.format(control=CONTROL, nodes=nodes)
-    (folder / "slurm/plugstack.conf").write_text(f"optional {PLUGIN}\n" if pbs else "")
+    (folder / "slurm/plugstack.conf").write_text(plugins + (f"optional {PLUGIN}\n" if pbs else ""))
     if pbs:
         configuration += write_pbs(folder / "slurm")
     (folder / "slurm/slurm.conf").write_text(configuration)

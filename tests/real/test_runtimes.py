@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from lab import apptainer
+from lab.small_image import PATH, write_tree
 
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError
@@ -27,9 +28,6 @@ from envbuild.verify.runtimes import runtime_for
 
 from .conftest import REPOSITORY
 
-PROGRAMS = ("/bin/sh", "/bin/cat", "/bin/sleep", "/bin/ls", "/bin/grep", "/usr/bin/env")
-LEFT_OUT = ("test", "idlelib", "ensurepip", "lib2to3", "distutils", "__pycache__", "dist-packages")
-PATH = "/opt/env/bin:/usr/bin:/bin"
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i", "PATH=/usr/bin:/bin"]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
@@ -51,22 +49,9 @@ def place() -> Iterator[Path]:
 def tree(place: Path) -> Path:
     """A shell, some tools and a Python, with the variables of an image as enroot and Apptainer have them."""
     root = place / "tree"
-    python = Path(os.path.realpath("/usr/bin/python3"))
-    for program in (*PROGRAMS, str(python)):
-        said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        found = [word for word in said.split() if word.startswith("/")]
-        for path in (program, *found):
-            here = root / path.lstrip("/")
-            here.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, here)
-    library = f"usr/lib/{python.name}"
-    shutil.copytree(f"/{library}", root / library, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    (root / "opt/env/bin").mkdir(parents=True)
-    (root / "opt/env/bin/python").symlink_to(f"/{python.relative_to('/')}")
-    (root / f"opt/env/lib/{python.name}/site-packages").mkdir(parents=True)
+    write_tree(root)
     scripts = root / ".singularity.d/env"
     scripts.mkdir(parents=True)
-    (root / "etc").mkdir()
     (root / "etc/environment").write_text(f"PATH={PATH}\nOF_IMAGE=of image\n")
     (scripts / "10-docker2singularity.sh").write_text(
         f'#!/bin/sh\nexport PATH="{PATH}"\nexport OF_IMAGE="${{OF_IMAGE:-"of image"}}"\n'

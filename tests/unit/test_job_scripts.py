@@ -98,7 +98,8 @@ def test_shellcheck_finds_nothing_in_the_programs_for_nodes(tmp_path: Path) -> N
     programs = {
         render(plan).split(f"<<'{end}'\n")[1].split(f"\n{end}\n")[0]
         for plan in PLANS.values()
-        for end in ("FIND", "NODE")
+        for end in ("FIND", "NODE", "TIDY")
+        if f"<<'{end}'" in render(plan)
     }
     for number, program in enumerate(sorted(programs)):
         (tmp_path / f"{number}.sh").write_text(f"{program}\n")

@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.job_plans import AWS, EFA_SQSH, MODULES, PLAN, SITE, SQSH, Stage, executable, recorder
+from unit.job_plans import (
+    AWS,
+    EFA_SQSH,
+    MODULES,
+    MOUNTS,
+    PLAN,
+    SITE,
+    SQSH,
+    Stage,
+    executable,
+    recorder,
+)
 
 from envbuild.errors import UsageError
+from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
-from envbuild.site.jobs import ModulesTable
+from envbuild.site.jobs import ContainerTable, ModulesTable
 from envbuild.site.settings import FabricTable
 
 
@@ -198,13 +210,91 @@ def test_pyxis_gets_image_mounts_and_variables_only_for_the_training(stage: Stag
     mounts = ((str(stage.folder), str(stage.folder)), ("/data", "/data:ro,nosuid"))
     plan = _plan(stage, replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts))
     _, recorded = _run(stage, plan)
-    first, training = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
-    assert not [one for one in first if one.startswith("--container")]
+    first, training, last = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
+    assert not [one for one in (*first, *last) if one.startswith("--container")]
     assert f"--container-image={SQSH.path}" in training
     both = f"{stage.folder}:{stage.folder}"
     assert f"--container-mounts={both},/data:/data:ro+nosuid" in training
     assert any(one.startswith("--container-env=SLURM_NODEID") for one in training)
     assert len(_started(recorded)) == 2
+
+
+def _calls(recorded: list[Any], tool: str) -> list[list[str]]:
+    return [arguments for name, arguments, *_ in recorded if name == tool]
+
+
+# Says what `enroot list` would, and records what is to be removed.
+_ENROOT = """\
+#!{python}
+import json, os, sys
+with open(os.environ["RECORDED"], "a") as stream:
+    print(json.dumps(["enroot", sys.argv[1:]]), file=stream)
+if sys.argv[1] == "list":
+    print("pyxis_envbuild-77-0", "pyxis_77_envbuild-77-1", "pyxis_77.0", "pyxis_envbuild-7-0", "mine", sep="\\n")
+"""
+_OWN = [
+    ["remove", "--force", "pyxis_envbuild-77-0"],
+    ["remove", "--force", "pyxis_77_envbuild-77-1"],
+]
+
+
+def test_pyxis_unpacks_an_image_once_for_each_start_of_a_job_and_leaves_nothing(
+    stage: Stage,
+) -> None:
+    executable(stage.bin / "enroot", _ENROOT)
+    mounts = ((str(stage.folder), str(stage.folder)),)
+    plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts, preflight=True)
+    _, recorded = _run(stage, _plan(stage, plan), {"SLURM_RESTART_COUNT": "2"})
+    first, preflight, training, last = _calls(recorded, "srun")
+    named = [one for one in (*preflight, *training) if one.startswith("--container-name")]
+    assert named == ["--container-name=envbuild-77-2"] * 2
+    # In the first step, for a run before a requeue, and in the last one.
+    removed = [["list"], *_OWN] * stage.nodes
+    assert _calls(recorded, "enroot") == removed * 2
+    order = [name for name, *_ in recorded if name in ("srun", "python", "enroot")]
+    assert order.index("enroot") < order.index("python")
+    epilog = f"--task-epilog={stage.folder}/pt_cpu_77/tidy-2.sh"
+    assert epilog in preflight and epilog in training and epilog not in (*first, *last)
+
+
+@pytest.mark.parametrize(("state", "removed"), [("RUNNING", []), ("COMPLETING", _OWN)])
+def test_the_epilog_of_a_step_removes_containers_of_a_job_that_was_ended(
+    stage: Stage, state: str, removed: list[list[str]]
+) -> None:
+    executable(stage.bin / "enroot", _ENROOT)
+    executable(stage.bin / "squeue", f"#!/bin/sh\necho {state}\n")
+    done, recorded = stage.run(TIDY, shell="sh")
+    assert done.returncode == 0, done.stderr
+    assert [one for one in _calls(recorded, "enroot") if one != ["list"]] == removed
+
+
+@pytest.mark.parametrize("name", ["/data/$USER", "/data/`id`"])
+def test_a_mount_that_pyxis_would_give_to_a_shell_is_refused_with_who_says_it(name: str) -> None:
+    said = {"[container] mounts": Path("lab.toml")}
+    site = replace(SITE, container=ContainerTable(mounts=(name,)), said=said)
+    plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=(*MOUNTS, (name, name)), site=site)
+    with pytest.raises(UsageError) as error:
+        render(plan)
+    assert error.value.message.startswith(
+        f"pyxis cannot mount '{name}' ([container] mounts of lab.toml)"
+    )
+    plan = replace(plan, site=SITE, work=name, origins={"work": "--work"}, mounts=((name, name),))
+    with pytest.raises(UsageError, match="--work"):
+        render(plan)
+
+
+def test_a_process_of_its_own_does_not_see_ranks_that_pyxis_sets(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    plan = _plan(stage, replace(PLAN, strategy="single", nodes=1, nproc_per_node=1))
+    half = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "n0",
+        "MASTER_PORT": "1",
+    }
+    _, recorded = _run(stage, plan, half)
+    assert [set(half) & set(variables) for _, variables in _started(recorded)] == [set()]
 
 
 def test_hyperpod_resumes_the_training_and_a_replaced_node_tells_its_own_address(

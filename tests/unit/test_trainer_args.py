@@ -101,7 +101,10 @@ def test_place_without_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"WORLD_SIZE": None}, "WORLD_SIZE"),
+        (
+            {"WORLD_SIZE": None},
+            "RANK and LOCAL_RANK without WORLD_SIZE; pyxis .* unset RANK LOCAL_RANK",
+        ),
         ({"RANK": "one"}, "RANK"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK"),
         ({"RANK": "4"}, "RANK 4 of WORLD_SIZE 4"),

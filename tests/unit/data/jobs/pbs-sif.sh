@@ -235,6 +235,8 @@ pick() {
 
 # From the host where the job was submitted, or of another environment than the verified one.
 unset XDG_RUNTIME_DIR PYTHONHOME PYTHONPATH
+# pyxis and enroot's hook set these where the image has PYTORCH_VERSION: no rank has been started yet.
+unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
 # What every process is told; it asks nobody again.
 export ENVBUILD_NODE="$number" ENVBUILD_NODES=2 ENVBUILD_HOSTS ENVBUILD_ADDRESSES ENVBUILD_ADDRESS
 export ENVBUILD_INTERFACE ENVBUILD_PORT ENVBUILD_RUN ENVBUILD_RUN_ID

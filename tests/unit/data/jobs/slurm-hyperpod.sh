@@ -189,6 +189,7 @@ port=0
 row=$ENVBUILD_RUN/at-$restarts.$number
 echo "$name $address $interface $port" >"$row.new"
 mv "$row.new" "$row"
+sh "$ENVBUILD_RUN/tidy-$restarts.sh" now
 FIND
 
 cat >"$ENVBUILD_RUN/node-$restarts.sh" <<'NODE'
@@ -233,6 +234,8 @@ fi
 
 # From the host where the job was submitted, or of another environment than the verified one.
 unset XDG_RUNTIME_DIR PYTHONHOME PYTHONPATH
+# pyxis and enroot's hook set these where the image has PYTORCH_VERSION: no rank has been started yet.
+unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
 # What every process is told; it asks nobody again.
 export ENVBUILD_NODE="$number" ENVBUILD_NODES=2 ENVBUILD_HOSTS ENVBUILD_ADDRESSES ENVBUILD_ADDRESS
 export ENVBUILD_INTERFACE ENVBUILD_PORT ENVBUILD_RUN ENVBUILD_RUN_ID
@@ -260,6 +263,23 @@ esac
 exec /opt/env/bin/python "$@"
 NODE
 
+cat >"$ENVBUILD_RUN/tidy-$restarts.sh" <<'TIDY'
+#!/bin/sh
+# Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
+# Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.
+[ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
+trap '' TERM
+if ! command -v enroot >/dev/null; then
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of earlier steps: there is no enroot on PATH" >&2
+    exit 0
+fi
+enroot list | while read -r name; do
+    case $name in # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job
+    pyxis_*envbuild-"$SLURM_JOB_ID"-*) enroot remove --force "$name" </dev/null ;;
+    esac
+done
+TIDY
+
 # shellcheck disable=SC1090,SC1091
 . "$ENVBUILD_RUN/settings-$restarts.sh"
 # From the host where the job was submitted; it need not be here.
@@ -268,6 +288,7 @@ unset XDG_RUNTIME_DIR
 # shellcheck disable=SC2054 # the commas are for pyxis
 container=(
     --container-image=/fsx/pt.sqsh
+    --container-name="envbuild-$job-$restarts"
     --container-mounts=/fsx:/fsx
     --container-env=SLURM_NODEID,SLURMD_NODENAME,CUDA_VISIBLE_DEVICES
     --no-container-mount-home
@@ -282,11 +303,15 @@ everywhere() {
     options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
     if [ "$2" = training ]; then options+=(--auto-resume=1); fi
     if [ "$1" = node ]; then
-        exec srun "${options[@]}" "${container[@]}" \
+        exec srun "${options[@]}" "${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh" \
             /bin/sh /fsx/me/"${ENVBUILD_RUN##*/}/node-$restarts.sh" "$2" - inside </dev/null
     fi
     exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
 }
+
+chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
+# However this script ends. Of a job that was cancelled, the epilogs of its steps do it.
+trap '(everywhere tidy end) >/dev/null 2>&1 || true' EXIT
 
 # Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
