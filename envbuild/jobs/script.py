@@ -83,8 +83,9 @@ done
 """
 
 _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
-# However this script ends. Of a job that was cancelled, the epilogs of its steps do it.
-trap '(everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
+# Removes the containers, however this script ends. In a job that was cancelled, the epilogs of its steps do that.
+# A node that cannot end its last step holds the job no longer than a minute.
+trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
 
 _END = 'kill -TERM "$launched"'
 # Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr.

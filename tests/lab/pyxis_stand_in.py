@@ -92,6 +92,9 @@ def _enter(
         _mount("--rbind", f"/{folder}", root / folder)
     (root / "tmp").mkdir(exist_ok=True)
     _mount("-t", "tmpfs", "tmpfs", root / "tmp")
+    for file in ("etc/hosts", "etc/resolv.conf"):
+        (root / file).touch()
+        _mount("--bind", f"/{file}", root / file)
     for one in filter(None, mounts.split(",")):
         source, target, flags = [*one.split(":"), ""][:3]
         # pyxis hands mounts on in a shell's function.

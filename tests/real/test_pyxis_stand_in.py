@@ -6,15 +6,20 @@ The image is small and has no torch: its programs are the preflight and scripts 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from lab import pyxis_stand_in, slurm, small_image
 from lab.jobs import Jobs
 from lab.pyxis_stand_in import CREATED, DATA
 from lab.slurm import Cluster, slurm_cluster
+
+from envbuild.cli import cli
 
 from .conftest import REPOSITORY
 
@@ -137,3 +142,16 @@ def test_the_preflight_and_the_training_have_one_container(jobs: Jobs, cluster: 
     assert ended.end.state == "COMPLETED" and "preflight: " in ended.log, ended.log
     created = cluster.run(["cat", CREATED], on="n1").stdout.splitlines()
     assert len(created) == 1 and containers(jobs) == ""
+
+
+def test_the_line_of_the_help_trains_and_leaves_its_snapshot_in_the_current_folder(
+    jobs: Jobs, cluster: Cluster, squash: dict[str, Any]
+) -> None:
+    folder = cluster.shared / "help"
+    folder.mkdir()
+    os.link(squash["enroot"]["path"], folder / "pytorch.sqsh")
+    shown = CliRunner().invoke(cli, ["enroot", "--help"]).output
+    (line,) = (one.strip() for one in shown.splitlines() if one.strip().startswith("srun "))
+    done = cluster.run(["bash", "-c", line], cwd=folder, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "snapshot.pt").exists()

@@ -270,7 +270,7 @@ cat >"$ENVBUILD_RUN/tidy-$restarts.sh" <<'TIDY'
 [ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
 trap '' TERM
 if ! command -v enroot >/dev/null; then
-    echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of earlier steps: there is no enroot on PATH" >&2
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove this job's containers: there is no enroot; add it to PATH" >&2
     exit 0
 fi
 enroot list | while read -r name; do
@@ -310,8 +310,9 @@ everywhere() {
 }
 
 chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
-# However this script ends. Of a job that was cancelled, the epilogs of its steps do it.
-trap '(everywhere tidy end) >/dev/null 2>&1 || true' EXIT
+# Removes the containers, however this script ends. In a job that was cancelled, the epilogs of its steps do that.
+# A node that cannot end its last step holds the job no longer than a minute.
+trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT
 
 # Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
