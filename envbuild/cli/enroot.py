@@ -30,10 +30,10 @@ def enroot_command(
 
     \b
     Examples:
-      envbuild enroot --out pytorch.sqsh
+      envbuild enroot --out pt.sqsh
       envbuild enroot pt_cpu --target cpu-aarch64 --out pytorch-arm.sqsh
       envbuild enroot --from docker://nvcr.io#nvidia/pytorch:25.01-py3 --out pytorch.sqsh
       envbuild enroot --from dockerd://pt_cpu:cpu-x86_64 --compression gzip
-      srun --container-image=./pytorch.sqsh --container-mounts=$PWD:/workspace torchrun --nproc-per-node 2 -m ddp_train 3 1
+      srun --container-image=./pt.sqsh --container-mounts=$PWD:/workspace torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     make(["enroot"], recipe, choices, source=source, out=out)

@@ -37,7 +37,7 @@ done
 exit "$code"
 """
 
-# tidy-RESTARTS.sh. Slurm kills an epilog of srun's --task-epilog after five seconds, which is enough for one image.
+# tidy-RESTARTS.sh. Source: srun(1), --task-epilog; Slurm 22.05 gives it five seconds.
 TIDY = r"""#!/bin/sh
 # Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
 # Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.

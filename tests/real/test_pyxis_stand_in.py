@@ -149,7 +149,7 @@ def test_the_line_of_the_help_trains_and_leaves_its_snapshot_in_the_current_fold
 ) -> None:
     folder = cluster.shared / "help"
     folder.mkdir()
-    os.link(squash["enroot"]["path"], folder / "pytorch.sqsh")
+    os.link(squash["enroot"]["path"], folder / "pt.sqsh")
     shown = CliRunner().invoke(cli, ["enroot", "--help"]).output
     (line,) = (one.strip() for one in shown.splitlines() if one.strip().startswith("srun "))
     done = cluster.run(["bash", "-c", line], cwd=folder, timeout_s=120)
