@@ -152,6 +152,6 @@ def test_the_line_of_the_help_trains_and_leaves_its_snapshot_in_the_current_fold
     os.link(squash["enroot"]["path"], folder / "pt.sqsh")
     shown = CliRunner().invoke(cli, ["enroot", "--help"]).output
     (line,) = (one.strip() for one in shown.splitlines() if one.strip().startswith("srun "))
-    done = cluster.run(["bash", "-c", line], cwd=folder, timeout_s=120)
+    done = cluster.run(["bash", "-c", line], cwd=folder, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert (folder / "snapshot.pt").exists()
