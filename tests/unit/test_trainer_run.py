@@ -199,7 +199,7 @@ def test_launcher_variables_that_are_half_there(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     assert main(["1", "1"]) == 2
-    assert "WORLD_SIZE is not set" in capsys.readouterr().err
+    assert "RANK without LOCAL_RANK and WORLD_SIZE" in capsys.readouterr().err
 
 
 class FakeGroup(Group):
