@@ -55,7 +55,7 @@ def cluster(jobs: Jobs) -> Iterator[Cluster]:
 
 
 def srun(cluster: Cluster, *words: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    line = ["srun", "--container-image=./small.sqsh", *words]
+    line = ["srun", "--nodelist=n1", "--container-image=./small.sqsh", *words]
     done = cluster.run(line, env=env)
     return done.returncode, done.stdout, done.stderr
 
@@ -76,7 +76,8 @@ def test_the_stand_in_shows_what_pyxis_shows(cluster: Cluster) -> None:
     assert code == 1 and "couldn't start container" in said
     mounted = f"--container-mounts=$(echo {cluster.shared}):/data"
     assert "small.sqsh" in srun(cluster, mounted, "ls", "/data")[1]
-    assert cluster.run(["ls", DATA], on="n1").stdout == ""
+    # srun ends before the container is removed.
+    cluster.until(lambda: cluster.run(["ls", DATA], on="n1").stdout == "")
     srun(cluster, "--container-name=kept", "--container-writable", "touch", "/opt/x")
     assert srun(cluster, "--container-name=kept", "ls", "/opt/x")[1] == "/opt/x\n"
     srun(cluster, "sh", "-c", "kill -9 $$")
@@ -110,8 +111,13 @@ def waiting(jobs: Jobs, job: int) -> None:
     assert containers(jobs)
 
 
+def on_all(cluster: Cluster, *command: str | Path) -> str:
+    """What `command` prints on the nodes, of which Slurm chooses one."""
+    return "".join(cluster.run(command, on=node).stdout for node in cluster.nodes)
+
+
 def containers(jobs: Jobs) -> str:
-    return jobs.cluster.run(["ls", DATA], on="n1").stdout
+    return on_all(jobs.cluster, "ls", DATA)
 
 
 def test_a_requeued_job_starts_again_and_no_program_sees_the_ranks_of_pyxis(
@@ -140,7 +146,7 @@ def test_a_cancelled_job_leaves_no_container(jobs: Jobs, cluster: Cluster) -> No
 def test_the_preflight_and_the_training_have_one_container(jobs: Jobs, cluster: Cluster) -> None:
     ended = jobs.ended(submit(jobs, "--preflight"), "small")
     assert ended.end.state == "COMPLETED" and "preflight: " in ended.log, ended.log
-    created = cluster.run(["cat", CREATED], on="n1").stdout.splitlines()
+    created = on_all(cluster, "cat", CREATED).splitlines()
     assert len(created) == 1 and containers(jobs) == ""
 
 
