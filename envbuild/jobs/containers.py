@@ -13,10 +13,16 @@ from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, indented, inside, mount, path_word, word, words
 
-_ENROOT = r"""# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
+_ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
+private() {
+    (umask 077 && mkdir -p "$1") || true
+    [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002)" ] ||
+        stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
+}
+@DATA@# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
 XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-$ENVBUILD_RUN_ID
 export XDG_RUNTIME_DIR
-(umask 077 && mkdir -p "$XDG_RUNTIME_DIR")
+private "$XDG_RUNTIME_DIR"
 image=@IMAGE@ created=
 if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
     created=envbuild-$ENVBUILD_RUN_ID-$number-$step-${OMPI_COMM_WORLD_RANK-0}
@@ -34,7 +40,13 @@ while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the child
     wait "$child" || code=$?
 done
 [ -z "$created" ] || enroot remove --force "$created" || true
+rmdir @FOLDERS@ 2>/dev/null || true # if empty
 exit "$code"
+"""
+_DATA = r"""# Images are unpacked here.
+ENROOT_DATA_PATH=@SCRATCH@/enroot-$(id -u)
+export ENROOT_DATA_PATH
+private "$ENROOT_DATA_PATH"
 """
 
 # tidy-RESTARTS.sh. Source: srun(1), --task-epilog; Slurm 22.05 gives it five seconds.
@@ -163,15 +175,18 @@ def _enroot(plan: JobPlan) -> str:
     if plan.strategy == "horovod":
         named += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
     options += [f'${{{name}:+--env "{name}=${name}"}}' for name in named]
+    scratch = plan.site.paths.scratch
+    folders = ['"$XDG_RUNTIME_DIR/enroot"', '"$XDG_RUNTIME_DIR"']
+    data = ""
+    if scratch:
+        folders.insert(0, '"$ENROOT_DATA_PATH"')
+        data = fill(_DATA, scratch=path_word(scratch, "[paths] scratch"))
     lines = fill(
         _ENROOT,
+        data=data,
         image=path_word(plan.artifact.path, "the image's path"),
         options=" \\\n    ".join(options),
         program=program_inside(plan),
+        folders=" ".join(folders),
     )
-    scratch = plan.site.paths.scratch
-    if scratch:
-        lines = (
-            f"export ENROOT_DATA_PATH={path_word(scratch + '/enroot', '[paths] scratch')}\n{lines}"
-        )
     return indented(lines.rstrip())

@@ -10,6 +10,7 @@ Sources: torch.distributed.run's documentation; pytorch/pytorch issues 73656, 79
 from __future__ import annotations
 
 from envbuild.jobs.containers import start_container
+from envbuild.jobs.ending import in_order
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.modules import module_lines
 from envbuild.jobs.quote import fill, indented, path_word, word, words
@@ -146,35 +147,6 @@ done
 exec @PYTHON@ "$@"
 """
 
-# srun ends all nodes once one has ended with a fault. What is told to end, all at once, may need more time on one node
-# than on another, to write its state: then the exit code is left in a file, for the batch script.
-_IN_ORDER = r"""begin() {
-@ENTER@
-}
-[ "$step" = training ] || begin "$@"
-ended=$ENVBUILD_RUN/ended-$restarts.$number told=
-rm -f "$ended"
-trap 'told=yes' TERM
-begin "$@" &
-child=$!
-while :; do
-    code=0
-    wait "$child" || code=$?
-    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
-done
-if [ "$code" -ne 0 ] && [ -n "$told" ]; then # srun need not know, or it would end the other nodes at once
-    echo "$code" >"$ended"
-    code=0
-fi
-exit "$code"
-"""
-
-
-def ends_in_order(plan: JobPlan) -> bool:
-    """Whether nodes that are told to end leave their exit codes in files, see _IN_ORDER. With --auto-resume all that
-    ends is srun's business."""
-    return plan.launcher == "srun" and plan.nodes > 1 and not plan.site.scheduler.auto_resume
-
 
 def settings(plan: JobPlan) -> str:
     """The text of settings-RESTARTS.sh: variables, in order, and the command as "$@"."""
@@ -234,10 +206,7 @@ def node_program(plan: JobPlan) -> str:
     if plan.library_path:
         path = word(":".join(plan.library_path), "library_path")
         parts.append(f'export LD_LIBRARY_PATH={path}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n')
-    last = enter(plan)
-    if ends_in_order(plan):
-        last = fill(_IN_ORDER, enter=indented(last.rstrip()))
-    parts.append(last)
+    parts.append(in_order(plan, enter(plan)))
     return "".join(parts)
 
 

@@ -11,11 +11,12 @@ import re
 import envbuild
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY, work_key
+from envbuild.jobs.ending import STEP_SIGNAL, ends_in_order
 from envbuild.jobs.find_program import find_program
 from envbuild.jobs.launchers import everywhere
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.modules import module_lines, purged
-from envbuild.jobs.node_program import ends_in_order, node_program, settings
+from envbuild.jobs.node_program import node_program, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.site.jobs import LAUNCHERS
 
@@ -88,9 +89,14 @@ _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
 trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
 
 _END = 'kill -TERM "$launched"'
-# Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr.
-_END_STEP = 'scancel --signal=TERM "$SLURM_JOB_ID"'
-_NOTE = " srun would kill them; the step is told."
+# Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr. The file tells a node
+# whose container is still starting.
+_END_STEP = (
+    f': >"$ENVBUILD_RUN/told-$restarts" || true; scancel --signal={STEP_SIGNAL} "$SLURM_JOB_ID"'
+)
+_NOTE = """
+# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
+# signal is 23, SIGURG, which only the node program heeds."""
 _ENDED = r"""# What nodes that were told to end did not tell srun, lest it ended the others at once.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab import slurm
+from lab import lmod, slurm
+from lab.apptainer import Apptainer
 from lab.jobs import Ended, Jobs
 from lab.slurm import slurm_cluster
 
@@ -20,12 +21,21 @@ LOOPBACK, NONE = "127.0.0.1 localhost\n127.0.1.1 {node}\n", "127.0.0.1 localhost
 
 @pytest.fixture(scope="module")
 def jobs(
-    tmp_path_factory: pytest.TempPathFactory, session_store: Path, pt_cpu: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory,
+    session_store: Path,
+    pt_cpu: dict[str, Any],
+    squash: dict[str, Any],
+    real_apptainer: Apptainer,
 ) -> Iterator[Jobs]:
     if reason := slurm.missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("faults")
-    share = [session_store, Path(pt_cpu["path"])]
+    share = [
+        session_store,
+        Path(pt_cpu["path"]),
+        Path(squash["apptainer"]["path"]),
+        real_apptainer.folder,
+    ]
     with slurm_cluster(folder / "cluster", second_network=True, share=share) as cluster:
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         jobs.write_site()
@@ -107,10 +117,32 @@ def end(number, frame):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, end)
-(run / f"up-{rank}").write_text(os.environ["SLURM_CPUS_ON_NODE"])
+mounts = pathlib.Path("/proc/self/mounts").read_text()
+(run / f"up-{rank}").write_text(f"{os.environ['SLURM_CPUS_ON_NODE']}{' squashfuse' * ('squashfuse' in mounts)}")
 while True:
     time.sleep(0.1)
 """
+
+
+def told_to_end(jobs: Jobs, artifact: str) -> set[str]:
+    """Train _WRITER with `artifact` on the site as it is, and tell it to end; what each rank said when it began."""
+    script = jobs.cluster.shared / "writer.py"
+    script.write_text(_WRITER)
+    job = jobs.submit(artifact, "--script", script, arguments=())
+    jobs.write_site()
+    run = jobs.cluster.shared / f"pt_cpu_{job}"
+    up = [run / f"up-{rank}" for rank in range(4)]
+    jobs.cluster.until(lambda: all(one.exists() and one.read_text() for one in up), 120)
+    said = {one.read_text() for one in up}
+    # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
+    jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
+    ended = jobs.ended(job)
+    assert sorted(path.name for path in run.glob("state-*")) == [
+        f"state-{rank}" for rank in range(4)
+    ], ended.log
+    assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
+    assert "Killed" not in ended.log and "forcing" not in ended.log
+    return said
 
 
 @pytest.mark.parametrize(
@@ -124,23 +156,23 @@ def test_told_to_end_every_node_has_the_time_it_needs(
     jobs.write_site()
     site = jobs.site.read_text().replace("cpus = 2", f"cpus = {cpus}")
     jobs.site.write_text(site.replace("exclusive = false", f"exclusive = {str(exclusive).lower()}"))
-    script = jobs.cluster.shared / "writer.py"
-    script.write_text(_WRITER)
-    job = jobs.submit(pt_cpu["path"], "--script", script, arguments=())
-    jobs.write_site()
-    run = jobs.cluster.shared / f"pt_cpu_{job}"
-    up = [run / f"up-{rank}" for rank in range(4)]
-    jobs.cluster.until(lambda: all(one.exists() and one.read_text() for one in up), 120)
     # A step has the CPUs that its job has: all of a node that it has alone, else one for each rank.
-    assert [one.read_text() for one in up] == [str(has)] * 4
-    # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
-    jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
-    ended = jobs.ended(job)
-    assert sorted(path.name for path in run.glob("state-*")) == [
-        f"state-{rank}" for rank in range(4)
-    ], ended.log
-    assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
-    assert "Killed" not in ended.log and "forcing" not in ended.log
+    assert told_to_end(jobs, pt_cpu["path"]) == {str(has)}
+
+
+def test_told_to_end_a_container_keeps_its_image_until_every_rank_has_saved_its_state(
+    jobs: Jobs, squash: dict[str, Any], real_apptainer: Apptainer
+) -> None:
+    """Slurm signals every process of a step, and squashfuse, which holds the image, is one."""
+    modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
+    lmod.module_tree(jobs.cluster.modules, modules)
+    jobs.write_site(
+        '[container]\nruntime = "apptainer"\n\n'
+        f'[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
+        APPTAINER_USERNS="true",
+    )
+    said = told_to_end(jobs, squash["apptainer"]["path"])
+    assert said == {"2 squashfuse"}  # else the image was unpacked, and a signal harms no mount
 
 
 def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:

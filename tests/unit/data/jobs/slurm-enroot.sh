@@ -245,11 +245,20 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=
 cd "${ENVBUILD_RUN%/*}"
 
 if [ "$extra" != inside ]; then
-    export ENROOT_DATA_PATH=/scratch/enroot
+    # On a node that users share, the folder above is everybody's: one put there by another user is refused.
+    private() {
+        (umask 077 && mkdir -p "$1") || true
+        [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002)" ] ||
+            stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
+    }
+    # Images are unpacked here.
+    ENROOT_DATA_PATH=/scratch/enroot-$(id -u)
+    export ENROOT_DATA_PATH
+    private "$ENROOT_DATA_PATH"
     # Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
     XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-$ENVBUILD_RUN_ID
     export XDG_RUNTIME_DIR
-    (umask 077 && mkdir -p "$XDG_RUNTIME_DIR")
+    private "$XDG_RUNTIME_DIR"
     image=/fsx/pt.sqsh created=
     if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
         created=envbuild-$ENVBUILD_RUN_ID-$number-$step-${OMPI_COMM_WORLD_RANK-0}
@@ -271,6 +280,7 @@ if [ "$extra" != inside ]; then
         wait "$child" || code=$?
     done
     [ -z "$created" ] || enroot remove --force "$created" || true
+    rmdir "$ENROOT_DATA_PATH" "$XDG_RUNTIME_DIR/enroot" "$XDG_RUNTIME_DIR" 2>/dev/null || true # if empty
     exit "$code"
 fi
 
@@ -289,7 +299,27 @@ training)
         --local-addr "$ENVBUILD_ADDRESS" "$@"
     ;;
 esac
-exec /opt/env/bin/python "$@"
+begin() {
+    exec /opt/env/bin/python "$@"
+}
+[ "$step" = training ] || begin "$@"
+told=
+tell() {
+    [ -n "$told" ] || kill -TERM "$child" 2>/dev/null || true
+    told=yes
+}
+begin "$@" &
+child=$!
+# Not before: a child takes a signal that comes before it runs its program for its parent's, and loses it.
+trap 'told=yes' TERM # Slurm's own reaches the child too
+trap tell URG
+[ ! -e "$ENVBUILD_RUN/told-$restarts" ] || tell
+while :; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
+done
+exit "$code"
 NODE
 
 # shellcheck disable=SC1090,SC1091
@@ -346,8 +376,10 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
+# signal is 23, SIGURG, which only the node program heeds.
+trap ': >"$ENVBUILD_RUN/told-$restarts" || true; scancel --signal=23 "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?

@@ -260,7 +260,27 @@ training)
         --local-addr "$ENVBUILD_ADDRESS" "$@"
     ;;
 esac
-exec /opt/env/bin/python "$@"
+begin() {
+    exec /opt/env/bin/python "$@"
+}
+[ "$step" = training ] || begin "$@"
+told=
+tell() {
+    [ -n "$told" ] || kill -TERM "$child" 2>/dev/null || true
+    told=yes
+}
+begin "$@" &
+child=$!
+# Not before: a child takes a signal that comes before it runs its program for its parent's, and loses it.
+trap 'told=yes' TERM # Slurm's own reaches the child too
+trap tell URG
+[ ! -e "$ENVBUILD_RUN/told-$restarts" ] || tell
+while :; do
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break # else the signal ended the wait
+done
+exit "$code"
 NODE
 
 cat >"$ENVBUILD_RUN/tidy-$restarts.sh" <<'TIDY'
@@ -353,8 +373,10 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
+# signal is 23, SIGURG, which only the node program heeds.
+trap ': >"$ENVBUILD_RUN/told-$restarts" || true; scancel --signal=23 "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?

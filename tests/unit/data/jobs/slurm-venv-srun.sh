@@ -255,11 +255,19 @@ begin() {
     exec /fsx/envs/pt/bin/python "$@"
 }
 [ "$step" = training ] || begin "$@"
-ended=$ENVBUILD_RUN/ended-$restarts.$number told=
+told=
+tell() {
+    [ -n "$told" ] || kill -TERM "$child" 2>/dev/null || true
+    told=yes
+}
+ended=$ENVBUILD_RUN/ended-$restarts.$number
 rm -f "$ended"
-trap 'told=yes' TERM
 begin "$@" &
 child=$!
+# Not before: a child takes a signal that comes before it runs its program for its parent's, and loses it.
+trap 'told=yes' TERM # Slurm's own reaches the child too
+trap tell URG
+[ ! -e "$ENVBUILD_RUN/told-$restarts" ] || tell
 while :; do
     code=0
     wait "$child" || code=$?
@@ -325,8 +333,10 @@ printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
 
 everywhere node training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order. srun would kill them; the step is told.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
+# signal is 23, SIGURG, which only the node program heeds.
+trap ': >"$ENVBUILD_RUN/told-$restarts" || true; scancel --signal=23 "$SLURM_JOB_ID" 2>/dev/null || true' TERM USR1
 while :; do
     code=0
     wait "$launched" || code=$?

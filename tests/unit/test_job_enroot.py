@@ -1,0 +1,108 @@
+"""enroot's folders on a node that users share: each user has his own, and what another one put there is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit.job_plans import AWS, MOUNTS, PLAN, SQSH, executable
+
+from envbuild.jobs.containers import start_container
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users")
+ANN, BOB = 60001, 60002
+# Stands in for enroot where it cannot mount: unpacks images into its data folder, which it makes for its user alone.
+_ENROOT = """\
+#!/bin/sh
+set -e
+mkdir -p -m 0700 "$ENROOT_DATA_PATH" "$XDG_RUNTIME_DIR/enroot"
+case "$1 $*" in
+*/bin/true) exit 1 ;;
+create*) mkdir "$ENROOT_DATA_PATH/$4" ;;
+remove*) rmdir "$ENROOT_DATA_PATH/$3" ;;
+start*) ls -d "$ENROOT_DATA_PATH"/envbuild-*; ls -ldn "$ENROOT_DATA_PATH" ;;
+esac
+"""
+_BEFORE = """\
+set -eu
+extra= step=training number=0 restarts=0 ENVBUILD_RUN=/fsx/me/run ENVBUILD_RUN_ID=run-1
+stop() {
+    echo "$1" >&2
+    exit 1
+}
+"""
+
+
+@pytest.fixture
+def node() -> Iterator[Path]:
+    """A folder with `scratch` and `tmp`, which all users may write to."""
+    folder = Path(tempfile.mkdtemp(prefix="node-"))
+    folder.chmod(0o755)
+    for name in ("scratch", "tmp"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o1777)
+    executable(folder / "bin/enroot", _ENROOT).chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _start(node: Path, user: int) -> subprocess.CompletedProcess[str]:
+    """Start the container of a job of `user` as the node program does."""
+    site = replace(AWS, paths=replace(AWS.paths, scratch=str(node / "scratch")))
+    plan = replace(PLAN, artifact=SQSH, runtime="enroot", mounts=MOUNTS, site=site)
+    return subprocess.run(
+        ["sh", "-c", _BEFORE + start_container(plan)],
+        env={"PATH": f"{node}/bin:/usr/bin:/bin", "TMPDIR": str(node / "tmp")},
+        cwd="/",
+        user=user,
+        group=user,
+        extra_groups=[],
+        text=True,
+        capture_output=True,
+    )
+
+
+def test_a_second_user_has_a_folder_of_his_own_and_empty_ones_are_removed(node: Path) -> None:
+    kept = node / "scratch" / f"enroot-{ANN}"
+    kept.mkdir(mode=0o700)
+    (kept / "an image of Ann's").mkdir()
+    for path in (kept, kept / "an image of Ann's"):
+        os.chown(path, ANN, ANN)
+    for user in (ANN, BOB):
+        done = _start(node, user)
+        assert done.returncode == 0, done.stderr
+        assert f"scratch/enroot-{user}/envbuild-run-1" in done.stdout
+        mode, _links, owner, *_ = done.stdout.splitlines()[1].split()
+        assert (mode, owner) == ("drwx------", str(user))
+    assert list((node / "scratch").iterdir()) == [kept]
+    assert [path.name for path in kept.iterdir()] == ["an image of Ann's"]
+    assert not list((node / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("place", ["scratch/enroot-{}", "tmp/envbuild-{}-run-1"])
+@pytest.mark.parametrize("what", ["link", "another's", "open to all", "file"])
+def test_what_another_user_put_there_is_refused(node: Path, place: str, what: str) -> None:
+    path = node / place.format(BOB)
+    match what:
+        case "link":
+            own = node / "tmp/of-bob"
+            own.mkdir(mode=0o700)
+            os.chown(own, BOB, BOB)
+            path.symlink_to(own)
+        case "file":
+            path.touch()
+            os.chown(path, BOB, BOB)
+        case _:
+            path.mkdir(mode=0o700)
+            path.chmod(0o777 if what == "open to all" else 0o755)
+            owner = BOB if what == "open to all" else ANN
+            os.chown(path, owner, owner)
+    done = _start(node, BOB)
+    assert done.returncode == 1
+    assert f"enroot cannot use {path}: it must be a folder" in done.stderr
