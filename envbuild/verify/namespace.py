@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,13 @@ _HOSTS = ("hosts", "resolv.conf")
 _PATH = "/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Apptainer's copy of an OCI image's variables; each gives way to one that is set already.
 _OCI_VARIABLES = "/.singularity.d/env/10-docker2singularity.sh"
+# A line of etc/rc before the image's program is started: a comment, or a variable.
+_RC_LINE = re.compile(
+    r"""(?:\#[^\n]*|(?:export\ (?P<path>PATH)|\[\ -n\ "\$\{(?P<name>\w+)\+set\}"\ \]\ \|\|\ export\ (?P=name))
+    =(?P<value>(?:'[^']*'|"'")*))?\n""",
+    re.ASCII | re.VERBOSE,
+)
+_QUOTED = re.compile(r"""'([^']*)'|"(')\"""")
 _WAYS = {
     "mount": mounting.by_kernel,
     "squashfuse": mounting.by_fuse,
@@ -153,20 +161,33 @@ def _become(
     return _execute(program, arguments, variables)
 
 
-def image_variables(file: str = "/etc/environment") -> dict[str, str]:
-    """The variables of an enroot image, NAME=VALUE a line; of a value, enroot takes off one pair of quotes
-    around it. A PATH is always among them."""
+def image_variables(etc: str = "/etc") -> dict[str, str]:
+    """The variables of an enroot image. A PATH is always among them.
+
+    `etc`/environment has NAME=VALUE a line; of a value, enroot takes off one pair of quotes around it. Values that
+    enroot would change there stand in `etc`/rc (artifacts/enroot.py).
+    """
     found = {"PATH": _PATH}
-    try:
-        text = Path(file).read_bytes().decode(errors="surrogateescape")
-    except OSError:
-        return found
-    for line in text.split("\n"):
+    for line in _text(f"{etc}/environment").split("\n"):
         name, equals, value = line.partition("=")
         if equals and name.isascii() and name.isidentifier():
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
             found[name] = value[1:-1] if quoted else value
+    script, place = _text(f"{etc}/rc"), 0
+    while match := _RC_LINE.match(
+        script, place
+    ):  # from the top: a value may hold a line like these
+        place = match.end()
+        if name := match["name"] or match["path"]:
+            found[name] = "".join(one or two for one, two in _QUOTED.findall(match["value"]))
     return found
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_bytes().decode(errors="surrogateescape")
+    except OSError:
+        return ""
 
 
 def _execute(program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:

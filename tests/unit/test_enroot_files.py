@@ -16,6 +16,7 @@ from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.artifacts.image_run import run_of
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.verify.namespace import image_variables
 
 GOLDEN = Path(__file__).parents[1] / "golden/enroot"
 PRINTF = ["/usr/bin/printf", "[%s]\\0"]
@@ -91,6 +92,29 @@ def test_the_program_gets_the_variables_of_the_image(tmp_path: Path, env: dict[s
     assert done.returncode == 0, done.stderr
     got = dict(pair.partition("=")[::2] for pair in done.stdout.decode().split("\0"))
     assert {name: got.get(name) for name in env} == env
+
+
+@many
+@given(st.dictionaries(NAMES, WORDS, max_size=6), WORDS.filter(bool))
+def test_envbuild_exec_reads_the_variables_of_the_image(
+    tmp_path: Path, env: dict[str, str], path: str
+) -> None:
+    assert read_by_exec(tmp_path, {"PATH": path, **env}) == {"PATH": path, **env}
+
+
+def test_a_value_that_looks_like_a_line_of_the_script_is_no_variable(tmp_path: Path) -> None:
+    line = "[ -n \"${FAKE+set}\" ] || export FAKE='x'\n"
+    env = {"PATH": "/usr/bin:/bin", "A": f"'\n{line}", "B": f"it's\n{line}"}
+    assert read_by_exec(tmp_path, env) == env
+
+
+def read_by_exec(tmp_path: Path, env: dict[str, str]) -> dict[str, str]:
+    """What `envbuild exec` finds in an enroot image with the variables `env`."""
+    pairs = [f"{name}={value}" for name, value in env.items()]
+    made = texts(Env=pairs, Labels={"text": "two\nlines"}, WorkingDir="/workspace")
+    for name in ("environment", "rc"):
+        (tmp_path / name).write_text(made[f"etc/{name}"], newline="")
+    return image_variables(str(tmp_path))
 
 
 def test_what_the_user_sets_wins_over_the_image(tmp_path: Path) -> None:
