@@ -104,11 +104,12 @@ def make_from_image(
             maker.tar(layer.diff_id, f"{source.name}, layer {number} of {count}", layer.opens)
             for number, layer in enumerate(image.layers, 1)
         ]
+        origin = source.provenance(image.image_id)
         with composed(
             layers,
             image.config,
-            provenance=source.url,
-            definition=definition(source.url),
+            provenance=origin,
+            definition=definition(origin),
             arch=target.arch,
             codec=wish.codec,
             mtime=source_date(environment),

@@ -17,8 +17,6 @@ from envbuild.site.pip_config import redact
 _HOME = ".singularity.d"
 _DOCKER_ENV = f"{_HOME}/env/10-docker2singularity.sh"
 _OWN_ENV = f"{_HOME}/env/90-environment.sh"
-# What a definition file's "Bootstrap" can name, of all that images here are made from.
-_AGENTS = ("docker", "docker-daemon", "docker-archive", "oci", "oci-archive")
 
 _SOURCE_ENV = f"""\
 for script in /{_HOME}/env/*.sh; do
@@ -157,10 +155,10 @@ def definition(source: str) -> str:
 
     A source that no definition file can name is told in a comment. A password in it is left out.
     """
-    agent, colon, rest = redact(source).partition(":")
-    if colon and agent in _AGENTS and "\n" not in rest:
-        return f"Bootstrap: {agent}\nFrom: {rest.removeprefix('//')}\n"
-    return "".join(f"# {line}\n" for line in redact(source).splitlines())
+    shown = redact(source)
+    if shown.startswith("docker://") and "\n" not in shown:
+        return f"Bootstrap: docker\nFrom: {shown.removeprefix('docker://')}\n"
+    return "".join(f"# {line}\n" for line in shown.splitlines())
 
 
 def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:

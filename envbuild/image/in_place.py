@@ -31,8 +31,9 @@ class LayerAt:
 
 @dataclass(frozen=True, slots=True)
 class ImageAt:
-    """An image's configuration, and its layers from the lowest."""
+    """An image's configuration, and its layers from the lowest. `image_id` is the digest of its configuration."""
 
+    image_id: str
     config: dict[str, Any]
     layers: tuple[LayerAt, ...]
 
@@ -44,7 +45,7 @@ def of_pulled(pulled: Pulled) -> ImageAt:
     layers = tuple(
         LayerAt(diff_id, partial(opened, path)) for diff_id, path in zip(ids, paths, strict=True)
     )
-    return ImageAt(pulled.config, layers)
+    return ImageAt(pulled.manifest.config.digest, pulled.config, layers)
 
 
 def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
@@ -99,7 +100,7 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
     layers = tuple(
         LayerAt(diff_id, partial(_part, path, *place)) for diff_id, place in zip(ids, places, strict=True)
     )  # fmt: skip
-    return ImageAt(config, layers)
+    return ImageAt(digest_of(raw), config, layers)
 
 
 def opened(path: Path) -> BinaryIO:

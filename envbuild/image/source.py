@@ -32,9 +32,18 @@ class Source:
         """As bases are named in recipes: a registry's image by its name alone."""
         return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
 
+    def provenance(self, image_id: str) -> str:
+        """What an image made of this one says of it: a registry's image by its whole name, another by its digest.
+
+        Not the path or name here, which are of this host and can be spelled in several ways.
+        """
+        if self.form == "docker":
+            return f"docker://{parse_reference(self.rest)}"
+        return f"image {image_id}"
+
     @property
     def url(self) -> str:
-        """For people and definition files; without the user."""
+        """For people; without the user."""
         return f"docker://{self.rest}" if self.form == "docker" else self.name
 
     @property

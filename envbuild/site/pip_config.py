@@ -21,8 +21,8 @@ _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 _USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
-# How conda's channels have tokens: https://host/t/TOKEN/channel.
-_TOKEN = re.compile(r"(://[^/\s]*(?:/[^/\s]+)*?/t/)[^/\s]+")
+# How conda's channels have tokens: https://host/t/TOKEN/channel. Below /v2/ registries have their repositories.
+_TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
 
 
 def redact(text: str) -> str:

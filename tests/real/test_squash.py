@@ -323,9 +323,33 @@ def test_the_trees_of_both_files_are_umocis_but_for_what_is_documented(
     assert ours[b"big"][4] == ours[b"opt/name"][4] and ours[b"big"][5] == 2
     assert (tmp_path / "a/etc/fstab").read_text().startswith("${ENROOT_ROOTFS}/data /data ")
     rc = (tmp_path / "a/etc/rc").read_text()
-    assert f"# enroot-provenance: {odd}" in rc and "cd '/work'" in rc.replace(
-        "cd /work", "cd '/work'"
-    )
+    (config,) = (blob for blob in layout_blobs(tmp_path / "odd") if b'"rootfs"' in blob)
+    assert f"# enroot-provenance: image {digest_of(config)} " in f"{rc.splitlines()[0]} "
+    assert "cd '/work'" in rc.replace("cd /work", "cd '/work'")
+
+
+def layout_blobs(folder: Path) -> Iterator[bytes]:
+    for path in (folder / "blobs/sha256").iterdir():
+        yield path.read_bytes()
+
+
+def test_the_bytes_do_not_depend_on_how_and_where_a_local_image_is_found(
+    envbuild: Command, tmp_path: Path
+) -> None:
+    layers: Layers = [[file("a", b"a")]]
+    layout_of(tmp_path / "odd", layers, config={"Cmd": ["sh"]})
+    (tmp_path / "img").mkdir()
+    shutil.copytree(tmp_path / "odd", tmp_path / "img/even")
+    made = set()
+    for source in ("oci:odd", f"oci:{tmp_path}/odd:lab:1", "img/even"):
+        for kind, out in (("enroot", "o.sqsh"), ("apptainer", "o.sif")):
+            envbuild.json(kind, "--from", source, "--out", out)
+            made.add((kind, hashlib.sha256((tmp_path / out).read_bytes()).hexdigest()))
+    assert len(made) == 2
+    for word in (b"odd", b"even", os.fsencode(tmp_path)):
+        assert (
+            word not in (tmp_path / "o.sif").read_bytes()[:32176]
+        )  # what stands before the partition
 
 
 def test_data_that_upper_layers_hide_is_in_no_image(envbuild: Command, tmp_path: Path) -> None:

@@ -235,8 +235,8 @@ def test_labels_of_the_image_and_those_asked_for_come_together() -> None:
     [
         ("docker://debian:12", "Bootstrap: docker\nFrom: debian:12\n"),
         ("docker://me:secret@host:5000/x@sha256:1", "Bootstrap: docker\nFrom: me:****@host:5000/x@sha256:1\n"),
-        ("docker-archive:lab.tar", "Bootstrap: docker-archive\nFrom: lab.tar\n"),
-        ("oci:layout:tag", "Bootstrap: oci\nFrom: layout:tag\n"),
+        ("docker://host:5000/t/odd:1", "Bootstrap: docker\nFrom: host:5000/t/odd:1\n"),
+        ("image sha256:1", "# image sha256:1\n"),
         ("debian:12", "# debian:12\n"),
         ("docker://a\n%post\nrm", "# docker://a\n# %post\n# rm\n"),
     ],

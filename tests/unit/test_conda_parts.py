@@ -178,6 +178,10 @@ def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
         ),
         ("https://h/a/b/t", "https://h/a/b/t"),
         ("/t/x/y", "/t/x/y"),
+        # A repository of a registry, by its name and by the registry's API.
+        ("docker://h:5000/t/odd and h/t/odd", "docker://h:5000/t/odd and h/t/odd"),
+        ("https://h/v2/t/odd/manifests/1: 404", "https://h/v2/t/odd/manifests/1: 404"),
+        ("HTTPS://h/v2x/t/tok/c", "HTTPS://h/v2x/t/****/c"),
     ],
 )
 def test_tokens_of_channels_are_hidden(text: str, shown: str) -> None:

@@ -47,6 +47,26 @@ def test_files_and_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("docker://debian:12", "docker://docker.io/library/debian:12"),
+        ("me@HOST.example#t/odd", "docker://host.example/t/odd:latest"),
+        ("oci:{folder}", "image sha256:1"),
+        ("{folder}/../layout:v1", "image sha256:1"),
+        ("dockerd://pt_cpu", "image sha256:1"),
+    ],
+)
+def test_an_image_says_of_its_source_what_no_spelling_and_no_folder_changes(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    folder = tmp_path / "layout"
+    folder.mkdir()
+    prefix = "oci:" if text.startswith("{") else "docker://" if text.startswith("me@") else ""
+    source = parse_source(prefix + text.format(folder=folder))
+    assert source.provenance("sha256:1") == expected
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "", "docker://", "docker://UPPER/case", "docker://a b", "docker://host#image", "podman://x", "ftp://x/y",
