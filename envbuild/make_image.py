@@ -51,13 +51,15 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to become of the images: names in a daemon, a file or folder, a registry."""
+    """What is to become of the images: names in a daemon, a file or folder, a registry. They are pushed in `form`,
+    one of docker.FORMATS."""
 
     tag: str
     out: docker.Out | None
     push: bool
     verify: bool
     faults: bool
+    form: str = docker.OCI
 
     @property
     def load(self) -> bool:
@@ -139,8 +141,9 @@ def make_images(
         docker.write(images, index, wish.out, wish.tag, say)
         result["path"] = os.path.abspath(wish.out.path)
     if wish.push:
-        result |= docker.push(images, index, wish.tag, environment, say)
-        _record_push(prepared, images, wish, result["reference"].partition("@")[0])
+        sent = docker.in_format(images, wish.form)
+        result |= docker.push(sent, wish.tag, environment, say)
+        _record_push(prepared, images, sent, wish, result["reference"].partition("@")[0])
     targets = [
         {"target": one.target.name, "digest": image.digest, "receipt": receipt}
         for one, image, receipt in zip(prepared, images, receipts, strict=True)
@@ -182,13 +185,18 @@ def _beside(plan: Plan, wish: Wish) -> Path:
 
 
 def _record_push(
-    prepared: Sequence[Prepared], images: Sequence[Image], wish: Wish, name: str
+    prepared: Sequence[Prepared],
+    images: Sequence[Image],
+    sent: Sequence[Image],
+    wish: Wish,
+    name: str,
 ) -> None:
-    """Note in each image's receipt what nodes pull: its own manifest, of an index too. A copy lies where jobs look."""
+    """Note in each image's receipt what nodes pull: its own manifest as it was `sent`, of an index too. A copy lies
+    where jobs look."""
     from envbuild.verify.receipt import record_push
 
-    for one, image in zip(prepared, images, strict=True):
-        usual, reference = default_place(one.plan), f"{name}@{image.digest}"
+    for one, image, pushed in zip(prepared, images, sent, strict=True):
+        usual, reference = default_place(one.plan), f"{name}@{pushed.digest}"
         with place.writing(usual.parent):
             record_push(_beside(one.plan, wish), image.digest, reference, usual)
 

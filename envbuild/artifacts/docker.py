@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -17,7 +17,16 @@ from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.image.archive import write_archive
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import OCI_INDEX, Descriptor, Index, canonical, parse
+from envbuild.image.model import (
+    DOCKER_INDEX,
+    DOCKER_MANIFEST,
+    OCI_INDEX,
+    Descriptor,
+    Index,
+    canonical,
+    docker_manifest,
+    parse,
+)
 from envbuild.image.reference import parse_reference
 from envbuild.lock.base_oci import registry_of
 from envbuild.progress import transfer
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 FORMS = ("oci", "docker-archive")
+# Media types of what is pushed.
+FORMATS = OCI, DOCKER = ("oci", "docker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +79,13 @@ def check_tag(tag: str, *, push: bool) -> str:
 
 
 def index_of(images: Sequence[Image]) -> Index:
-    """The index that joins images of several platforms, in the order of their architectures."""
+    """The index that joins images of several platforms, in the order of their architectures and in their format."""
+    docker = images[0].manifest.media_type == DOCKER_MANIFEST
     manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
     raw = canonical(
         {
             "schemaVersion": 2,
-            "mediaType": OCI_INDEX,
+            "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
             "manifests": [descriptor.as_json() for descriptor in manifests],
         }
     )
@@ -167,11 +179,17 @@ def check_place(out: Out, count: int) -> None:
         raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")
 
 
-def push(
-    images: Sequence[Image], index: Index | None, tag: str, environment: Environment, say: Say
-) -> dict[str, Any]:
+def in_format(images: Sequence[Image], form: str) -> Sequence[Image]:
+    """`images` as they are pushed in one of FORMATS: other manifests, the same blobs."""
+    if form == OCI:
+        return images
+    return [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
+
+
+def push(images: Sequence[Image], tag: str, environment: Environment, say: Say) -> dict[str, Any]:
     """Push what the registry lacks; manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
+    index = index_of(images) if len(images) > 1 else None
     counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
     try:
         for image in images:

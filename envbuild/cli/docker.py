@@ -29,6 +29,10 @@ from envbuild.environment import load_environment
 @click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")
 @click.option("--push", is_flag=True, help="Push to the registry that --tag names.")
 @click.option(
+    "--format", "form", type=click.Choice(["oci", "docker"]), default="oci", show_default=True,
+    help="Media types of what --push sends. docker: for `enroot import`, which asks for Docker's alone.",
+)  # fmt: skip
+@click.option(
     "--out", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon."
 )
 @click.option(
@@ -54,6 +58,7 @@ def docker_command(
     targets: tuple[str, ...],
     tag: str | None,
     push: bool,
+    form: str,
     out: str | None,
     builder: str,
     base: str | None,
@@ -75,6 +80,7 @@ def docker_command(
       envbuild docker pt_cpu
       envbuild docker pt_cpu --out oci:image --target cpu-x86_64 --target cpu-aarch64
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push
+      envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push --format docker
       envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
@@ -88,6 +94,10 @@ def docker_command(
     check_out(place.path if place else None)
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
+    if form != "oci" and not push:
+        raise UsageError(
+            f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out"
+        )
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
@@ -119,7 +129,7 @@ def docker_command(
         if not as_json:
             click.echo(name)
         return
-    wish = Wish(name, place, push, verify=not no_verify, faults=faults)
+    wish = Wish(name, place, push, verify=not no_verify, faults=faults, form=form)
     make = make_images if builder == "native" else make_by_dockerfile
     result = make(prepared, wish, environment, say, offline=offline)
     if as_json:

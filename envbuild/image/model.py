@@ -39,6 +39,13 @@ COMPRESSION = {
     DOCKER_LAYER_GZIP: "gzip",
     DOCKER_LAYER_ZSTD: "zstd",
 }
+# media type of OCI → Docker's for the same bytes
+_DOCKERS = {
+    OCI_CONFIG: DOCKER_CONFIG,
+    OCI_LAYER: DOCKER_LAYER,
+    OCI_LAYER_GZIP: DOCKER_LAYER_GZIP,
+    OCI_LAYER_ZSTD: DOCKER_LAYER_ZSTD,
+}
 # architecture as targets spell it → as images do (GOARCH)
 GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 # No manifest of a real image is larger; a registry must not fill our memory.
@@ -147,6 +154,24 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | I
             "Docker schema 1 images are long out of use; push the image again with a current tool"
         )
     raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
+
+
+def docker_manifest(manifest: Manifest) -> Manifest:
+    """`manifest` in Docker's form (image manifest V2 schema 2), which has no annotations; its blobs stay the same."""
+
+    def named(blob: Descriptor) -> Descriptor:
+        return Descriptor(_DOCKERS.get(blob.media_type, blob.media_type), blob.digest, blob.size)
+
+    config, layers = named(manifest.config), tuple(map(named, manifest.layers))
+    raw = canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": DOCKER_MANIFEST,
+            "config": config.as_json(),
+            "layers": [layer.as_json() for layer in layers],
+        }
+    )
+    return Manifest(raw, DOCKER_MANIFEST, config, layers)
 
 
 def choose(index: Index, arch: str, where: str) -> Descriptor:

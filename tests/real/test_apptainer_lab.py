@@ -24,7 +24,6 @@ from lab.apptainer import FLAGS, Apptainer, missing
 
 from envbuild.artifacts.apptainer import (
     apptainer_files,
-    definition,
     inspect_metadata,
     mount_points,
     oci_config,
@@ -97,7 +96,8 @@ def images(real_apptainer: Apptainer, tmp_path_factory: pytest.TempPathFactory) 
     theirs = folder / "theirs.sif"
     real_apptainer("build", theirs, f"docker-archive:{archive}")
     config["config"]["Env"] += [f"{name}={value}" for name, value in NASTY.items()]
-    ours, squashfs = own_sif(folder, root, config, definition(f"docker-archive:{archive}"))
+    text = f"Bootstrap: docker-archive\nFrom: {archive}\n"
+    ours, squashfs = own_sif(folder, root, config, text)
     return Images(real_apptainer, archive, theirs, ours, squashfs)
 
 

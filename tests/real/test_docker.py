@@ -261,6 +261,11 @@ def test_two_builds_at_once_agree(small: Command) -> None:
         (["docker", "small", "--no-verify"], 6, "no docker daemon answers at unix:///nonexistent"),
         (["docker", "small", "--out", "oci"], 2, "oci:DIR or docker-archive:FILE"),
         (["docker", "small", "--push"], 2, "--push needs --tag"),
+        (
+            ["docker", "small", "--format", "docker", "--out", "oci:x"],
+            2,
+            "--format docker is for --push",
+        ),
         (["docker", "small", "--push", "--tag", "Small"], 2, "upper case"),
         (["docker", "small", "--push", "--tag", "small"], 2, "names no registry or account"),
         (["docker", "small", "--target", "cpu-x86_64", "--target", "cpu-x86_64"], 2, "two targets"),

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,16 @@ from lab.registry import missing, registry
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import OCI_INDEX, Descriptor, canonical, digest_of
+from envbuild.image.model import (
+    DOCKER_CONFIG,
+    DOCKER_INDEX,
+    DOCKER_LAYER_GZIP,
+    DOCKER_MANIFEST,
+    OCI_INDEX,
+    Descriptor,
+    canonical,
+    digest_of,
+)
 from envbuild.image.registry import open_registry
 from envbuild.image.registry_http import Transport
 
@@ -183,11 +194,55 @@ def test_after_a_small_change_only_what_changed_is_pushed(
     assert third["pushed"]["uploaded"] == 0
 
 
-def test_docker_pulls_and_runs_what_was_pushed(
-    small: Command, loopback: RegistryLab, docker_daemon: Lab
+# What `enroot import` asks a registry for, and nothing else (enroot 4.1, src/docker.sh).
+ENROOT_ACCEPTS = f"{DOCKER_MANIFEST}, {DOCKER_INDEX}"
+
+
+def served(name: str) -> tuple[int, str]:
+    """The status and media type that a registry answers when it is asked as enroot asks."""
+    host, _, rest = name.partition("/")
+    path, _, pointer = rest.rpartition(":")
+    url = f"http://{host}/v2/{path}/manifests/{pointer}"
+    request = urllib.request.Request(url, headers={"Accept": ENROOT_ACCEPTS})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+            return answer.status, answer.headers["Content-Type"]
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+def test_in_dockers_format_enroot_is_served_what_it_asks_for(
+    small: Command, loopback: RegistryLab
 ) -> None:
-    name = f"{loopback.address}/team/pulled:1"
-    pushed = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
+    name = f"{loopback.address}/team/small:docker"
+    push = ("docker", "small", "--no-verify", "--push", "--tag")
+    plain = small.json(*push, name.replace(":docker", ":oci"), **NO_DAEMON)
+    assert served(name.replace(":docker", ":oci"))[0] == 404
+    made = small.json(*push, name, "--format", "docker", **NO_DAEMON)
+    assert served(name) == (200, DOCKER_MANIFEST)
+    seen = subprocess.run(
+        ["skopeo", "inspect", "--raw", "--tls-verify=false", f"docker://{name}"],
+        capture_output=True, check=True,
+    )  # fmt: skip
+    manifest = json.loads(seen.stdout)
+    assert manifest["mediaType"] == DOCKER_MANIFEST
+    assert manifest["config"]["mediaType"] == DOCKER_CONFIG
+    assert {layer["mediaType"] for layer in manifest["layers"]} == {DOCKER_LAYER_GZIP}
+    # The image is the same; what nodes pull is this manifest.
+    assert made["digest"] == plain["digest"] and made["pushed"]["uploaded"] == 0
+    assert (
+        made["reference"].endswith(f"@{digest_of(seen.stdout)}")
+        and made["reference"] != plain["reference"]
+    )
+
+
+@pytest.mark.parametrize("form", ["oci", "docker"])
+def test_docker_pulls_and_runs_what_was_pushed(
+    small: Command, loopback: RegistryLab, docker_daemon: Lab, form: str
+) -> None:
+    name = f"{loopback.address}/team/pulled:{form}"
+    push = ("docker", "small", "--no-verify", "--tag", name, "--push", "--format", form)
+    pushed = small.json(*push, **NO_DAEMON)
     env = {**os.environ, **docker_daemon.environment()}
     run = [
         "docker",

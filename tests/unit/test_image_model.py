@@ -11,16 +11,22 @@ from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
 from envbuild.image.model import (
+    DOCKER_FOREIGN_GZIP,
     DOCKER_INDEX,
+    DOCKER_LAYER_GZIP,
     DOCKER_MANIFEST,
     GOARCH,
+    OCI_CONFIG,
     OCI_INDEX,
+    OCI_LAYER_GZIP,
     OCI_MANIFEST,
+    Descriptor,
     Index,
     Manifest,
     canonical,
     choose,
     digest_of,
+    docker_manifest,
     parse,
     parse_config,
 )
@@ -167,3 +173,32 @@ def test_canonical_json_reads_back_and_does_not_depend_on_order(data: dict[str, 
     raw = canonical(data)
     assert json.loads(raw) == data
     assert canonical(dict(reversed(data.items()))) == raw
+
+
+def test_dockers_form_names_the_same_blobs_by_dockers_media_types() -> None:
+    blobs = [
+        Descriptor(kind, digest_of(kind.encode()), 7)
+        for kind in (OCI_LAYER_GZIP, DOCKER_FOREIGN_GZIP)
+    ]
+    config = Descriptor(OCI_CONFIG, digest_of(b"config"), 6, annotations={"only": "in OCI"})
+    raw = canonical(
+        {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config.as_json(), "annotations": {"a": "b"},
+         "layers": [blob.as_json() for blob in blobs]}
+    )  # fmt: skip
+    manifest = parse(raw, "lab")
+    assert isinstance(manifest, Manifest)
+    made = docker_manifest(manifest)
+    assert json.loads(made.raw) == {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
+        "config": {
+            "mediaType": "application/vnd.docker.container.image.v1+json",
+            "digest": config.digest,
+            "size": 6,
+        },
+        "layers": [
+            {"mediaType": kind, "digest": blob.digest, "size": 7}
+            for kind, blob in zip((DOCKER_LAYER_GZIP, DOCKER_FOREIGN_GZIP), blobs, strict=True)
+        ],
+    }
+    assert parse(made.raw, "lab") == made and docker_manifest(made) == made

@@ -87,14 +87,17 @@ def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifes
     places = {one.plan.target: make_image._beside(one.plan, wish) for one in prepared}
     assert places == {target: Path(f"build/pt_cpu/{target}/docker") for target in digests}
     receipt("cpu-x86_64")
-    make_image._record_push(prepared, images, wish, NAME)
+    sent: Any = [SimpleNamespace(digest=ID), SimpleNamespace(digest=ID)]
+    make_image._record_push(prepared, images, sent, wish, NAME)  # with --format docker
+    assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{ID}"
+    make_image._record_push(prepared, images, images, wish, NAME)
     assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{MANIFEST}"
     assert not receipt_path(places["cpu-aarch64"]).exists()
 
     out: Any = SimpleNamespace(path=Path("layout"))
     receipt_path(places["cpu-x86_64"]).rename(receipt_path(out.path))
     written = make_image.Wish(f"{NAME}:1", out, push=True, verify=True, faults=False)
-    make_image._record_push(prepared, images, written, "other.example/x")
+    make_image._record_push(prepared, images, images, written, "other.example/x")
     assert pushed_as(out.path, MANIFEST) == f"other.example/x@{MANIFEST}"
     assert passing_receipt(out.path, MANIFEST) == passing_receipt(places["cpu-x86_64"], MANIFEST)
 
