@@ -26,7 +26,7 @@ tell() {
 }
 @BEFORE@begin "$@" &
 child=$!
-# Not before: a child takes a signal that comes before it runs its program for its parent's, and loses it.
+# Only now: until a child runs its program it has its parent's traps, and would lose the signal.
 trap 'told=yes' TERM # Slurm's own reaches the child too
 trap tell URG
 [ ! -e "$ENVBUILD_RUN/told-$restarts" ] || tell
