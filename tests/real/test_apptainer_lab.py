@@ -368,6 +368,18 @@ def test_apptainer_builds_on_an_image_of_ours(images: Images, tmp_path: Path) ->
     assert (labels["added"], labels["org.example.one"]) == ("1", "1")
 
 
+def test_a_user_without_subuid_builds_on_an_image_of_ours(images: Images, tmp_path: Path) -> None:
+    text = f"Bootstrap: localimage\nFrom: {images.ours}\n%post\n    mkdir -p /data/in\n"
+    (tmp_path / "mine.def").write_text(text)
+    # nobody, who has no row in /etc/subuid; with the rights of whoever runs this test.
+    nobody = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]
+    build = [images.run.bin / "apptainer", "build", "--ignore-fakeroot-command"]
+    command = [*nobody, *build, tmp_path / "mine.sif", tmp_path / "mine.def"]
+    done = subprocess.run(command, capture_output=True, text=True, env=images.run.environment())
+    assert done.returncode == 0, done.stderr
+    assert images.exec("exec", tmp_path / "mine.sif", "ls", "/data").stdout == "in\n"
+
+
 def test_charliecloud_runs_the_squashfs(images: Images) -> None:
     if shutil.which("ch-run") is None:
         pytest.skip("ch-run is not installed")
