@@ -120,7 +120,7 @@ def training(plan: JobPlan, pods: Pods) -> list[str]:
     """The training command, with its files in the run's folder, for the container's args."""
     files = [(option, f"{run_folder(plan, pods.name)}/{file}") for option, file in plan.run_files]
     words = [*plan.command, *(word for pair in files for word in pair)]
-    return [literal(word, "the training's command") for word in words]
+    return [literal(plan.script_word(word), "the training's command") for word in words]
 
 
 def start(plan: JobPlan, *more: str) -> list[str | Script]:

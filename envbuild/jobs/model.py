@@ -84,6 +84,14 @@ class JobPlan:
     envbuild: str = "envbuild"
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def script_word(self, word: str) -> str:
+        """`word`, the script's path or one of its arguments, as the command line says it.
+
+        torchrun runs string.Template over them (torch/distributed/elastic/utils/api.py): `$$` becomes `$`, and
+        `$local_rank` a number. Other strategies do not go through torchrun.
+        """
+        return word.replace("$", "$$") if self.strategy == "ddp" else word
+
     @property
     def logs(self) -> str:
         """The folder of the scheduler's output, relative to the working folder."""

@@ -135,6 +135,9 @@ _HOROVOD = r"""    rank=${OMPI_COMM_WORLD_RANK:?Open MPI starts the ranks}
 _THREADS = r"""threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
 export OMP_NUM_THREADS=$((threads > @NPROC@ ? threads / @NPROC@ : 1))"""
 
+# As JobPlan.script_word does it, of a path that only the node knows.
+_ESCAPED_RUN = r'"$(printf %s "$ENVBUILD_RUN" | sed "s/[$]/&&/g")"'
+
 # As `conda activate` does; activation scripts are written for bash.
 _CONDA = r"""export CONDA_PREFIX=@FOLDER@ CONDA_DEFAULT_ENV=@FOLDER@ CONDA_SHLVL=1
 @PATH@
@@ -157,9 +160,11 @@ def settings(plan: JobPlan) -> str:
         lines.append(fill(_THREADS, nproc=plan.nproc_per_node))
     for name, value in plan.variables:
         lines.append(f"export {name}={word(value, f'variable {name}')}")
-    command = words(plan.command, "an argument of the command")
+    command = words(map(plan.script_word, plan.command), "an argument of the command")
+    changed = plan.script_word("$") != "$" and "$" in f"{plan.work}{plan.mounts}"
+    run = _ESCAPED_RUN if changed else '"$ENVBUILD_RUN"'
     for option, name in plan.run_files:
-        command += f' \\\n    {word(option)} "$ENVBUILD_RUN"/{word(name)}'
+        command += f" \\\n    {word(option)} {run}/{word(name)}"
     return "\n".join([*lines, f"set -- {command}"])
 
 

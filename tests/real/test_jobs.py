@@ -128,14 +128,22 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(
 ) -> None:
     folder = jobs.cluster.shared / "it's a folder"
     folder.mkdir()
-    script = folder / "train $HOME.py"
+    script = folder / "train $HOME $local_rank.py"
     script.write_text(
         "import json, os, pathlib, sys\n"
         "here = {'arguments': sys.argv[1:], 'rank': os.environ['RANK'], 'xdg': os.environ.get('XDG_RUNTIME_DIR')}\n"
         "here |= {name: value for name, value in os.environ.items() if name.startswith('ENVBUILD_')}\n"
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(here))\n"
     )
-    awkward = ['it\'s "q"', "$HOME `id` \\", "*", "", "--flag=a b", "naïve\ttab"]
+    awkward = [
+        'it\'s "q"',
+        "$HOME `id` \\",
+        "*",
+        "",
+        "--flag=a b",
+        "naïve\ttab",
+        "a$$b ${local_rank}",
+    ]
     said = jobs.render(
         pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1", "--script", script, "--submit", "--", *awkward
     )  # fmt: skip
