@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from envbuild.doctor.model import Finding
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import LAUNCHERS, huge_pages_problem
+from envbuild.site.jobs import LAUNCHERS
+from envbuild.site.kubernetes import huge_pages_problem
 
 # Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
 _OWN_SLURM = (
@@ -124,9 +125,6 @@ def _scheduler(site: JobSite) -> Iterator[Finding]:
                     f"is not used with {kind}",
                     "leave it out, or name the scheduler",
                 )
-    seconds = duration(scheduler.time)
-    if seconds == 0:
-        yield _bad("[scheduler] time", f"{scheduler.time} is no time at all", 'such as "01:00:00"')
 
 
 def _directives(site: JobSite) -> Iterator[Finding]:

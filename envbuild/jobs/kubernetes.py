@@ -8,6 +8,7 @@ from envbuild.errors import UsageError
 from envbuild.jobs.kubernetes_pod import (
     LABEL,
     Pods,
+    backoff_limit,
     job_name,
     metadata,
     mounts,
@@ -19,6 +20,7 @@ from envbuild.jobs.kubernetes_pod import (
     variables,
     volumes,
 )
+from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_v1 import pytorch_job
 from envbuild.jobs.kubernetes_v2 import train_job
 from envbuild.jobs.kubernetes_yaml import dump, literal
@@ -26,7 +28,6 @@ from envbuild.jobs.model import JobPlan
 
 # What a Job's pods add to its name: -12345.
 _SUFFIX = "-12345"
-_RETRIES = 3
 # Nothing listens there but the checks of --preflight.
 _PORT = 29500
 
@@ -80,13 +81,15 @@ def _single(plan: JobPlan) -> dict[str, Any]:
         "metadata": metadata(plan, name),
         "spec": {
             "activeDeadlineSeconds": seconds(plan.time),
-            "backoffLimit": _RETRIES if again else 0,
+            "backoffLimit": backoff_limit(1) if again else 0,
             "template": {
                 "metadata": {"labels": {LABEL: name}},
                 "spec": {
                     **placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
-                    "containers": [container | {"volumeMounts": mounts(plan)}],
+                    "containers": [
+                        container | container_security(plan) | {"volumeMounts": mounts(plan)}
+                    ],
                     "volumes": volumes(plan),
                 },
             },

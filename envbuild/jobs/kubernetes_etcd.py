@@ -12,6 +12,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.jobs.kubernetes_pod import metadata
+from envbuild.jobs.kubernetes_security import container_security, pod_security
 from envbuild.jobs.model import JobPlan
 
 _PORT = 2379
@@ -91,16 +92,17 @@ def _deployment(plan: JobPlan, own: str) -> dict[str, Any]:
         f"--listen-client-urls=http://0.0.0.0:{_PORT}",
         f"--advertise-client-urls=http://{own}:{_PORT}",
     ]
-    container = {
+    container: dict[str, Any] = {
         "name": "etcd",
         "image": plan.site.kubernetes.etcd_image,
         "command": command,
         "ports": [{"name": "client", "containerPort": _PORT}],
         "readinessProbe": {"tcpSocket": {"port": _PORT}, "periodSeconds": 2},
         "resources": {"limits": {"cpu": "1", "memory": "512Mi"}},
+        **container_security(plan),
         "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
     }
-    pod: dict[str, Any] = {"containers": [container]}
+    pod: dict[str, Any] = {**pod_security(plan), "containers": [container]}
     if plan.site.kubernetes.pull_secret:
         pod["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
     pod["volumes"] = [{"name": "data", "emptyDir": {}}]

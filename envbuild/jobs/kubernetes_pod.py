@@ -13,10 +13,15 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.jobs.kubernetes_log import logged, run
+from envbuild.jobs.kubernetes_security import pod_security
 from envbuild.jobs.kubernetes_yaml import Script, checked, literal
 from envbuild.jobs.model import JobPlan
-from envbuild.site.jobs import huge_pages_problem, job_variable_problem
+from envbuild.site.jobs import job_variable_problem
+from envbuild.site.kubernetes import huge_pages_problem, quantity
 
+_MAX_ARG_STRLEN = 128 * 1024
+# How often pods may start again after a failure.
+_RETRIES = 3
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -65,6 +70,15 @@ def seconds(time: str) -> int:
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + rest
 
 
+def backoff_limit(pods: int) -> int:
+    """The backoffLimit that lets each of `pods` start again _RETRIES times.
+
+    The training operator and the controller of Jobs give up when the restarts of all pods *reach* it
+    (kubeflow/training-operator v1.9.3, pkg/core/job.go; kubernetes/kubernetes, pkg/controller/job/job_controller.go).
+    """
+    return _RETRIES * pods + 1
+
+
 def rendezvous_conf(plan: JobPlan) -> dict[str, int]:
     """torchrun's --rdzv-conf. c10d and etcd-v2 share the code that reads it."""
     return {"join_timeout": plan.join_timeout_s, "read_timeout": plan.read_timeout_s}
@@ -86,6 +100,9 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
             origin = plan.origins.get(f"variables.{name}", "variables of the job")
             raise UsageError(f"{problem} ({origin})", "take it out of the site file")
     fixed = {"LOGLEVEL": "INFO", "PYTHONNOUSERSITE": "1"}
+    if plan.site.kubernetes.run_as:
+        # The image has no such user: without these, programs that ask for a name or a home fail.
+        fixed |= {"HOME": "/tmp", "USER": "envbuild"}
     if unbuffered:
         fixed["PYTHONUNBUFFERED"] = "1"
     if plan.strategy == "ddp":
@@ -101,7 +118,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
         "ENVBUILD_RUN_ID": pods.name,
     }
     listed: list[dict[str, Any]] = [
-        {"name": name, "value": literal(value, f"variable {name}")}
+        {"name": name, "value": literal(_fitting(name, value), f"variable {name}")}
         for name, value in ({**fixed, **given} | node).items()
     ]
     listed.append(_field("ENVBUILD_ADDRESS", "status.podIP"))
@@ -110,6 +127,20 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
     else:
         listed.append(_field("ENVBUILD_NODE", pods.number))
     return listed
+
+
+def _fitting(name: str, value: str) -> str:
+    """`value` of variable `name`. Raises UsageError for one with which Linux starts no process (execve(2))."""
+    size = len(f"{name}={value}".encode(errors="surrogatepass"))
+    if size < _MAX_ARG_STRLEN:
+        return value
+    hint = "put such text into a file that pods see, and name the file"
+    if name == "ENVBUILD_HOSTS":
+        name = f"{name}, the names of {len(value.split())} pods,"
+        hint = "choose a shorter --name or fewer --nodes"
+    raise UsageError(
+        f"{name} has {size} bytes: Linux starts no process with a variable of 128 KiB or more", hint
+    )
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
@@ -146,19 +177,10 @@ def _preflight(plan: JobPlan) -> list[str]:
     if plan.artifact.provider:
         words.append(f"--provider {plan.artifact.provider}")
     if plan.site.kubernetes.shm:
-        words.append(f"--shm {_bytes(plan.site.kubernetes.shm)}")
+        words.append(f"--shm {quantity(plan.site.kubernetes.shm)}")
     # Backquotes: kubelet would take $(…) for one of its own.
     alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
     return [f'{alone} "$1" -m ddp_train.preflight {" ".join(words)} || exit 5']
-
-
-def _bytes(quantity: str) -> int:
-    """A quantity of Kubernetes, such as 16Gi or 8G, in bytes."""
-    number = quantity.rstrip("KMGTi")
-    unit = quantity[len(number) :]
-    power = "KMGT".index(unit[0]) + 1 if unit else 0
-    base = 1024 if unit.endswith("i") else 1000
-    return int(int(number) * base**power)
 
 
 def resources(plan: JobPlan) -> dict[str, Any]:
@@ -217,6 +239,7 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
         }
         rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
         placed["affinity"] = {"podAntiAffinity": rule}
+    placed |= pod_security(plan)
     if plan.site.kubernetes.pull_secret:
         placed["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
     return placed

@@ -14,6 +14,7 @@ from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
 from envbuild.jobs.kubernetes_pod import (
     LABEL,
     Pods,
+    backoff_limit,
     job_name,
     metadata,
     mounts,
@@ -26,12 +27,11 @@ from envbuild.jobs.kubernetes_pod import (
     variables,
     volumes,
 )
+from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_yaml import literal
 from envbuild.jobs.model import JobPlan
 
 _PORT = 23456
-# How often the whole job may begin again. One failure ends the agents of all pods, and the operator counts each pod's.
-_RETRIES = 3
 
 
 def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
@@ -45,14 +45,18 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     again = plan.site.scheduler.requeue
     policy: dict[str, Any] = {"activeDeadlineSeconds": seconds(plan.time)}
     if again:
-        policy["backoffLimit"] = _RETRIES * plan.nodes
-    policy["cleanPodPolicy"] = "Running"
+        # One failure ends the agents of all pods, and the operator counts the restarts of each.
+        policy["backoffLimit"] = backoff_limit(plan.nodes)
+    # With an elasticPolicy one completed pod makes the job Succeeded; Running would then kill those that still write.
+    policy["cleanPodPolicy"] = "None"
     worker = {
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",
         "template": {
             "metadata": {"labels": {LABEL: name}},
             "spec": {
+                # Nothing wakes the operator at the job's deadline; kubelet keeps the pod's.
+                "activeDeadlineSeconds": seconds(plan.time),
                 **placement(plan, name),
                 "containers": [_container(plan, pods, etcd)],
                 "volumes": volumes(plan),
@@ -106,4 +110,4 @@ def _container(plan: JobPlan, pods: Pods, etcd: Etcd | None) -> dict[str, Any]:
     }
     if limits := resources(plan):
         container["resources"] = limits
-    return container | {"volumeMounts": mounts(plan)}
+    return container | container_security(plan) | {"volumeMounts": mounts(plan)}

@@ -27,6 +27,7 @@ from envbuild.jobs.kubernetes_pod import (
     variables,
     volumes,
 )
+from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_yaml import literal
 from envbuild.jobs.model import JobPlan
 
@@ -113,7 +114,9 @@ def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
         "metadata": {"labels": {LABEL: name}},
         "spec": {
             **placement(plan, name),
-            "containers": [{"name": "node", "volumeMounts": mounts(plan)}],
+            "containers": [
+                {"name": "node"} | container_security(plan) | {"volumeMounts": mounts(plan)}
+            ],
             "volumes": volumes(plan),
         },
     }

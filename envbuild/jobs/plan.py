@@ -13,7 +13,7 @@ from envbuild.jobs.model import JobPlan, Runtime, Scheduler, Strategy
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import LAUNCHERS, TIME_PATTERN, Launcher
+from envbuild.site.jobs import LAUNCHERS, Launcher, time_problem
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
@@ -129,8 +129,8 @@ def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
     time, origins["time"] = _first(
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
-    if not re.fullmatch(TIME_PATTERN, time):
-        raise UsageError(f"{time!r} is no time limit", "HH:MM:SS or D-HH:MM:SS, such as 04:00:00")
+    if problem := time_problem(time):
+        raise UsageError(f"--time: {problem}")
     check_strategy(request, opened)
     check_rendezvous(request, opened, scheduler)
     check_nodes(artifact, command[0] if request.script else "", scheduler, site)

@@ -13,12 +13,12 @@ from envbuild.errors import UsageError
 from envbuild.files import shipped
 from envbuild.site.jobs import (
     ContainerTable,
-    KubernetesTable,
     ModulesTable,
     NodeTable,
     PathsTable,
     SchedulerTable,
 )
+from envbuild.site.kubernetes import KubernetesTable
 from envbuild.site.settings import FabricTable, SiteFile, site_files
 from envbuild.toml import decode, nearest, read
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +20,7 @@ _SECRET = re.compile(
 )
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
-TIME_PATTERN = r"(\d+-)?\d{1,3}:\d{2}:\d{2}"
+TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -34,13 +34,6 @@ def job_variable_problem(name: str) -> str | None:
             "let the job read it from a file that only you may read"
         )
     return None
-
-
-def huge_pages_problem(limits: Collection[str]) -> str | None:
-    """Why a pod may not have these limits: huge pages alone (Kubernetes' validation of pods)."""
-    if {"cpu", "memory"} & {*limits} or not any(key.startswith("hugepages-") for key in limits):
-        return None
-    return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
 
 
 def line_problem(text: str) -> str | None:
@@ -57,6 +50,14 @@ def value_problem(value: str) -> str | None:
     if re.search(r"://[^/\s@]+:[^/\s@]+@", value):
         return "holds a password, and job scripts are read by others; use a proxy or mirror that needs none"
     return None
+
+
+def time_problem(text: str) -> str | None:
+    """Why `text` is no time limit."""
+    found = re.fullmatch(TIME_PATTERN, text)
+    if found and re.search("[1-9]", text):
+        return None
+    return f"{text!r} is no time {'at all' if found else 'limit'}: HH:MM:SS or D-HH:MM:SS, such as 04:00:00"
 
 
 def mount_problem(text: str) -> str | None:
@@ -99,6 +100,7 @@ class SchedulerTable:
         metadata={
             "doc": "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
             "pattern": f"^{TIME_PATTERN}$",
+            "check": time_problem,
             "example": "04:00:00",
         },
     )
@@ -231,49 +233,4 @@ class NodeTable:
     memory: str = field(
         default="",
         metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"},
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class KubernetesTable:
-    """`[kubernetes]`: where and how pods run."""
-
-    namespace: str = field(
-        default="default", metadata={"doc": "Namespace.", "pattern": r"^[a-z0-9-]+$"}
-    )
-    api: Literal["v1", "v2"] = field(
-        default="v1",
-        metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."},
-    )
-    claim: str = field(
-        default="",
-        metadata={
-            "doc": "Persistent volume claim with data and snapshots.",
-            "pattern": r"^[a-z0-9.-]*$",
-            "example": "fsx-pv",
-        },
-    )
-    mount: str = field(
-        default="/data", metadata={"doc": "Where pods see it.", "pattern": r"^/\S*$"}
-    )
-    shm: str = field(
-        default="",
-        metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"},
-    )
-    node_selector: dict[str, str] = field(
-        default_factory=dict, metadata={"doc": "Labels that nodes must have."}
-    )
-    resources: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa."},
-    )
-    etcd_image: str = field(
-        default="quay.io/coreos/etcd:v3.5.18",
-        metadata={
-            "doc": "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
-            "pattern": r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
-        },
-    )
-    pull_secret: str = field(
-        default="", metadata={"doc": "Name of the secret for pulling.", "pattern": r"^[a-z0-9.-]*$"}
     )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from envbuild.site.jobs import (
     ContainerTable,
-    KubernetesTable,
     ModulesTable,
     NodeTable,
     PathsTable,
@@ -18,6 +17,7 @@ from envbuild.site.jobs import (
     job_variable_problem,
     value_problem,
 )
+from envbuild.site.kubernetes import KubernetesTable
 from envbuild.toml import decode, read
 
 if TYPE_CHECKING:

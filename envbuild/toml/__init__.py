@@ -9,6 +9,7 @@ its `field(metadata=...)` may hold:
     pattern    regular expression           choices    the accepted values
     minimum    least number                 check      function: value -> what is wrong, or None
     min_items  least number of entries      key_check  the same, for the keys of a dict
+                                            entry_check  the same, of (key, value) of a dict
 
 pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 """

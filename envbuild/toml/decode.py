@@ -80,6 +80,9 @@ def _decode(
         return tuple(_decode(inner, rules, v, (*keys, i), problems) for i, v in enumerate(value))
     for key in value if "key_check" in rules else ():
         _add(problems, (*keys, key), rules["key_check"](key))
+    for key, v in value.items() if "entry_check" in rules else ():
+        if type(v) is inner:
+            _add(problems, (*keys, key), rules["entry_check"](key, v))
     return {key: _decode(inner, rules, v, (*keys, key), problems) for key, v in value.items()}
 
 

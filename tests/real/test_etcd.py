@@ -32,7 +32,8 @@ from envbuild.jobs.kubernetes import render_kubernetes
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.recipe.targets import host_arch
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import KubernetesTable, SchedulerTable
+from envbuild.site.jobs import SchedulerTable
+from envbuild.site.kubernetes import KubernetesTable
 
 NAME = "meet"
 PODS = (f"{NAME}-worker-0", f"{NAME}-worker-1")

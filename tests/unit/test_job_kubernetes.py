@@ -34,7 +34,8 @@ from envbuild.jobs.kubernetes_pod import job_name, seconds
 from envbuild.jobs.kubernetes_yaml import dump
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
+from envbuild.site.jobs import NodeTable, SchedulerTable
+from envbuild.site.kubernetes import KubernetesTable
 
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 DIGEST = "sha256:" + "8e1884d0" * 8
@@ -417,8 +418,33 @@ def test_a_pytorchjob_leaves_the_rendezvous_to_the_operator_and_meets_by_the_fir
     assert not [one for one in container_of(job_of(PLAN))["args"] if "rdzv" in one]
 
 
-def test_one_failure_of_all_pods_does_not_use_up_the_restarts_of_the_job() -> None:
-    assert job_of(replace(PLAN, nodes=64))["spec"]["runPolicy"]["backoffLimit"] == 3 * 64
+def restarts(backoff_limit: int, pods: int) -> int:
+    """How often each pod starts again when all always fail: the controllers give up when the sum reaches the limit."""
+    times = 0
+    while (times + 1) * pods < backoff_limit:
+        times += 1
+    return times
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 64])
+def test_each_pod_starts_again_three_times_where_the_controller_compares_with_at_least(
+    nodes: int,
+) -> None:
+    limit = job_of(replace(PLAN, nodes=nodes))["spec"]["runPolicy"]["backoffLimit"]
+    assert (limit, restarts(limit, nodes)) == (3 * nodes + 1, 3)
+    assert restarts(job_of(SINGLE)["spec"]["backoffLimit"], 1) == 3
+
+
+def test_a_pytorchjob_keeps_the_pods_that_still_run_when_the_first_is_done() -> None:
+    """With an elasticPolicy the operator takes one completed pod for the job's success."""
+    assert job_of(PLAN)["spec"]["runPolicy"]["cleanPodPolicy"] == "None"
+
+
+def test_the_pods_of_a_pytorchjob_have_its_deadline_themselves() -> None:
+    """The operator's own is looked at only when something else happens."""
+    job = job_of(PLAN)
+    assert pod_of(job)["activeDeadlineSeconds"] == 3600
+    assert job["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3600
 
 
 @pytest.mark.parametrize("plan", [PLAN, second(PLAN)], ids=["PyTorchJob", "TrainJob"])
@@ -470,6 +496,64 @@ def test_pods_ask_for_what_the_site_and_the_artifact_say(name: str) -> None:
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": plan.site.kubernetes.shm}
     mounted = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
     assert mounted == {"data": "/fsx", "shm": "/dev/shm"}
+
+
+def not_restricted(pod: dict[str, Any]) -> list[str]:
+    """What PodSecurity `restricted` refuses, of what our pods could have: kubernetes.io/docs/concepts/security/
+    pod-security-standards."""
+    whole = pod.get("securityContext", {})
+    found = [] if whole.get("runAsNonRoot") is True else ["runAsNonRoot"]
+    found += [] if whole.get("runAsUser") else ["runAsUser"]
+    found += [] if whole.get("seccompProfile") == {"type": "RuntimeDefault"} else ["seccompProfile"]
+    for one in pod["containers"]:
+        own = one.get("securityContext", {})
+        found += (
+            [] if own.get("allowPrivilegeEscalation") is False else ["allowPrivilegeEscalation"]
+        )
+        found += [] if own.get("capabilities") == {"drop": ["ALL"]} else ["capabilities"]
+    kinds = {key for volume in pod["volumes"] for key in volume if key != "name"}
+    return found + sorted(kinds - {"emptyDir", "persistentVolumeClaim"})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_site_that_names_a_user_has_pods_that_podsecurity_restricted_takes(name: str) -> None:
+    pods = [
+        pod_of(one) if one["kind"] != "Deployment" else one["spec"]["template"]["spec"]
+        for one in documents(with_site(PLANS[name], run_as="1000"))
+        if one["kind"] != "Service"
+    ]
+    assert [not_restricted(pod) for pod in pods] == [[] for _ in pods]
+    assert not_restricted(pod_of(job_of(PLANS[name]))) != []
+    made = with_site(PLANS[name], run_as="1000:2000")
+    whole = pod_of(job_of(made))["securityContext"]
+    assert (whole["runAsGroup"], whole["fsGroup"]) == (2000, 2000)
+    assert [fault for one in documents(made) for fault in faults(one)] == []
+    home = {one["name"]: one.get("value") for one in container_of(job_of(made))["env"]}
+    assert (home["HOME"], home["USER"]) == ("/tmp", "envbuild")
+
+
+def test_as_many_pods_as_linux_can_tell_a_process_of_and_not_one_more() -> None:
+    """execve(2) takes no string of 128 KiB or more: a pod with one would never start."""
+    fits = [
+        number
+        for number in (2000, 2937, 2938)
+        if renders(replace(PLAN, name="x" * 32, nodes=number))
+    ]
+    assert fits == [2000, 2937]
+    with pytest.raises(UsageError, match="ENVBUILD_HOSTS, the names of 9999 pods, has ") as caught:
+        render_kubernetes(replace(PLAN, name="x" * 32, nodes=9999))
+    assert "--nodes" in (caught.value.hint or "")
+    one = f"x={'a' * (128 * 1024 - 3)}"
+    assert subprocess.run(["/usr/bin/env", "-i", one, "true"]).returncode == 0
+    with pytest.raises(OSError):
+        subprocess.run(["/usr/bin/env", "-i", f"{one}a", "true"])
+
+
+def renders(plan: JobPlan) -> bool:
+    try:
+        return bool(render_kubernetes(plan))
+    except UsageError:
+        return False
 
 
 def test_a_single_pod_without_a_claim_keeps_its_files_while_it_is_restarted() -> None:

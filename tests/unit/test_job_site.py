@@ -120,7 +120,8 @@ def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, na
         ('[scheduler]\nkind = "lsf"\n', "2:1", "'lsf' is not accepted"),
         ("[scheduler]\npartitions = 1\n", "2:1", "did you mean 'partition'"),
         ('[scheduler]\npartition = "a b"\n', "2:1", "does not match"),
-        ('[scheduler]\ntime = "1h"\n', "2:1", "does not match"),
+        ('[scheduler]\ntime = "1h"\n', "2:1", "is no time limit"),
+        ('[scheduler]\ntime = "0-00:00:00"\n', "2:1", "is no time at all"),
         ('[scheduler]\ndirectives = ["a\\nb"]\n', "2:15", "not one line"),
         ('[environment]\nHF_TOKEN = "x"\n', "2:1", "sounds like a secret"),
         ('[environment]\nMY_PASSWORD = "x"\n', "2:1", "sounds like a secret"),
@@ -132,7 +133,35 @@ def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, na
         ('[container]\nmounts = ["fsx"]\n', "2:11", "is not /PATH"),
         ('[paths]\nshared = "fsx"\n', "2:1", "does not match"),
         ("[node]\ngpus = -1\n", "2:1", "at least 0"),
-        ('[kubernetes]\nnamespace = "A"\n', "2:1", "does not match"),
+        ('[kubernetes]\nnamespace = "A"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nnamespace = "a-"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nclaim = "a..b"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\npull_secret = "-a"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nmount = "/dev/shm"\n', "2:1", "mounts /dev/shm itself"),
+        ('[kubernetes]\nmount = "/"\n', "2:1", "not an absolute path"),
+        ('[kubernetes]\nmount = "/data:ro"\n', "2:1", "not an absolute path"),
+        ('[kubernetes]\nmount = "/a/../b"\n', "2:1", "not an absolute path"),
+        ('[kubernetes]\nrun_as = "0"\n', "2:1", "is not root's 0"),
+        ('[kubernetes]\nrun_as = "ada"\n', "2:1", "is not UID or UID:GID"),
+        ('[kubernetes.node_selector]\n"a b" = "x"\n', "2:1", "is not the name of a label"),
+        ('[kubernetes.node_selector]\n"A.org/b" = "x"\n', "2:1", "is not the name of a label"),
+        ('[kubernetes.node_selector]\nzone = "a b"\n', "2:1", "is not the value of a label"),
+        (f'[kubernetes.node_selector]\nzone = "{"a" * 64}"\n', "2:1", "up to 63 of"),
+        ('[kubernetes.resources]\ngpu = "1"\n', "2:1", "is not a resource of Kubernetes"),
+        ('[kubernetes.resources]\n"a b/gpu" = "1"\n', "2:1", "is not the name of a resource"),
+        (
+            '[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "0.5"\n',
+            "2:1",
+            "devices are whole numbers",
+        ),
+        (
+            '[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "500m"\n',
+            "2:1",
+            "devices are whole numbers",
+        ),
+        ('[kubernetes.resources]\nmemory = "16 GB"\n', "2:1", "is not an amount of memory"),
+        ('[kubernetes.resources]\nmemory = "500m"\n', "2:1", "is not an amount of memory"),
+        ('[kubernetes.resources]\n"hugepages-2Mi" = "3Mi"\n', "2:1", "not a multiple of 2Mi"),
     ],
 )
 def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words: str) -> None:
@@ -145,6 +174,26 @@ def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words:
 
 
 @pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("kubernetes", "mount", "/fsx/"), ("kubernetes", "mount", "/data"), ("kubernetes", "claim", "fsx.pv-1"),
+        ("kubernetes", "run_as", "1000"), ("kubernetes", "run_as", "1000:0"), ("kubernetes", "claim", ""),
+        ("kubernetes.node_selector", "node.kubernetes.io/instance-type", "c5.4xlarge"),
+        ("kubernetes.node_selector", "zone", ""), ("kubernetes.resources", "vpc.amazonaws.com/efa", "32"),
+        ("kubernetes.resources", "cpu", "500m"), ("kubernetes.resources", "cpu", "1.5"),
+        ("kubernetes.resources", "memory", "16Gi"), ("kubernetes.resources", "hugepages-2Mi", "5120Mi"),
+        ("kubernetes.resources", "hugepages-1Gi", "2Gi"), ("kubernetes.resources", "ephemeral-storage", "8G"),
+        ("scheduler", "time", "1-00:00:00"),
+    ],
+)  # fmt: skip
+def test_what_kubernetes_takes_is_taken(table: str, key: str, value: str, tmp_path: Path) -> None:
+    site = load(tmp_path, f'[{table}]\n"{key}" = "{value}"\n')
+    first, _, inner = table.partition(".")
+    found = getattr(getattr(site, first), inner or key)
+    assert (found[key] if inner else found) == value
+
+
+@pytest.mark.parametrize(
     ("text", "key", "status"),
     [
         ('[scheduler]\nkind = "kubernetes"\nlauncher = "srun"', "[scheduler] launcher", "fail"),
@@ -152,7 +201,6 @@ def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words:
         ('[scheduler]\nkind = "pbs"\nauto_resume = true', "[scheduler] auto_resume", "fail"),
         ('[scheduler]\nkind = "pbs"\nqos = "high"', "[scheduler] qos", "warn"),
         ('[scheduler]\npartition = "gpu"', "[scheduler] partition", "warn"),
-        ('[scheduler]\ntime = "00:00:00"', "[scheduler] time", "fail"),
         ('[scheduler]\nkind = "slurm"\ndirectives = ["#SBATCH --mail-type=END"]', "[scheduler] directives", "fail"),
         ('[scheduler]\nkind = "slurm"\ndirectives = ["--nodes=4"]', "[scheduler] directives", "warn"),
         ('[scheduler]\nkind = "slurm"\ndirectives = ["-N 4"]', "[scheduler] directives", "warn"),

@@ -1,0 +1,181 @@
+"""`[kubernetes]` of site.toml, and what Kubernetes accepts in it: a `…_problem` is what is wrong with a value, or None.
+
+Source: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and k8s.io/apimachinery/pkg/util/validation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Literal
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*"
+_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_PREFIX = rf"(?=[^/]{{1,253}}/){_LABEL}(\.{_LABEL})*/"
+_UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(1000)}
+_UNITS |= {unit: Decimal(1000 ** (power + 1)) for power, unit in enumerate("KMGTPE")}
+_UNITS |= {f"{unit}i": Decimal(1024 ** (power + 1)) for power, unit in enumerate("KMGTPE")}
+_QUANTITY = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
+_OF_THE_CONTAINER = ("/dev", "/proc", "/sys")
+_LARGEST_ID = 2**31 - 1
+
+
+def label_problem(text: str) -> str | None:
+    """Why `text` is not a DNS label, as namespaces are."""
+    return None if re.fullmatch(_LABEL, text) else _no_name(text, "63", "a-z, 0-9 and -")
+
+
+def object_problem(text: str) -> str | None:
+    """Why `text` is not the name of an object, such as a claim or secret; "" names none."""
+    ok = not text or re.fullmatch(_SUBDOMAIN, text)
+    return None if ok else _no_name(text, "253", "a-z, 0-9, - and .")
+
+
+def node_label_problem(key: str) -> str | None:
+    """Why `key` is not the name of a label: NAME or PREFIX/NAME."""
+    if re.fullmatch(rf"({_PREFIX})?{_NAME}", key):
+        return None
+    return f"{key!r} is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and ."
+
+
+def label_value_problem(text: str) -> str | None:
+    """Why `text` is not the value of a label."""
+    ok = not text or re.fullmatch(_NAME, text)
+    return (
+        None if ok else _no_name(text, "63", "letters, digits, -, _ and .", "the value of a label")
+    )
+
+
+def resource_problem(key: str, amount: str) -> str | None:
+    """Why a pod cannot have the limit `key` = `amount`."""
+    if "/" in key:
+        if not re.fullmatch(f"{_PREFIX}{_NAME}", key):
+            return (
+                f"{key!r} is not the name of a resource: DOMAIN/NAME, such as vpc.amazonaws.com/efa"
+            )
+        whole = re.fullmatch(r"[1-9]\d*", amount)
+        return None if whole else f'{amount!r}: devices are whole numbers, such as "1"'
+    size = key.removeprefix("hugepages-")
+    pages = size != key and _QUANTITY.fullmatch(size)
+    if key not in ("cpu", "memory", "ephemeral-storage") and not pages:
+        return (
+            f"{key!r} is not a resource of Kubernetes: cpu, memory, ephemeral-storage, hugepages-2Mi,"
+            " or DOMAIN/NAME of a device, such as vpc.amazonaws.com/efa"
+        )
+    found = _QUANTITY.fullmatch(amount)
+    if not found or (found[2] == "m" and key != "cpu"):
+        like = "2 or 500m" if key == "cpu" else "16Gi"
+        return f"{amount!r} is not an amount of {key}, such as {like}"
+    if pages and (not quantity(amount) or quantity(amount) % max(1, quantity(size))):
+        return f"{amount!r} is not a multiple of {size}, the size of a page"
+    return None
+
+
+def huge_pages_problem(limits: Collection[str]) -> str | None:
+    """Why a pod may not have these limits: huge pages alone."""
+    if {"cpu", "memory"} & {*limits} or not any(key.startswith("hugepages-") for key in limits):
+        return None
+    return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
+
+
+def quantity(text: str) -> int:
+    """An amount of Kubernetes, such as 16Gi or 8G, as a whole number, rounded down; 0 for one that is none."""
+    found = _QUANTITY.fullmatch(text)
+    return int(Decimal(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def mount_path_problem(text: str) -> str | None:
+    """Why pods cannot have their data at `text`."""
+    if not re.fullmatch(r"/[^\s:]+", text) or {"", ".", ".."} & {*text.strip("/").split("/")}:
+        return f"{text!r} is not an absolute path below /, without spaces, colons, // and dots for folders"
+    if f"/{text.split('/')[1]}" in _OF_THE_CONTAINER:
+        return f"{text!r} is in the container's own file systems; the job mounts /dev/shm itself"
+    return None
+
+
+def user_problem(text: str) -> str | None:
+    """Why `text` is not UID or UID:GID of a user that is not root."""
+    found = re.fullmatch(r"(\d{1,10})(:(\d{1,10}))?", text)
+    if not text or (
+        found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID
+    ):
+        return None
+    return f"{text!r} is not UID or UID:GID; UID is not root's 0, such as 1000:1000"
+
+
+def _no_name(text: str, most: str, characters: str, what: str = "a name in Kubernetes") -> str:
+    return f"{text!r} is not {what}: up to {most} of {characters}, with a letter or digit first and last"
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesTable:
+    """`[kubernetes]`: where and how pods run."""
+
+    namespace: str = field(
+        default="default",
+        metadata={"doc": "Namespace.", "check": label_problem, "pattern": r"^[a-z0-9-]+$"},
+    )
+    api: Literal["v1", "v2"] = field(
+        default="v1",
+        metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."},
+    )
+    claim: str = field(
+        default="",
+        metadata={
+            "doc": "Persistent volume claim with data and snapshots.",
+            "check": object_problem,
+            "pattern": r"^[a-z0-9.-]*$",
+            "example": "fsx-pv",
+        },
+    )
+    mount: str = field(
+        default="/data",
+        metadata={"doc": "Where pods see it.", "check": mount_path_problem, "pattern": r"^/\S*$"},
+    )
+    shm: str = field(
+        default="",
+        metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"},
+    )
+    node_selector: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Labels that nodes must have.",
+            "key_check": node_label_problem,
+            "check": label_value_problem,
+        },
+    )
+    resources: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "doc": "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.",
+            "entry_check": resource_problem,
+        },
+    )
+    etcd_image: str = field(
+        default="quay.io/coreos/etcd:v3.5.18",
+        metadata={
+            "doc": "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
+            "pattern": r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
+        },
+    )
+    run_as: str = field(
+        default="",
+        metadata={
+            "doc": "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for."
+            " Default: the image's user.",
+            "check": user_problem,
+            "pattern": r"^([1-9]\d*(:\d+)?)?$",
+            "example": "1000:1000",
+        },
+    )
+    pull_secret: str = field(
+        default="",
+        metadata={
+            "doc": "Name of the secret for pulling.",
+            "check": object_problem,
+            "pattern": r"^[a-z0-9.-]*$",
+        },
+    )
