@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from envbuild import process
 from envbuild.errors import HostError, UsageError
 from envbuild.files import write_atomically
+from envbuild.jobs.kubectl import created_job, refusal
 from envbuild.jobs.model import JobPlan, Scheduler
 
 SUFFIXES: dict[Scheduler, str] = {"slurm": ".sbatch", "pbs": ".pbs", "kubernetes": ".yaml"}
@@ -42,13 +43,24 @@ def default_script(plan: JobPlan, folder: Path) -> Path:
     return folder / f"{plan.name}{SUFFIXES[plan.scheduler]}"
 
 
-def write_script(text: str, path: Path, hint: str) -> None:
-    """Write the script or manifest atomically. Raises UsageError for a folder, HostError where it cannot be written;
-    `hint` says what the caller may change."""
+def unsubmitted(plan: JobPlan, script: Path) -> Path:
+    """Where `script` is written until its scheduler has taken it.
+
+    A manifest goes beside `script` first, which may be that of an earlier job: `kubectl delete -f` needs it to remove
+    all of that job. sbatch and qsub take a copy and show the path, so theirs is written at once.
+    """
+    return script.with_stem(f"{script.stem}.new") if plan.scheduler == "kubernetes" else script
+
+
+def write_script(text: str, path: Path, hint: str, first: Path | None = None) -> None:
+    """Write the script or manifest atomically, to `first` when it becomes `path` later. Raises UsageError for a
+    folder, HostError where it cannot be written; `hint` says what the caller may change."""
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint)
-        write_atomically(path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
+        write_atomically(
+            first or path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT
+        )
     except OSError as error:
         raise HostError(f"{path}: {error.strerror}", hint) from error
 
@@ -67,7 +79,7 @@ def submit_script(
     logs = Path(plan.work) / plan.logs
     missing = [one for one in (logs, *logs.parents) if not one.exists()]
     before = script.read_text(encoding="utf-8") if script.is_file() else None
-    write_script(text, script, hint)
+    write_script(text, script, hint, unsubmitted(plan, script))
     try:
         return submit(plan, script, variables)
     except HostError:
@@ -92,10 +104,10 @@ def _check_command(plan: JobPlan, variables: Mapping[str, str]) -> None:
 
 
 def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
-    """Submit `script` from the job's working folder, whose folder of logs is made first. Returns what the scheduler
-    calls the job. Raises HostError with its message when it refuses, or is not here."""
+    """Submit `script`, written to `unsubmitted`, from the job's working folder, whose folder of logs is made first.
+    Returns what the scheduler calls the job. Raises HostError with its message when it refuses, or is not here."""
     _check_command(plan, variables)
-    command = _COMMANDS[plan.scheduler]
+    command, written = _COMMANDS[plan.scheduler], unsubmitted(plan, script)
     work = Path(plan.work)
     if plan.scheduler == "kubernetes":
         work = Path()
@@ -107,10 +119,14 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
                 f"{work / plan.logs}: {error.strerror}: the job could not write its output there",
                 "choose a folder that nodes see with --work, or [paths] shared in the site file",
             ) from error
-    line = [*command, str(script.absolute())]
+    line = [*command, str(written.absolute())]
     done = process.run(line, env=outside_of_jobs(variables), cwd=work, check=False)
-    if done.returncode != 0 and plan.scheduler == "kubernetes":
-        raise _kubectl_refusal(done, script)
+    if plan.scheduler == "kubernetes":
+        if done.returncode != 0:
+            raise refusal(done, written, script)
+        sys.stderr.write(done.stderr)  # such as pods that PodSecurity is going to refuse
+        written.replace(script)
+        return created_job(done.stdout)
     if done.returncode != 0 and _NO_SERVER.search(f"{done.stdout}{done.stderr}"):
         tool = "scontrol ping" if plan.scheduler == "slurm" else "qstat -B"
         raise HostError(
@@ -122,32 +138,6 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
             f"{command[0]} refuses {script}:\n{process.tail(done)}",
             "change the site file or the options that it names, then submit again",
         )
-    if plan.scheduler == "kubernetes":
-        return _created_job(done.stdout)
     # sbatch --parsable: NUMBER[;CLUSTER]; qsub: NUMBER[.SERVER]
     found = re.search(r"^\s*(\d[^\s;]*)", done.stdout, re.MULTILINE)
     return found[1] if found else done.stdout.strip()
-
-
-def _created_job(printed: str) -> str:
-    """What kubectl calls the job, without a manifest's other objects: pytorchjob.kubeflow.org/NAME."""
-    found = re.findall(
-        r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE
-    )
-    return found[-1] if found else printed.strip()
-
-
-def _kubectl_refusal(done: subprocess.CompletedProcess[str], script: Path) -> HostError:
-    """kubectl goes on after an object that it could not create: what it did create is there and may run."""
-    delete = f"`kubectl delete --ignore-not-found -f {script}`"
-    if made := done.stdout.strip():
-        created = "\n".join(f"  {line}" for line in made.splitlines())
-        return HostError(
-            f"kubectl created only a part of {script}:\n{created}\nand refused the rest:\n{process.tail(done)}",
-            f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again",
-        )
-    if "AlreadyExists" in done.stderr:
-        hint = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
-    else:
-        hint = "change the site file or the options that it names, then submit again"
-    return HostError(f"kubectl refuses {script}:\n{process.tail(done)}", hint)

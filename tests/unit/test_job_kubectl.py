@@ -1,4 +1,5 @@
-"""What `envbuild job --submit` makes of kubectl's words. There is no kubectl here: its answers are those of 1.30."""
+"""What `envbuild job --submit` makes of kubectl's words. There is no kubectl here: its answers are those of 1.30
+and, where it is said, of 1.37."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from unit.job_plans import PLAN, executable
 
 from envbuild.errors import HostError
-from envbuild.jobs.submit import submit
+from envbuild.jobs.submit import submit, unsubmitted, write_script
 
 CREATED = "service/{0}-etcd created\ndeployment.apps/{0}-etcd created\n{1}/{0} created\n"
 EXISTS = 'Error from server (AlreadyExists): error when creating "j.yaml": {} "pt-cpu{}" already exists\n'
@@ -18,13 +19,47 @@ SERVICE = EXISTS.format("services", "-etcd") + EXISTS.format("deployments.apps",
 JOB = EXISTS.format("pytorchjobs.kubeflow.org", "")
 
 
+ON_KUBERNETES = replace(PLAN, scheduler="kubernetes")
+_OPENAPI = (
+    'error: error validating "{{}}": error validating data: failed to download openapi: {}; if you choose to ignore'
+    " these errors, turn validation off with --validate=false\n"
+)
+_GET = 'Get "http://localhost:8080/openapi/v2?timeout=32s": dial tcp '
+_KIND = (
+    'error: resource mapping not found for name: "pt-cpu" namespace: "ml" from "{{}}": no matches for kind "{}" in'
+    ' version "{}"\nensure CRDs are installed first\n'
+)
+# What kubectl 1.37 said, of each kind of refusal, and what its user is told to do.
+REFUSALS = (
+    (_OPENAPI.format(f"{_GET}127.0.0.1:8080: connect: connection refused"), "point KUBECONFIG to"),
+    (_OPENAPI.format(f"{_GET}lookup nosuch.invalid on 192.0.2.53:53: no such host"), "point KUBECONFIG to"),
+    (_OPENAPI.format("the server has asked for the client to provide credentials"), "log in to the cluster"),
+    ("Error in configuration: context was not found for specified context: b\n", "get-contexts"),
+    (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.3"),
+    (_KIND.format("TrainJob", "trainer.kubeflow.org/v1alpha1"), "overlays/manager?ref=v2.3.0"),
+    ('Error from server (NotFound): error when creating "{}": namespaces "ml" not found\n', "make the namespace"),
+    ('Error from server (Forbidden): error when creating "{}": services is forbidden: User "ada" cannot create'
+     ' resource "services" in API group "" in the namespace "ml"\n', "cluster's administrator"),
+)  # fmt: skip
+
+
+def test_an_operator_that_is_missing_is_named_also_when_etcd_was_created(tmp_path: Path) -> None:
+    said = _KIND.format("PyTorchJob", "kubeflow.org/v1").format("j.new.yaml")
+    with pytest.raises(HostError) as caught:
+        submitted(tmp_path, "service/pt-cpu-etcd created\n", said, 1)
+    hint = caught.value.hint or ""
+    assert "lacks the training operator" in hint and "Before, remove that part" in hint
+
+
 def submitted(folder: Path, printed: str, said: str = "", code: int = 0) -> str:
+    """Submit a manifest to a kubectl that answers so."""
     (folder / "out").write_text(printed)
     (folder / "err").write_text(said)
-    kubectl = f"#!/bin/sh\ncd {folder}\ncat out\ncat err >&2\nexit {code}\n"
+    kubectl = f'#!/bin/sh\necho "$@" >{folder}/called\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n'
     executable(folder / "bin/kubectl", kubectl)
-    plan = replace(PLAN, scheduler="kubernetes")
-    return submit(plan, Path("j.yaml"), {"PATH": f"{folder}/bin:{os.environ['PATH']}"})
+    script = folder / "j.yaml"
+    write_script("new", script, "", unsubmitted(ON_KUBERNETES, script))
+    return submit(ON_KUBERNETES, script, {"PATH": f"{folder}/bin:{os.environ['PATH']}"})
 
 
 @pytest.mark.parametrize(
@@ -41,20 +76,50 @@ def test_the_job_is_named_and_not_the_etcd_that_comes_with_it(
     assert submitted(tmp_path, printed) == job
 
 
+def test_a_manifest_takes_its_name_once_kubectl_has_taken_it(tmp_path: Path) -> None:
+    (tmp_path / "j.yaml").write_text("old")
+    submitted(tmp_path, "job.batch/pt-cpu created\n")
+    assert (tmp_path / "called").read_text() == f"create -f {tmp_path}/j.new.yaml\n"
+    assert (tmp_path / "j.yaml").read_text() == "new"
+    assert not (tmp_path / "j.new.yaml").exists()
+
+
+@pytest.mark.parametrize(("printed", "said"), [("", JOB), ("job.batch/pt-cpu created\n", SERVICE)])
+def test_a_refused_manifest_leaves_that_of_the_earlier_job_which_knows_all_of_its_parts(
+    printed: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "j.yaml").write_text("with etcd")
+    with pytest.raises(HostError) as caught:
+        submitted(tmp_path, printed, said, 1)
+    assert (tmp_path / "j.yaml").read_text() == "with etcd"
+    assert (tmp_path / "j.new.yaml").read_text() == "new"
+    files = f"-f {tmp_path}/j.yaml -f {tmp_path}/j.new.yaml"
+    assert f"`kubectl delete --ignore-not-found {files}`" in (caught.value.hint or "")
+
+
+def test_what_kubectl_warns_of_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true\n'
+    submitted(tmp_path, "job.batch/pt-cpu created\n", warning)
+    assert capsys.readouterr().err == warning
+
+
 def test_a_job_that_was_created_beside_an_old_etcd_is_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(HostError) as caught:
         submitted(tmp_path, "pytorchjob.kubeflow.org/pt-cpu created\n", SERVICE, 1)
-    assert "only a part of j.yaml" in caught.value.message
+    assert "j.new.yaml:\n  pytorchjob" in caught.value.message
     assert "pytorchjob.kubeflow.org/pt-cpu created" in caught.value.message
     assert 'deployments.apps "pt-cpu-etcd" already exists' in caught.value.message
-    assert "kubectl delete --ignore-not-found -f j.yaml" in (caught.value.hint or "")
+    assert f"kubectl delete --ignore-not-found -f {tmp_path}/j.new.yaml" in (
+        caught.value.hint or ""
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
         (SERVICE + JOB, "remove what is there, etcd too, with `kubectl delete"),
-        ('error: namespaces "x" not found\n', "change the site file"),
+        ("error: unknown\n", "change the site file"),
+        *((said.format("j.new.yaml"), hint) for said, hint in REFUSALS),
     ],
 )
 def test_what_kubectl_refuses_altogether_says_what_to_do(
@@ -62,6 +127,6 @@ def test_what_kubectl_refuses_altogether_says_what_to_do(
 ) -> None:
     with pytest.raises(HostError) as caught:
         submitted(tmp_path, "", said, 1)
-    assert caught.value.message.startswith("kubectl refuses j.yaml")
+    assert caught.value.message.startswith(f"kubectl refuses {tmp_path}/j.new.yaml")
     assert said.splitlines()[-1] in caught.value.message
     assert hint in (caught.value.hint or "")

@@ -1,0 +1,81 @@
+"""kubectl's answers to a manifest, and what to do about a refusal. Its messages are those of kubectl 1.37."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from envbuild import process
+from envbuild.errors import HostError
+
+_KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"
+# What kubectl says → what to do. The first that is found counts.
+_HINTS = (
+    (
+        r'no matches for kind "PyTorchJob"',
+        "the cluster lacks the training operator; its administrator installs it with `kubectl apply --server-side -k"
+        ' "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"`'
+        f' ({_KUBEFLOW}/legacy-v1/installation). Where Trainer is installed, set [kubernetes] api = "v2"',
+    ),
+    (
+        r'no matches for kind "TrainJob"',
+        "the cluster lacks Kubeflow Trainer; its administrator installs it with `kubectl apply --server-side -k"
+        ' "https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0"`, then the same with'
+        f" overlays/runtimes ({_KUBEFLOW}/operator-guides/installation). Where the training operator is installed,"
+        ' set [kubernetes] api = "v1"',
+    ),
+    (
+        r"connection refused|no such host|i/o timeout|no route to host|network is unreachable"
+        r"|tls: failed to verify|Unable to connect to the server",
+        "kubectl does not reach the cluster: point KUBECONFIG to the cluster's file, then see `kubectl cluster-info`",
+    ),
+    (
+        r"loading config file|Error in configuration",
+        "point KUBECONFIG to the cluster's file, and choose one of `kubectl config get-contexts`",
+    ),
+    (
+        r"provide credentials|Unauthorized",
+        "log in to the cluster: KUBECONFIG's user has no valid credentials",
+    ),
+    (
+        r"\(Forbidden\)|is forbidden:",
+        "ask the cluster's administrator for this right, or change [kubernetes] namespace in the site file",
+    ),
+    (
+        r'namespaces "[^"]*" not found',
+        "make the namespace, or change [kubernetes] namespace in the site file",
+    ),
+)
+
+
+def created_job(printed: str) -> str:
+    """What kubectl calls the job, without a manifest's other objects: pytorchjob.kubeflow.org/NAME."""
+    found = re.findall(
+        r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE
+    )
+    return found[-1] if found else printed.strip()
+
+
+def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path) -> HostError:
+    """The error for kubectl's refusal of the manifest `refused`; `earlier` is the manifest of an earlier job, if any.
+
+    kubectl goes on after an object that it could not create: what it did create is there and may run.
+    """
+    files = " ".join(f"-f {shlex.quote(str(one))}" for one in (earlier, refused) if one.exists())
+    delete = f"`kubectl delete --ignore-not-found {files}`"
+    advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
+    if made := done.stdout.strip():
+        created = "\n".join(f"  {line}" for line in made.splitlines())
+        hint = f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again"
+        return HostError(
+            f"kubectl created only a part of {refused}:\n{created}\nand refused the rest:\n{process.tail(done)}",
+            f"{advice}. Before, {hint}" if advice else hint,
+        )
+    if "AlreadyExists" in done.stderr:
+        advice = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
+    return HostError(
+        f"kubectl refuses {refused}:\n{process.tail(done)}",
+        advice or "change the site file or the options that it names, then submit again",
+    )
