@@ -32,6 +32,17 @@ def logged(plan: JobPlan) -> list[str]:
     ]
 
 
+def lost_log(plan: JobPlan) -> str | None:
+    """What the caller is told of a job whose failure leaves no log: the controllers of all kinds of jobs remove its
+    pods."""
+    if plan.scheduler != "kubernetes" or plan.site.kubernetes.claim:
+        return None
+    return (
+        "when this job fails, its log is lost: Kubernetes removes the pod, and no volume keeps a copy."
+        " Set [kubernetes] claim in the site file, or keep `kubectl logs --follow` running"
+    )
+
+
 def run(plan: JobPlan) -> list[str]:
     """Lines of POSIX shell that run args, hand on the signal that ends a pod, and end with the same exit code."""
     if not plan.site.kubernetes.claim:

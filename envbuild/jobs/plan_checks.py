@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Opened
+from envbuild.jobs.kubernetes_log import lost_log
 from envbuild.jobs.model import JobArtifact, JobPlan, Scheduler
 from envbuild.site.job_site import JobSite
 
@@ -75,6 +76,8 @@ def doubts(plan: JobPlan, host: str) -> Iterator[str]:
     """What may be wrong with the job and nobody can know here, a sentence each; `host` is this host's architecture."""
     artifact, site = plan.artifact, plan.site
     if plan.scheduler == "kubernetes":  # which chooses nodes of the artifact's architecture
+        if lost := lost_log(plan):
+            yield lost
         return
     if site.node.arch is None and artifact.arch != host:
         yield (

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from unit.job_plans import PLAN, executable
 
-from envbuild.errors import HostError
+from envbuild.cli.job import job_command
+from envbuild.errors import HostError, UsageError
 from envbuild.jobs.submit import submit, unsubmitted, write_script
 
 CREATED = "service/{0}-etcd created\ndeployment.apps/{0}-etcd created\n{1}/{0} created\n"
@@ -130,3 +132,39 @@ def test_what_kubectl_refuses_altogether_says_what_to_do(
     assert caught.value.message.startswith(f"kubectl refuses {tmp_path}/j.new.yaml")
     assert said.splitlines()[-1] in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def job(folder: Path, *options: str, claim: str = "") -> Result:
+    """`envbuild job` of a pushed image at a site with Kubernetes."""
+    site = folder / "lab.toml"
+    site.write_text(f'[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "{claim}"\n')
+    image = f"registry.example.org/ml/pt_cpu@sha256:{'ab' * 32}"
+    line = [image, "--unverified", "--target", "cpu-x86_64", "--nodes", "1", "--site", str(site)]
+    return CliRunner().invoke(job_command, [*line, *options])
+
+
+@pytest.mark.parametrize("options", [(), ("--strategy", "single", "--nproc-per-node", "1")])
+def test_who_renders_a_job_without_a_claim_hears_that_its_log_is_lost_when_it_fails(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert "its log is lost" in job(tmp_path, *options).stderr
+    assert job(tmp_path, *options, claim="data").stderr == ""
+
+
+@pytest.mark.parametrize("kind", ["folder", "manifest"])
+def test_submit_changes_nothing_at_the_manifests_name_before_kubectl_agreed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable(tmp_path / "bin/kubectl", "#!/bin/sh\necho unknown >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    out = tmp_path / "j.yaml"
+    out.mkdir() if kind == "folder" else out.write_text("old")
+    error = job(tmp_path, "--submit", "--out", str(out), claim="data").exception
+    assert isinstance(error, UsageError if kind == "folder" else HostError)
+    assert out.is_dir() or out.read_text() == "old"
+
+
+@pytest.mark.parametrize("time", ["0", "00:00:00", "99999-00:00:00"])
+def test_a_time_limit_of_nothing_is_refused(time: str, tmp_path: Path) -> None:
+    error = job(tmp_path, "--time", time).exception
+    assert isinstance(error, UsageError) and f"--time: '{time}' is no time" in error.message
