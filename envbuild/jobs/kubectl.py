@@ -71,7 +71,7 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
         hint = f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again"
         return HostError(
             f"kubectl created only a part of {refused}:\n{created}\nand refused the rest:\n{process.tail(done)}",
-            f"{advice}. Before, {hint}" if advice else hint,
+            f"{advice}. First {hint}" if advice else hint,
         )
     if "AlreadyExists" in done.stderr:
         advice = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"

@@ -177,10 +177,15 @@ def _preflight(plan: JobPlan) -> list[str]:
     if plan.artifact.provider:
         words.append(f"--provider {plan.artifact.provider}")
     if plan.site.kubernetes.shm:
-        words.append(f"--shm {quantity(plan.site.kubernetes.shm)}")
+        words.append(f"--shm {quantity(_shm(plan))}")
     # Backquotes: kubelet would take $(…) for one of its own.
     alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
     return [f'{alone} "$1" -m ddp_train.preflight {" ".join(words)} || exit 5']
+
+
+def _shm(plan: JobPlan) -> str:
+    """The size of /dev/shm; Kubernetes writes a thousand as k."""
+    return re.sub(r"K$", "k", plan.site.kubernetes.shm)
 
 
 def resources(plan: JobPlan) -> dict[str, Any]:
@@ -272,6 +277,5 @@ def volumes(plan: JobPlan) -> list[dict[str, Any]]:
     data |= {"persistentVolumeClaim": {"claimName": site.claim}} if site.claim else {"emptyDir": {}}
     shm: dict[str, str] = {"medium": "Memory"}
     if site.shm:
-        # Kubernetes writes a thousand as k.
-        shm["sizeLimit"] = re.sub(r"K$", "k", site.shm)
+        shm["sizeLimit"] = _shm(plan)
     return [data, {"name": "shm", "emptyDir": shm}]

@@ -16,9 +16,9 @@ _SUBDOMAIN = rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*"
 _NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _PREFIX = rf"(?=[^/]{{1,253}}/){_LABEL}(\.{_LABEL})*/"
 _UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(1000)}
-_UNITS |= {unit: Decimal(1000 ** (power + 1)) for power, unit in enumerate("KMGTPE")}
+_UNITS |= {unit: Decimal(1000 ** (power + 2)) for power, unit in enumerate("MGTPE")}
 _UNITS |= {f"{unit}i": Decimal(1024 ** (power + 1)) for power, unit in enumerate("KMGTPE")}
-_QUANTITY = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})")
+_QUANTITY = re.compile(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})")
 _OF_THE_CONTAINER = ("/dev", "/proc", "/sys")
 _LARGEST_ID = 2**31 - 1
 
@@ -56,7 +56,7 @@ def resource_problem(key: str, amount: str) -> str | None:
             return (
                 f"{key!r} is not the name of a resource: DOMAIN/NAME, such as vpc.amazonaws.com/efa"
             )
-        whole = re.fullmatch(r"[1-9]\d*", amount)
+        whole = re.fullmatch(r"[1-9][0-9]*", amount)
         return None if whole else f'{amount!r}: devices are whole numbers, such as "1"'
     size = key.removeprefix("hugepages-")
     pages = size != key and _QUANTITY.fullmatch(size)
@@ -98,12 +98,12 @@ def mount_path_problem(text: str) -> str | None:
 
 def user_problem(text: str) -> str | None:
     """Why `text` is not UID or UID:GID of a user that is not root."""
-    found = re.fullmatch(r"(\d{1,10})(:(\d{1,10}))?", text)
+    found = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
     if not text or (
         found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID
     ):
         return None
-    return f"{text!r} is not UID or UID:GID; UID is not root's 0, such as 1000:1000"
+    return f"{text!r} is not UID or UID:GID of a user other than root, such as 1000:1000"
 
 
 def _no_name(text: str, most: str, characters: str, what: str = "a name in Kubernetes") -> str:

@@ -50,7 +50,7 @@ def test_an_operator_that_is_missing_is_named_also_when_etcd_was_created(tmp_pat
     with pytest.raises(HostError) as caught:
         submitted(tmp_path, "service/pt-cpu-etcd created\n", said, 1)
     hint = caught.value.hint or ""
-    assert "lacks the training operator" in hint and "Before, remove that part" in hint
+    assert "lacks the training operator" in hint and "First remove that part" in hint
 
 
 def submitted(folder: Path, printed: str, said: str = "", code: int = 0) -> str:
