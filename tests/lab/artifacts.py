@@ -29,8 +29,8 @@ from envbuild.image.model import (
 )
 
 SITE = "lib/python3.11/site-packages"
-# What stands for the place of a conda environment in files of a conda package.
-PLACEHOLDER = "/opt/placehold_placehold_placehold_placehold_placehold_placehold_placehold_placehold"
+# What stands for the place of a conda environment in files of a conda package, as long as conda-build's.
+PLACEHOLDER = "/opt/" + "placehold_" * 24 + "placehold"
 # path → content; str ending in "/" is a folder, a value "-> target" a symbolic link
 Files = Mapping[str, bytes | str]
 
