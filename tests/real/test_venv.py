@@ -70,12 +70,19 @@ def test_an_extra_package_means_building_again(
 
 
 def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
-    pt_cpu: dict[str, Any],
+    pt_cpu: dict[str, Any], tmp_path: Path
 ) -> None:
     command: Command = pt_cpu["command"]
     secret = "s3cr3t-t0ken"
+    (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
     said = command(
-        "verify", pt_cpu["path"], "--faults", "--json", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY=""
+        "verify",
+        pt_cpu["path"],
+        "--faults",
+        "--json",
+        AWS_SECRET_ACCESS_KEY=secret,
+        PIP_PROXY="",
+        TMPDIR=str(place),
     )
     assert said.returncode == 0, said.stderr
     done = json.loads(said.stdout)

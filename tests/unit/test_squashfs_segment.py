@@ -236,7 +236,9 @@ def _record(text: str) -> bytes:
 
 @pytest.mark.parametrize("cut", [100, 700, 512 * 5 + 3])
 def test_a_layer_cut_short_is_told_by_name(cut: int, tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="base layer: (the tar archive is|not a tar archive, or) cut short"):
+    with pytest.raises(
+        BuildError, match=r"base layer: (the tar archive is|not a tar archive, or) cut short"
+    ):
         made(tar_items(io.BytesIO(tar_of(TREE)[:cut]), "base layer"), tmp_path)
 
 
