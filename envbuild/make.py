@@ -65,8 +65,10 @@ def prepare(
     image: ImageInputs | None = None,
     conda: bool = False,
     layers: Declared | None = None,
+    write: bool = True,
 ) -> tuple[Plan, Trainer]:
-    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
+    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer. Without `write` no
+    lock is written.
 
     `conda` tells that it is made of the recipe's conda packages; `layers` are its source-built ones where this host
     does not build them.
@@ -77,10 +79,12 @@ def prepare(
         from envbuild.lock.conda_manage import ensure_conda_lock
 
         lock = ensure_conda_lock(
-            loaded, target, environment, locked=locked, offline=offline, say=say
+            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
         )
     else:
-        lock = ensure_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
+        lock = ensure_lock(
+            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
+        )
     layers = against(layers, lock)
     trainer = load_trainer()
     plan = make_plan(

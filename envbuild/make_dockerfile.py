@@ -51,6 +51,7 @@ def prepare_dockerfile(
     offline: bool,
     bytecode: bool,
     say: Say,
+    write: bool = True,
     base: str | None = None,
 ) -> Prepared:
     """The plan of an image by `docker build` on `base`, else on the recipe's existing image, else on the
@@ -71,19 +72,19 @@ def prepare_dockerfile(
         lock = _unlocked(loaded, target, _mirrored(_default_base(loaded, target), environment.site))
     else:
         lock = ensure_image_lock(
-            loaded, target, environment, locked=locked, offline=offline, say=say
+            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
         )
         if loaded.recipe.image.base.startswith(("oci:", "docker-archive:")):
             raise UsageError(
                 f"`docker build` cannot build on {loaded.recipe.image.base}",
                 "load it into the daemon and name it with --base, or leave --builder dockerfile out",
             )
-    layers = _layers(loaded, target, environment, lock, locked, offline, say)
+    layers = _layers(loaded, target, environment, lock, locked, offline, say, write)
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
         loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
         compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
-        layers=layers,
+        layers=layers, write=write,
     )  # fmt: skip
     return Prepared(plan, trainer, None, target, layers.builder)
 
@@ -122,6 +123,16 @@ def make_by_dockerfile(
         "warnings": list(plan.warnings),
         "seconds": round(time.monotonic() - started, 3),
     }
+
+
+def check_dockerfile(prepared: Sequence[Prepared], wish: Wish, environment: Environment) -> None:
+    """Raise UsageError for a wish that `docker build` does not carry out, HostError where docker cannot build here."""
+    from envbuild.image.daemon import connect
+
+    _check(prepared, wish)
+    dockerfile.find_docker(environment.variables)
+    with connect(environment.variables) as client:
+        _check_daemon(client, prepared[0].target)
 
 
 def _check(prepared: Sequence[Prepared], wish: Wish) -> None:
@@ -192,6 +203,7 @@ def _layers(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool,
 ) -> Declared:
     """The layers that are built in a stage of the Dockerfile, and the image of that stage.
 
@@ -221,8 +233,8 @@ def _layers(
         from envbuild.lock.build_base import ensure_build_lock
 
         builder = ensure_build_lock(
-            loaded, target, found.sources, environment, locked=locked, offline=offline, say=say
-        )
+            loaded, target, found.sources, environment, locked=locked, offline=offline, say=say, write=write,
+        )  # fmt: skip
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)
         if target.is_cuda and dockerfile.image_name(base) == own:

@@ -70,8 +70,7 @@ class Made:
 @contextmanager
 def places(wish: Wish, say: Say) -> Iterator[None]:
     """Hold the places of all files, which must be free or hold what may be replaced. Raises UsageError."""
-    for file in wish.files:
-        _check_place(file.path)
+    check_files(wish)
     with ExitStack() as stack:
         held: set[Path] = set()
         for path in (file.path.absolute() for file in wish.files):
@@ -81,6 +80,12 @@ def places(wish: Wish, say: Say) -> Iterator[None]:
                 stack.enter_context(place.exclusive(path, say))
                 held.add(path.parent)
         yield
+
+
+def check_files(wish: Wish) -> None:
+    """Raise UsageError where a file's place holds something that may not be replaced."""
+    for file in wish.files:
+        _check_place(file.path)
 
 
 def _check_place(path: Path) -> None:

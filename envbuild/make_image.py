@@ -21,6 +21,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.image import ImageLock
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare, settings_of
+from envbuild.make_checks import check_here
 from envbuild.make_layers import Declared, build_layers, in_image
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
@@ -76,19 +77,28 @@ def prepare_image(
     offline: bool,
     bytecode: bool,
     say: Say,
+    write: bool = True,
+    here: bool = True,
 ) -> Prepared:
-    """The plan of an image, from locks that are made when they are missing or stale.
+    """The plan of an image, from locks that are made when they are missing or stale; without `write` no lock is
+    written. Raises HostError for source-built layers that can neither be built `here` nor are in the store.
 
     The recipe says whether its environment is made of wheels or of conda packages.
     """
-    layers = in_image(loaded, target, environment, locked=locked, offline=offline, say=say)
-    base = ensure_image_lock(loaded, target, environment, locked=locked, offline=offline, say=say)
+    layers = in_image(
+        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
+    )
+    base = ensure_image_lock(
+        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
+    )
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
         loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
-        image=inputs, conda=loaded.recipe.environment == "conda", layers=layers,
+        image=inputs, conda=loaded.recipe.environment == "conda", layers=layers, write=write,
     )  # fmt: skip
+    if here:  # last: what is wrong with recipe or locks is wrong everywhere
+        check_here(layers, environment)
     return Prepared(plan, trainer, compiler, target, layers.builder)
 
 
@@ -115,7 +125,7 @@ def make_images(
     Returns what `--json` prints. Raises VerificationError before anything takes its place.
     """
     started = time.monotonic()
-    _check(wish, len(prepared), environment)
+    check_wish(wish, len(prepared), environment)
     images = []
     # All of them first: those of another architecture may not be had here.
     built = [one.layers(environment, say, offline=offline) for one in prepared]
@@ -158,8 +168,9 @@ def make_images(
     }
 
 
-def _check(wish: Wish, count: int, environment: Environment) -> None:
-    """Refuse now what could not end well: an impossible wish, a place that is taken, no daemon to load into."""
+def check_wish(wish: Wish, count: int, environment: Environment) -> None:
+    """Refuse now what could not end well, for `count` images: an impossible wish, a place that is taken, no daemon to
+    load into."""
     from envbuild.image.daemon import connect
 
     if wish.load and count > 1:

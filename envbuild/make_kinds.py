@@ -1,4 +1,4 @@
-"""The kinds of environments that live in a folder: what `make.make_environment` asks of each."""
+"""The kinds of environments that live in a folder: the plan of each, and what `make.make_environment` asks of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,58 @@ from typing import TYPE_CHECKING
 from envbuild.artifacts import conda, venv
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
+from envbuild.errors import UsageError
 from envbuild.layers.trainer import Trainer
-from envbuild.make_layers import Declared, ahead, build_layers
+from envbuild.locks import has_wheels
+from envbuild.make import prepare
+from envbuild.make_checks import check_here
+from envbuild.make_layers import Declared, ahead, build_layers, declared, on_host
 from envbuild.plan.plan import Plan
 from envbuild.progress import say as to_stderr
+from envbuild.recipe.find import command_word
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
 
 Say = Callable[[str], None]
+_PROBES = {venv.KIND: venv.probe, conda.KIND: conda.probe}
+
+
+def prepare_folder(
+    kind: str,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    locked: bool,
+    offline: bool,
+    say: Say,
+    compile_bytecode: bool = False,
+    write: bool = True,
+    here: bool = True,
+) -> tuple[Plan, Trainer]:
+    """The plan of an environment of `kind` (venv, conda), and its trainer; see `make.prepare`.
+
+    Raises UsageError where there is none of this kind of the recipe, HostError where it is to be built `here` and this
+    host cannot.
+    """
+    if here:
+        _PROBES[kind](target)
+    if kind == venv.KIND and not has_wheels(loaded, target):
+        raise UsageError(
+            f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no venv of it",
+            f"build it with `envbuild conda {command_word(loaded)}`",
+        )
+    layers = on_host(loaded, target, environment) if here else declared(loaded, target)
+    plan, trainer = prepare(
+        loaded, target, environment, artifact=kind, locked=locked, offline=offline, say=say,
+        compile_bytecode=compile_bytecode, conda=kind == conda.KIND, layers=layers, write=write,
+    )  # fmt: skip
+    if here:
+        check_here(Declared(plan.sources, plan.host_layers), environment)
+    return plan, trainer
 
 
 @dataclass(frozen=True, slots=True)

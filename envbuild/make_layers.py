@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
+from envbuild.errors import HostError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
+from envbuild.make_checks import UNKNOWN, check_for_image, check_python, other_host
 from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -62,8 +63,8 @@ def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> D
             return f"a host of {target.arch}"  # a plan can be made anywhere
         try:
             return host_identity(one, environment.variables)
-        except HostError:  # no compiler: then building says so
-            return "unknown"
+        except HostError:  # no compiler: `check_here` says so where the build is to run here
+            return UNKNOWN
 
     sources = (replace(one, environment=identity(one)) for one in found.sources)
     return replace(found, sources=tuple(sources))
@@ -108,17 +109,20 @@ def in_image(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool = True,
 ) -> Declared:
     """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
-    stale. Raises LockError when `locked` and there is none."""
+    stale, without `write` in memory alone. Raises LockError when `locked` and there is none, UsageError for a layer
+    that no image can have."""
     found = declared(loaded, target)
     if not found.sources:
         return found
     from envbuild.lock.build_base import ensure_build_lock
 
+    check_for_image(found)
     lock = ensure_build_lock(
-        loaded, target, found.sources, environment, locked=locked, offline=offline, say=say
-    )
+        loaded, target, found.sources, environment, locked=locked, offline=offline, say=say, write=write,
+    )  # fmt: skip
     return replace(
         found,
         sources=tuple(replace(one, environment=lock.digest) for one in found.sources),
@@ -146,7 +150,7 @@ def build_layers(
     from envbuild.artifacts.layers_in import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
-    _check(layers, python)
+    check_python(layers, python)
     workshop = workshops(layers, folder, environment, say, offline=offline)
     hosts = {one.name: one.path for one in layers.hosts}
     if python is not None:
@@ -160,33 +164,6 @@ def build_layers(
         done[source.name] = layer_folder(source, built)
     check_free(list(done.values()), ())
     return list(done.values())
-
-
-def _check(layers: Declared, python: Path | None) -> None:
-    """Raise UsageError for a layer that neither this host nor an image can build."""
-    hosts = {one.name: one for one in layers.hosts}
-    for one in layers.sources:
-        outside = next((hosts[name] for name in one.requires if name in hosts), None)
-        if outside and layers.builder is not None:
-            raise UsageError(
-                f"layer {one.name} is built with {outside.name}, which only the nodes have ({outside.path}): "
-                "images are built without it",
-                f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
-                "that the nodes' can take the place of when the image is started; or build a venv on a node",
-            )
-        if one.system == "wheel" and layers.builder is not None:
-            raise UsageError(
-                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
-                "envbuild does not build such layers for images yet",
-                "build a venv (envbuild venv) or a conda environment with it on shared storage, or leave it out of "
-                f"this target (`targets = [...]` in [layers.{one.name}])",
-            )
-        if one.system == "wheel" and python is None:
-            raise UsageError(
-                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
-                "it is built with an environment, not alone",
-                "envbuild venv RECIPE, or envbuild conda RECIPE",
-            )
 
 
 def workshops(
@@ -205,12 +182,7 @@ def workshops(
 
 @contextmanager
 def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[Workshop]:
-    names = ", ".join(one.name for one in sources)
-    raise HostError(
-        f"the store has not all of {names} for {arch}, and this {host_arch()} host cannot build them",
-        f"run `envbuild layers RECIPE --target {sources[0].target} --for image` on an {arch} node with the same store "
-        "(ENVBUILD_STORE), then build here",
-    )
+    raise other_host(sources, arch)
     yield
 
 

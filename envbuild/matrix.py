@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
+from itertools import product
 from pathlib import PurePosixPath
 from typing import Any
 
-from envbuild.errors import LockError, UsageError
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError, UsageError
+from envbuild.make_plan import IMAGES, plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 from envbuild.toml import nearest
@@ -33,14 +37,12 @@ class Artifact:
 
     command: tuple[str, ...]
     """What builds it, before the recipe's name."""
-    of_images: bool = True
-    """Whether it can be made of a recipe that builds on an existing image."""
     of_conda: bool = False
     """Whether it is made of the packages in the recipe's [conda]."""
 
 
 ARTIFACTS = {
-    "venv": Artifact(("envbuild", "venv"), of_images=False),
+    "venv": Artifact(("envbuild", "venv")),
     "conda": Artifact(("envbuild", "conda"), of_conda=True),
     "docker": Artifact(("envbuild", "docker")),
     "enroot": Artifact(("envbuild", "enroot")),
@@ -77,78 +79,92 @@ class Job:
     """The build, for a shell; without verification where that cannot run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Omission:
+    """Builds of one recipe that are not in the matrix, for one reason: what their `envbuild plan --locked` raises."""
+
+    recipe: str
+    targets: tuple[str, ...]
+    artifacts: tuple[str, ...]
+    error: EnvbuildError
+
+    def __str__(self) -> str:
+        hint = f"; {self.error.hint}" if self.error.hint else ""
+        builds = f"{', '.join(self.targets)}; {', '.join(self.artifacts)}"
+        return f"left out: {self.recipe} ({builds}): {self.error.message}{hint}"
+
+
 def make_jobs(
     recipes: Sequence[Chosen],
     runners: Mapping[str, str],
+    environment: Environment,
     *,
     artifacts: Sequence[str] = (),
     targets: Sequence[str] = (),
-    say: Callable[[str], None] = lambda _: None,
-) -> list[Job]:
-    """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them.
+) -> tuple[list[Job], list[Omission]]:
+    """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them. And
+    what is left out because its plan with --locked refuses it; conda environments of recipes without [conda] only
+    where `artifacts` asks for them.
 
     `runners` gives a runner to each architecture, and may give one to a target (`cu126-x86_64`), which is then
-    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. What cannot be built is left
-    out: `say` is told why where `artifacts` names it, or where only a lock is missing. Raises UsageError for a
-    target that none of the recipes has, and for two recipes of one name.
+    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. Raises UsageError for two recipes of
+    one name.
     """
-    _check_targets(recipes, targets)
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
-    wanted = [
-        (one, Target.parse(name), artifact)
-        for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name)
-        for name in one.loaded.recipe.targets
-        if not targets or name in targets
-        for artifact in ARTIFACTS
-        if not artifacts or artifact in artifacts
-    ]
     _check_names(unique.values())
     jobs: list[Job] = []
-    reasons: dict[str, None] = {}
-    for one, target, artifact in wanted:
-        reason = _unfit(one, target, artifact) or _unlocked(one, target, artifact)
-        if reason is None:
-            jobs.append(_job(one, target, artifact, runners))
-        elif artifact in artifacts or not _unfit(one, target, artifact):
-            reasons[f"{one.name}: {reason}"] = None
-    for reason in reasons:
-        say(reason)
-    return jobs
+    omitted: list[Omission] = []
+    for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
+        refused: dict[tuple[str, str], EnvbuildError] = {}
+        refusal = cache(partial(_refusal, one, environment, runners))
+        for name, kind in product(one.loaded.recipe.targets, _kinds(one, artifacts)):
+            if targets and name not in targets:
+                continue
+            # One plan is made for all kinds of images.
+            error = refusal(name, IMAGES[0] if kind in IMAGES else kind)
+            if error is None:
+                jobs.append(_job(one, Target.parse(name), kind, runners))
+            else:
+                refused[name, kind] = error
+        omitted += _omissions(one.name, refused)
+    return jobs, omitted
 
 
-def _unfit(one: Chosen, target: Target, artifact: str) -> str | None:
-    """Why `artifact` cannot be made of a recipe, None where it can."""
-    kind, recipe = ARTIFACTS[artifact], one.loaded.recipe
-    wheels = recipe.requirements or recipe.targets[target.name].requirements
-    if artifact == "venv" and recipe.environment == "conda" and not wheels:
-        return "it has conda packages and no requirements, so there is no venv of it"
-    if not kind.of_images and recipe.image.base != "debian":
-        return f"it builds on an existing image, so there is no {artifact} of it"
-    if kind.of_conda and not recipe.conda.dependencies:
-        return "it has no [conda] packages, so there is no conda environment of it"
+def _kinds(one: Chosen, artifacts: Sequence[str]) -> list[str]:
+    """The kinds of artifacts that are asked for; by default conda environments only of recipes with [conda]."""
+    if artifacts:
+        return [kind for kind in ARTIFACTS if kind in artifacts]
+    conda = bool(one.loaded.recipe.conda.dependencies)
+    return [kind for kind, artifact in ARTIFACTS.items() if conda or not artifact.of_conda]
+
+
+def _refusal(
+    one: Chosen, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
+) -> EnvbuildError | None:
+    """What a job would end with before it builds anything, None where it builds."""
+    target = Target.parse(name)
+    try:
+        plan_of(
+            artifact, one.loaded, target, environment, locked=True, offline=True, say=lambda _: None,
+            here=False, bytecode=False, verify=_verifies(target, runners),
+        )  # fmt: skip
+    except EnvbuildError as error:
+        return error
     return None
 
 
-def _unlocked(one: Chosen, target: Target, artifact: str) -> str | None:
-    """Why a job would fail where it runs: conda packages are locked by who uses them, not for every recipe."""
-    if not ARTIFACTS[artifact].of_conda:
-        return None
-    from envbuild.lock.conda_manage import inspect_conda_lock
-
-    try:
-        state = inspect_conda_lock(one.loaded, target)
-    except LockError:
-        return None  # the job says what is wrong with it
-    if state.lock is not None:
-        return None
-    return (
-        f"no conda environment for {target.name}, whose conda lock was never made; "
-        f"`envbuild lock {one.name} --conda` makes it"
-    )
+def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) -> Iterator[Omission]:
+    """Those of one reason together."""
+    reasons: dict[tuple[str, str | None], list[tuple[str, str]]] = {}
+    for build, error in refused.items():
+        reasons.setdefault((error.message, error.hint), []).append(build)
+    for builds in reasons.values():
+        targets, kinds = (tuple(dict.fromkeys(names)) for names in zip(*builds, strict=True))
+        yield Omission(recipe, targets, kinds, refused[builds[0]])
 
 
 def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> Job:
-    verify = not target.is_cuda or target.name in runners
+    verify = _verifies(target, runners)
     words = [*ARTIFACTS[artifact].command, one.name, "--target", target.name, "--locked"]
     return Job(
         id=f"{one.loaded.recipe.name}-{target.name}-{artifact}",
@@ -164,7 +180,13 @@ def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str])
     )
 
 
-def _check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:
+def _verifies(target: Target, runners: Mapping[str, str]) -> bool:
+    """Whether a runner of `target` has what it takes to train."""
+    return not target.is_cuda or target.name in runners
+
+
+def check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:
+    """Raise UsageError for a target that none of `recipes` has."""
     known = {name for one in recipes for name in one.loaded.recipe.targets}
     for name in targets:
         Target.parse(name)

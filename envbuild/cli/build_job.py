@@ -147,11 +147,10 @@ def _ensure_lock(
     kind: str, loaded: LoadedRecipe, target: Target, environment: Environment, how: Folder
 ) -> None:
     """Have the lock that the job will ask for: nodes need not reach an index to resolve."""
-    from envbuild.make import prepare
+    from envbuild.make_kinds import prepare_folder
     from envbuild.verify.needs_torch import check_torch
 
-    plan, _ = prepare(
-        loaded, target, environment, artifact=kind, locked=how.locked, offline=how.offline, say=say,
-        conda=kind == "conda",
+    plan, _ = prepare_folder(
+        kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say, here=False,
     )  # fmt: skip
     check_torch(loaded, plan, verify=not how.no_verify)

@@ -65,8 +65,9 @@ def conda_command(
       build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     from envbuild.artifacts import conda
-    from envbuild.make import make_environment, prepare
-    from envbuild.make_kinds import Conda
+    from envbuild.artifacts.state import check_place
+    from envbuild.make import make_environment
+    from envbuild.make_kinds import Conda, prepare_folder
     from envbuild.site.conda_envs import named_prefix
     from envbuild.verify.needs_torch import check_torch
 
@@ -82,15 +83,14 @@ def conda_command(
     if as_job.job:
         build_by_job(conda.KIND, loaded, wanted, out, as_job, how, environment)
         return
-    if not how.dry_run:
-        conda.probe(wanted)
-    plan, trainer = prepare(
-        loaded, wanted, environment, artifact=conda.KIND, locked=how.locked, offline=how.offline, say=say,
-        compile_bytecode=how.compile_bytecode, conda=True,
+    plan, trainer = prepare_folder(
+        conda.KIND, loaded, wanted, environment, locked=how.locked, offline=how.offline, say=say,
+        compile_bytecode=how.compile_bytecode, write=not how.dry_run,
     )  # fmt: skip
     check_torch(loaded, plan, verify=not how.no_verify)
     path = out or conda.default_path(loaded.recipe.name, wanted.name)
     if how.dry_run:
+        check_place(path)
         show_dry_run(plan, path, how.as_json)
         return
     result = make_environment(

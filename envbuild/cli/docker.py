@@ -86,8 +86,12 @@ def docker_command(
     """
     from envbuild.artifacts.docker import Out, check_tag, default_tag
     from envbuild.errors import UsageError
-    from envbuild.make_dockerfile import make_by_dockerfile, prepare_dockerfile
-    from envbuild.make_image import Wish, make_images, prepare_image
+    from envbuild.make_dockerfile import (
+        check_dockerfile,
+        make_by_dockerfile,
+        prepare_dockerfile,
+    )
+    from envbuild.make_image import Wish, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None
@@ -113,14 +117,19 @@ def docker_command(
     prepared = [
         prepare(
             loaded, target, environment, locked=locked, offline=offline,
-            bytecode=not no_bytecode, say=say,
+            bytecode=not no_bytecode, say=say, write=not dry_run,
         )
         for target in wanted
     ]  # fmt: skip
     name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
+    wish = Wish(name, place, push, verify=not no_verify, faults=faults, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=not no_verify)
     if dry_run:
+        if builder == "native":
+            check_wish(wish, len(prepared), environment)
+        else:
+            check_dockerfile(prepared, wish, environment)
         for one in prepared:
             if as_json:
                 print_json({**one.plan.as_json(), "path": name})
@@ -129,7 +138,6 @@ def docker_command(
         if not as_json:
             click.echo(name)
         return
-    wish = Wish(name, place, push, verify=not no_verify, faults=faults, form=form)
     make = make_images if builder == "native" else make_by_dockerfile
     result = make(prepared, wish, environment, say, offline=offline)
     if as_json:

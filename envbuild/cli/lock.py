@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 from envbuild.cli.common import offline_option, open_recipe, open_target, say
-from envbuild.cli.lock_builder import (
-    builder_faults,
-    has_to_renew,
-    lock_builder,
-    names_an_image,
-)
 from envbuild.cli.lock_conda import (
     EXPORTS,
     SOLVERS,
     CondaWork,
-    check_conda,
-    conda_faults,
-    has_wheels,
     lock_conda,
     upgrades_of_wheels,
     write_exports,
 )
+from envbuild.cli.lock_image import lock_base, lock_builder
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError, UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -42,18 +36,12 @@ _ALL = "*"
     "--upgrade", "upgrades", multiple=True, is_flag=False, flag_value=_ALL, metavar="[PKG]",
     help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
 )  # fmt: skip
+@click.option("--wheels", is_flag=True, help="Only the wheels; combines with --image and --conda.")
 @click.option(
-    "--image",
-    "with_image",
-    is_flag=True,
-    help="Lock the base of container images too, where that was never done.",
-)
-@click.option(
-    "--conda",
-    "with_conda",
-    is_flag=True,
-    help="Lock the recipe's conda packages too, where that was never done.",
-)
+    "--image", is_flag=True,
+    help="Only the base of container images, and the image in which their layers are compiled.",
+)  # fmt: skip
+@click.option("--conda", is_flag=True, help="Only the recipe's conda packages.")
 @click.option(
     "--solver", type=click.Choice(SOLVERS), default=SOLVERS[0], show_default=True,
     help="What solves conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
@@ -77,8 +65,9 @@ def lock_command(
     recipes: tuple[str, ...],
     targets: tuple[str, ...],
     upgrades: tuple[str, ...],
-    with_image: bool,
-    with_conda: bool,
+    wheels: bool,
+    image: bool,
+    conda: bool,
     solver: str,
     check: bool,
     dry_run: bool,
@@ -86,31 +75,28 @@ def lock_command(
     export_dir: Path,
     offline: bool,
 ) -> None:
-    """Resolve RECIPE… for all their targets, from any host, and write the locks.
+    """Make every lock that a build of RECIPE… needs, for all its targets, from any host.
 
-    A lock holds exact versions and the sha256 of the wheels that fit its target, no URLs. pip's
-    configuration says where packages come from; the recipe may add indexes.
+    These are the wheels of each target (exact versions, and the sha256 of each file that fits, no URLs), the base of
+    its container images (Debian packages, or an image's digest) with the image in which source-built layers are
+    compiled, and the packages of [conda]. pip's configuration says where wheels come from; the recipe may add indexes.
 
-    The base of container images has a lock of its own, made by --image or by the first image build: Debian
-    packages or an image's digest. So has the image in which source-built layers ([layers]) are built. From then on
-    these are renewed when the recipe's [image] or [layers] change, or by --upgrade of everything.
-
-    The conda packages of a recipe with [conda] have locks of their own, made by --conda or by the first conda build:
-    conda-lock.yml, one file for the targets of an accelerator, and a file for what pip adds. From then on they are
-    renewed when the recipe's [conda] changes, or by --upgrade of everything or of a package in them.
+    Wheels are resolved again each time, and keep the locked versions that still fit. The other locks are made where
+    they are missing or the recipe changed; --upgrade renews them too. What cannot be made ends with exit code 3, after
+    all the others were made; --wheels, --image and --conda choose some.
 
     \b
     Examples:
       envbuild lock pt_cpu
       envbuild lock pt_cpu --target cpu-aarch64 --upgrade=numpy
-      envbuild lock pt_cpu pt_minimal --check
-      envbuild lock pt_cpu --export pylock
-      envbuild lock pt_cpu --image
+      envbuild lock pt_minimal --check
+      envbuild lock pt_cpu --wheels --image
+      envbuild lock pt_cpu --wheels --export pylock
       envbuild lock pt_cpu --conda
       envbuild lock pt_cpu --upgrade=pytorch
-      envbuild lock pt_cpu --export conda-lock --export-dir exported
+      envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
-    from envbuild.lock.manage import inspect_lock, update_lock
+    from envbuild.locks import PARTS, check_locks, has_conda, has_wheels
 
     if not recipes:
         taken = (
@@ -119,54 +105,66 @@ def lock_command(
             else ""
         )
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
+    chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
+    parts = tuple(chosen) or PARTS
     environment = load_environment()
     work = [
         (loaded, target)
         for loaded in (open_recipe(name, environment) for name in recipes)
         for target in _targets(loaded, targets, environment)
     ]
-    if with_conda or export in EXPORTS:
-        check_conda(loaded for loaded, _ in work)
+    _check_parts(work, chosen, parts, export)
     if check:
-        _check(work)
+        check_locks(work, parts, say)
         return
     upgrade = None if _ALL in upgrades else upgrades
+    failures = _Failures()
     for loaded, target in work:
-        if not has_wheels(loaded, target):
-            continue
-        moving: Collection[str] | None = upgrade
-        if upgrade:
-            moving = upgrades_of_wheels(
-                loaded, target, inspect_lock(loaded, target).lock, list(upgrade)
-            )
-        say(f"{loaded.recipe.name} {target.name}: resolving …")
-        resolution = update_lock(
-            loaded,
-            target,
-            environment,
-            upgrade=moving,
-            offline=offline,
-            say=say,
-            write=not dry_run,
-        )
-        if export == "pylock" and not dry_run:
-            click.echo(_export(resolution.pylock, loaded, target, export_dir, environment))
-    for loaded, target in work:  # after all wheels: a registry out of reach costs nothing of theirs
-        _lock_image(
-            loaded, target, environment,
-            wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
-        )  # fmt: skip
-        lock_builder(
-            loaded, target, environment,
-            wanted=with_image, upgrade=_ALL in upgrades, offline=offline, write=not dry_run,
-        )  # fmt: skip
-    conda = CondaWork(
-        with_conda, upgrade, offline, not dry_run, solver,
-        export if export in EXPORTS and not dry_run else None, export_dir,
+        if "wheels" in parts and has_wheels(loaded, target):
+            with failures.kept():
+                pylock = _lock_wheels(loaded, target, environment, upgrade, offline, not dry_run)
+                if export == "pylock" and not dry_run:
+                    click.echo(_export(pylock, loaded, target, export_dir, environment))
+    for loaded, target in work if "image" in parts else ():
+        for lock in (lock_base, lock_builder):
+            with failures.kept():
+                lock(
+                    loaded, target, environment,
+                    upgrade=upgrade is None, offline=offline, write=not dry_run,
+                )  # fmt: skip
+    asked = CondaWork(
+        upgrade, offline, not dry_run, solver,
+        export if export in EXPORTS and not dry_run else None, export_dir, "wheels" in parts,
     )  # fmt: skip
-    for loaded, target in work:  # last, for the same reason
-        lock_conda(loaded, target, environment, conda)
-    write_exports(conda)
+    for loaded, target in work:
+        if "conda" in parts and has_conda(loaded):
+            with failures.kept():
+                lock_conda(loaded, target, environment, asked)
+    write_exports(asked)
+    failures.raise_all()
+
+
+@dataclass
+class _Failures:
+    """Locks that could not be made: each is told at the end, when all others are there."""
+
+    errors: list[LockError] = field(default_factory=list)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            yield
+        except LockError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raise one LockError for all, if there are any."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            hints = dict.fromkeys(one.hint for one in self.errors if one.hint)
+            messages = dict.fromkeys(one.message for one in self.errors)
+            raise LockError("\n".join(messages), "\n".join(hints) or None)
 
 
 def _targets(
@@ -177,55 +175,43 @@ def _targets(
     return [Target.parse(name) for name in loaded.recipe.targets]
 
 
-def _check(work: list[tuple[LoadedRecipe, Target]]) -> None:
-    from envbuild.lock.manage import check_lock, inspect_lock
+def _check_parts(
+    work: list[tuple[LoadedRecipe, Target]],
+    chosen: list[str],
+    parts: tuple[str, ...],
+    export: str | None,
+) -> None:
+    """Raise UsageError where conda packages are asked of a recipe without them, or an export of what is not locked."""
+    from envbuild.lock.conda_manage import check_has_conda
 
-    faults = []
-    for loaded, target in work:
-        faults += _image_faults(loaded, target)
-        faults += builder_faults(loaded, target)
-        faults += conda_faults(loaded, target)
-        if not has_wheels(loaded, target):
-            continue
-        state = inspect_lock(loaded, target)
-        if state.fault is not None or state.lock is None:
-            faults.append(f"{state.path}: {state.fault}")
-            continue
-        check_lock(loaded, target, state.lock, str(state.path), say)
-        say(f"{state.path}: current")
-    if faults:
-        raise LockError(
-            "\n".join(faults), "run `envbuild lock` with the same recipes and commit the result"
+    if "conda" in chosen or export in EXPORTS:
+        for loaded, _ in work:
+            check_has_conda(loaded)
+    needed = "conda" if export in EXPORTS else "wheels"
+    if export and needed not in parts:
+        raise UsageError(
+            f"--export {export} writes a lock that is not made here", f"add --{needed}"
         )
 
 
-def _image_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
-    from envbuild.lock.image_manage import inspect_image_lock
-
-    state = inspect_image_lock(loaded, target)
-    if state.lock is None and not names_an_image(loaded):
-        return []
-    return [f"{state.path}: {state.fault}"] if state.fault else []
-
-
-def _lock_image(
+def _lock_wheels(
     loaded: LoadedRecipe,
     target: Target,
     environment: Environment,
-    *,
-    wanted: bool,
-    upgrade: bool,
+    upgrade: Collection[str] | None,
     offline: bool,
     write: bool,
-) -> None:
-    """Renew the image lock where there is one to renew, or where one is wanted."""
-    from envbuild.lock.image_manage import inspect_image_lock, update_image_lock
+) -> str:
+    """Resolve and write the target's wheel lock; returns the resolution as PEP 751 has it."""
+    from envbuild.lock.manage import inspect_lock, update_lock
 
-    state = inspect_image_lock(loaded, target)
-    if state.lock is None and not wanted and not names_an_image(loaded):
-        return
-    if has_to_renew(state, upgrade=upgrade, offline=offline):
-        update_image_lock(loaded, target, environment, say=say, write=write)
+    if upgrade:
+        old = inspect_lock(loaded, target).lock
+        upgrade = upgrades_of_wheels(loaded, target, old, list(upgrade))
+    say(f"{loaded.recipe.name} {target.name}: resolving …")
+    return update_lock(
+        loaded, target, environment, upgrade=upgrade, offline=offline, say=say, write=write
+    ).pylock
 
 
 def _export(

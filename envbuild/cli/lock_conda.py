@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,57 +38,22 @@ class Exported:
 class CondaWork:
     """What `envbuild lock` was asked to do with conda locks. `upgrade` is None for every package."""
 
-    wanted: bool
     upgrade: Collection[str] | None
     offline: bool
     write: bool
     solver: str
     export: str | None
     folder: Path
+    with_wheels: bool = True  # `upgrade` names packages of the wheel locks, too
     exports: dict[Path, list[Exported]] = field(default_factory=dict)
-
-
-def has_conda(loaded: LoadedRecipe) -> bool:
-    """Whether the recipe has conda packages."""
-    return bool(loaded.recipe.conda.dependencies)
-
-
-def check_conda(recipes: Iterable[LoadedRecipe]) -> None:
-    """Raise UsageError for the first of `recipes` without conda packages."""
-    from envbuild.lock.conda_manage import check_has_conda
-
-    for loaded in recipes:
-        check_has_conda(loaded)
-
-
-def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
-    """Whether a wheel lock makes sense: an image recipe of conda packages alone has none."""
-    recipe = loaded.recipe
-    asked = recipe.requirements or recipe.targets[target.name].requirements
-    return recipe.environment != "conda" or bool(asked)
-
-
-def conda_faults(loaded: LoadedRecipe, target: Target) -> list[str]:
-    """Why the conda lock of `target` is not current; nothing where none was ever made or wanted."""
-    if not has_conda(loaded):
-        return []
-    from envbuild.lock.conda_accelerator import check_conda_accelerator
-    from envbuild.lock.conda_manage import inspect_conda_lock
-
-    state = inspect_conda_lock(loaded, target)
-    if state.lock is None and loaded.recipe.environment != "conda":
-        return []
-    if state.fault is not None or state.lock is None:
-        return [f"{state.path}: {state.fault}"]
-    check_conda_accelerator(target, state.lock.packages, str(state.path))
-    say(f"{state.path}: current for {target.name}")
-    return []
 
 
 def upgrades_of_wheels(
     loaded: LoadedRecipe, target: Target, old: Lock | None, names: Sequence[str]
 ) -> list[str]:
     """Those of `names` that concern the wheel lock: all but those that only the conda lock knows."""
+    from envbuild.locks import has_conda
+
     if not has_conda(loaded) or not names:
         return list(names)
     from envbuild.lock.conda_manage import inspect_conda_lock, knows
@@ -105,25 +70,18 @@ def upgrades_of_wheels(
 def lock_conda(
     loaded: LoadedRecipe, target: Target, environment: Environment, work: CondaWork
 ) -> None:
-    """Make or renew the conda lock of `target` where that is wanted or due; export it.
-
-    Raises LockError when it cannot be made; the wheel locks are in place by then.
-    """
+    """Make the conda lock of `target`, or renew it where that is due; export it. Raises LockError when it cannot be
+    made."""
     from envbuild.lock.conda_manage import (
         inspect_conda_lock,
         knows,
         update_conda_lock,
     )
+    from envbuild.locks import has_wheels
 
-    if not has_conda(loaded):
-        return
     state = inspect_conda_lock(loaded, target)
-    if state.lock is None and not (
-        work.wanted or work.export or loaded.recipe.environment == "conda"
-    ):
-        return
     upgrade = work.upgrade
-    if upgrade and state.lock is not None and has_wheels(loaded, target):
+    if upgrade and state.lock is not None and work.with_wheels and has_wheels(loaded, target):
         # The names that were meant for wheels went there.
         upgrade = [name for name in upgrade if knows(state.lock, name)]
     lock = state.lock if state.fault is None else None

@@ -10,7 +10,7 @@ import click
 
 from envbuild.cli.common import open_recipe, say
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import EnvbuildError, RecipeError, UsageError
+from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError
 
 if TYPE_CHECKING:
     from envbuild.matrix import Chosen
@@ -47,6 +47,9 @@ class _Runners:
     "--runner", "runners", multiple=True, metavar="ARCH=LABEL",
     help="Runner of an architecture, or of one TARGET whose GPUs it has; repeatable.",
 )  # fmt: skip
+@click.option(
+    "--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock."
+)
 def matrix_command(
     recipes: tuple[str, ...],
     artifacts: tuple[str, ...],
@@ -54,10 +57,12 @@ def matrix_command(
     form: str,
     changed_since: str | None,
     runners: tuple[str, ...],
+    strict: bool,
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
-    Without RECIPE, all that `envbuild list` shows.
+    Without RECIPE, all that `envbuild list` shows. A build that `envbuild plan --locked` refuses is left out, and
+    standard error says why.
 
     \b
     Examples:
@@ -71,6 +76,7 @@ def matrix_command(
         as_github,
         as_gitlab,
         as_json,
+        check_targets,
         make_jobs,
         parse_runners,
     )
@@ -81,11 +87,18 @@ def matrix_command(
             raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
     defaults = decode(read(_RUNNERS), _Runners)
     labels = parse_runners(runners, defaults.gitlab if form == "gitlab" else defaults.github)
-    chosen = _choose(recipes, load_environment())
-    jobs = make_jobs(chosen, labels, artifacts=artifacts, targets=targets, say=say)
+    environment = load_environment()
+    chosen = _choose(recipes, environment)
+    check_targets(chosen, targets)
     if changed_since is not None:
-        kept = {one.loaded.recipe.name for one in _changed(chosen, changed_since)}
-        jobs = [job for job in jobs if job.recipe in kept]
+        chosen = _changed(chosen, changed_since)
+    jobs, omitted = make_jobs(chosen, labels, environment, artifacts=artifacts, targets=targets)
+    unlocked = [one for one in omitted if strict and isinstance(one.error, LockError)]
+    for one in omitted:
+        if one not in unlocked:
+            say(str(one))
+    if unlocked:
+        raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
     click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
 
 

@@ -16,9 +16,6 @@ from envbuild.cli.common import (
     target_option,
 )
 from envbuild.environment import load_environment
-from envbuild.make import prepare
-
-IMAGES = ("docker", "enroot", "apptainer")
 
 
 @click.command("plan")
@@ -26,37 +23,49 @@ IMAGES = ("docker", "enroot", "apptainer")
 @target_option
 @click.option(
     "--artifact",
-    type=click.Choice(["conda", "venv", *IMAGES]),
+    type=click.Choice(["conda", "venv", "docker", "enroot", "apptainer"]),
     default="venv",
     show_default=True,
+)
+@click.option(
+    "--elsewhere", is_flag=True,
+    help="Plan a build on another host: accept what this one cannot build, such as a venv of another architecture.",
+)  # fmt: skip
+@click.option(
+    "--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch."
 )
 @locked_option
 @offline_option
 @json_option
 def plan_command(
-    recipe: str, target: str | None, artifact: str, locked: bool, offline: bool, as_json: bool
+    recipe: str,
+    target: str | None,
+    artifact: str,
+    elsewhere: bool,
+    no_verify: bool,
+    locked: bool,
+    offline: bool,
+    as_json: bool,
 ) -> None:
     """Show what building RECIPE would do: ordered layers, each with a digest of all that decides it.
+
+    What the build would refuse is refused here, with the same error and exit code. Nothing is written: a lock that is
+    missing or stale is resolved in memory.
 
     \b
     Examples:
       envbuild plan pt_cpu
       envbuild plan pt_cpu --target cpu-aarch64 --artifact docker --json
+      envbuild plan pt_cpu --target cpu-aarch64 --elsewhere
     """
+    from envbuild.make_plan import plan_of
+
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
-    wanted = open_target(loaded, target, environment)
-    if artifact in IMAGES:
-        from envbuild.make_image import prepare_image
-
-        plan = prepare_image(
-            loaded, wanted, environment, locked=locked, offline=offline, bytecode=True, say=say
-        ).plan
-    else:
-        plan, _ = prepare(
-            loaded, wanted, environment, artifact=artifact, locked=locked, offline=offline, say=say,
-            conda=artifact == "conda",
-        )  # fmt: skip
+    plan = plan_of(
+        artifact, loaded, open_target(loaded, target, environment), environment,
+        locked=locked, offline=offline, say=say, here=not elsewhere, verify=not no_verify,
+    )  # fmt: skip
     if as_json:
         print_json(plan.as_json())
         return

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
     from envbuild.lock.state import LockState
     from envbuild.recipe.layers import LayerTable
+    from envbuild.recipe.load import LoadedRecipe
 
 
 @click.command("list")
 @json_option
 def list_command(as_json: bool) -> None:
     """List the recipes that can be built by name, and where each was found.
+
+    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image
+    in which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
 
     \b
     Examples:
@@ -39,6 +43,7 @@ def list_command(as_json: bool) -> None:
                 "path": str(entry.path),
                 "description": entry.loaded.recipe.description if entry.loaded else None,
                 "targets": list(entry.loaded.recipe.targets) if entry.loaded else [],
+                "locks": _locked(entry.loaded) if entry.loaded else {},
                 "error": entry.error.message if entry.error else None,
             }
             for entry in entries
@@ -49,10 +54,30 @@ def list_command(as_json: bool) -> None:
     for entry in entries:
         if entry.loaded:
             recipe = entry.loaded.recipe
-            cells = [recipe.description, f"[{', '.join(recipe.targets)}]"]
+            cells = [recipe.description, f"[{', '.join(_locked_targets(entry.loaded))}]"]
         else:
             cells = [f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"]
         click.echo(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
+
+
+def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
+    """For each target and each lock that its builds need, whether it is there and current."""
+    from envbuild.locks import needed_locks
+    from envbuild.recipe.targets import Target
+
+    return {
+        name: {one.name: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
+        for name in loaded.recipe.targets
+    }
+
+
+def _locked_targets(loaded: LoadedRecipe) -> list[str]:
+    """The targets, each with the locks that its builds need and do not have: "cpu-x86_64 (not locked: conda)"."""
+    texts = []
+    for name, locks in _locked(loaded).items():
+        missing = ", ".join(lock for lock, current in locks.items() if not current)
+        texts.append(f"{name} (not locked: {missing})" if missing else name)
+    return texts
 
 
 @click.command("show")
@@ -66,22 +91,15 @@ def show_command(recipe: str, as_json: bool) -> None:
       envbuild show pt_cpu
       envbuild show ./my/recipe.toml --json
     """
-    from envbuild.cli.lock_conda import has_wheels
-    from envbuild.lock.manage import inspect_lock
+    from envbuild.locks import needed_locks
     from envbuild.recipe.targets import Target
 
     loaded = open_recipe(recipe, load_environment())
-    targets = {name: Target.parse(name) for name in loaded.recipe.targets}
-    locks = {
-        name: inspect_lock(loaded, target)
-        for name, target in targets.items()
-        if has_wheels(loaded, target)
-    }
-    conda: dict[str, LockState[CondaLock]] = {}
-    if loaded.recipe.conda.dependencies:
-        from envbuild.lock.conda_manage import inspect_conda_lock
-
-        conda = {name: inspect_conda_lock(loaded, target) for name, target in targets.items()}
+    states: dict[str, dict[str, LockState[Any]]] = {}
+    for name in loaded.recipe.targets:
+        for one in needed_locks(loaded, Target.parse(name)):
+            states.setdefault(one.name, {})[name] = one.inspect()
+    locks, conda = states.get("wheels", {}), states.get("conda", {})
     if as_json:
         print_json(
             {
@@ -90,6 +108,8 @@ def show_command(recipe: str, as_json: bool) -> None:
                 "digest": loaded.digest,
                 "locks": _states(locks),
                 "conda_locks": _states(conda),
+                "image_locks": _states(states["image"]),
+                "builder_locks": _states(states.get("builder", {})),
             }
         )
         return
@@ -116,6 +136,9 @@ def show_command(recipe: str, as_json: bool) -> None:
             state = locks[name]
             packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
             click.echo(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
+        for kind in ("image", "builder"):
+            if found := states.get(kind, {}).get(name):
+                click.echo(f"    {kind} lock {found.path}: {found.fault or 'current'}")
         if name in conda:
             click.echo(f"    conda lock {conda[name].path}: {_conda_lock(conda[name])}")
     verify = table.verify

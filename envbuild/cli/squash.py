@@ -99,9 +99,10 @@ def make(
 ) -> None:
     """Make files of `kinds` of a recipe or an image, and print what was made: paths for people, one object for
     programs; for a dry run the plan."""
+    from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.source import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.make_files import File, Wish
+    from envbuild.make_files import File, Wish, check_files
     from envbuild.make_image import prepare_image
     from envbuild.make_squash import (
         default_file,
@@ -118,6 +119,8 @@ def make(
     codec = codec_of(choices.compression)
     environment = load_environment()
     _check_runtime(kinds, choices, environment)
+    if engine != "native":
+        find_engine(environment.variables)
 
     def wish(file: Callable[[str], File]) -> Wish:
         files = tuple(File(kind, out) if out else file(kind) for kind in kinds)
@@ -127,6 +130,7 @@ def make(
         image = parse_source(source)
         of_image = wish(lambda kind: imported_file(kind, image))
         if choices.dry_run:
+            check_files(of_image)
             for file in of_image.files:
                 about = {"kind": file.kind, "from": image.url, "path": str(file.path.absolute())}
                 if choices.as_json:
@@ -140,13 +144,14 @@ def make(
     loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
     one = prepare_image(
         loaded, open_target(loaded, choices.target, environment), environment, locked=choices.locked,
-        offline=choices.offline, bytecode=not choices.no_bytecode, say=say,
+        offline=choices.offline, bytecode=not choices.no_bytecode, say=say, write=not choices.dry_run,
     )  # fmt: skip
     check_torch(loaded, one.plan, verify=not choices.no_verify)
+    of_recipe = wish(lambda kind: default_file(kind, one.plan))
     if choices.dry_run:
+        check_files(of_recipe)
         show_plan(one.plan, choices)
         return
-    of_recipe = wish(lambda kind: default_file(kind, one.plan))
     show(make_from_recipe(one, of_recipe, environment, say, offline=choices.offline), choices)
 
 

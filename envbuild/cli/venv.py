@@ -57,8 +57,9 @@ def venv_command(
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """
     from envbuild.artifacts import venv
-    from envbuild.make import make_environment, prepare
-    from envbuild.make_kinds import Venv
+    from envbuild.artifacts.state import check_place
+    from envbuild.make import make_environment
+    from envbuild.make_kinds import Venv, prepare_folder
     from envbuild.verify.needs_torch import check_torch
 
     environment = load_environment()
@@ -69,15 +70,14 @@ def venv_command(
         build_by_job(venv.KIND, loaded, wanted, out, as_job, how, environment, options)
         return
     check_out(out)
-    if not how.dry_run:
-        venv.probe(wanted)
-    plan, trainer = prepare(
-        loaded, wanted, environment, artifact=venv.KIND, locked=how.locked, offline=how.offline, say=say,
-        compile_bytecode=how.compile_bytecode,
+    plan, trainer = prepare_folder(
+        venv.KIND, loaded, wanted, environment, locked=how.locked, offline=how.offline, say=say,
+        compile_bytecode=how.compile_bytecode, write=not how.dry_run,
     )  # fmt: skip
     check_torch(loaded, plan, verify=not how.no_verify)
     path = out or venv.default_path(loaded.recipe.name, wanted.name)
     if how.dry_run:
+        check_place(path)
         show_dry_run(plan, path, how.as_json)
         return
     kind = Venv(plan, trainer, environment, python, how.offline)

@@ -66,11 +66,10 @@ def build_layer(
         raise BuildError(
             f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet"
         )
-    needed = {name: requires[name] for name in layer.requires if name not in hosts}
-    folders = {name: hosts[name] for name in layer.requires if name in hosts}
+    needed, folders = _needed(layer, requires, hosts)
     python = PurePath(hosts.get("python", "python3")) if layer.system == "wheel" else None
     store = environment.store
-    tree = store.root / "built" / layer_key(layer, needed, folders) / "tree"
+    tree = _place(store, layer, needed, folders)
     if read_manifest(tree) is not None:
         return tree
     archive = fetch_source(layer, environment, offline=offline)
@@ -91,6 +90,33 @@ def build_layer(
     finally:
         lock.with_suffix(".lock").unlink(missing_ok=True)
     return tree
+
+
+def stored_layer(
+    layer: SourceLayer,
+    requires: Mapping[str, Path],
+    environment: Environment,
+    hosts: Mapping[str, str],
+) -> Path | None:
+    """The folder that `build_layer` would return without building anything, None where it would build."""
+    tree = _place(environment.store, layer, *_needed(layer, requires, hosts))
+    return tree if read_manifest(tree) is not None else None
+
+
+def _needed(
+    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Of what is given, what `layer` requires: folders of the store, and those of the nodes."""
+    return (
+        {name: requires[name] for name in layer.requires if name not in hosts},
+        {name: hosts[name] for name in layer.requires if name in hosts},
+    )
+
+
+def _place(
+    store: Store, layer: SourceLayer, needed: Mapping[str, Path], folders: Mapping[str, str]
+) -> Path:
+    return store.root / "built" / layer_key(layer, needed, folders) / "tree"
 
 
 def layer_key(layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> str:

@@ -54,7 +54,7 @@ def inspect_build_lock(
     """Read the builder's lock without changing anything. Raises LockError when it is not readable."""
     return inspect_lock_file(
         recipe, target, build_lock_name(target.name), read_image, build_digest(recipe, target, sources),
-        what="lock of the builder", subject="what the layers need to be built",
+        part="image", what="lock of the builder", subject="what the layers need to be built",
     )  # fmt: skip
 
 
@@ -67,9 +67,10 @@ def ensure_build_lock(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool = True,
 ) -> ImageLock:
     """The current lock of the image in which `sources` are built; a missing or stale one is made, and said, unless
-    `locked`.
+    `locked`. Without `write` it is resolved and no file is written.
 
     Raises LockError when `locked` and there is none, or when it cannot be made; UsageError as `check_build_base`.
     """
@@ -79,7 +80,7 @@ def ensure_build_lock(
     if current is not None:
         return current
     say(f"{state.path}: {state.fault}; resolving the builder of {target.name} …")
-    return update_build_lock(recipe, target, sources, environment, say=say)
+    return update_build_lock(recipe, target, sources, environment, say=say, write=write)
 
 
 def update_build_lock(

@@ -32,6 +32,7 @@ from envbuild.lock.manage import say_warnings
 from envbuild.lock.resolve import Resolution
 from envbuild.lock.state import (
     LockState,
+    how_to_make,
     inspect_lock_file,
     lock_folders,
     package_changes,
@@ -72,7 +73,7 @@ def inspect_conda_lock(recipe: LoadedRecipe, target: Target) -> LockState[CondaL
 
     return inspect_lock_file(
         recipe, target, conda_lock_name(target), read_target, recipe.conda_digest(target),
-        what="conda lock", subject="the recipe or what pip adds",
+        part="conda", what="conda lock", subject="the recipe or what pip adds",
     )  # fmt: skip
 
 
@@ -110,8 +111,10 @@ def ensure_conda_lock(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool = True,
 ) -> CondaLock:
-    """The current conda lock of `target`; a missing or stale one is made, and said, unless `locked`.
+    """The current conda lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write`
+    it is solved and no file is written.
 
     Raises UsageError for a recipe without conda packages, LockError when `locked` and there is none, or when it
     cannot be made.
@@ -119,18 +122,24 @@ def ensure_conda_lock(
     check_has_conda(recipe)
     state = inspect_conda_lock(recipe, target)
     if state.fault is None and state.lock is not None:
-        check_conda_accelerator(target, state.lock.packages, str(state.path))
-        check_stack(recipe, target, conda_versions(state.lock), say, conda=True)
+        check_conda_lock(recipe, target, state.lock, str(state.path), say)
         say_warnings(state.lock.pip, say)
         return state.lock
     if locked:
-        name = recipe.recipe.name
-        raise LockError(
-            f"{state.path}: {state.fault}",
-            f"make it with `envbuild lock {name} --conda --target {target.name}` and commit it",
-        )
+        raise LockError(f"{state.path}: {state.fault}", how_to_make(recipe, target, "conda"))
     say(f"{state.path}: {state.fault}; solving {target.name} …")
-    return update_conda_lock(recipe, target, environment, upgrade=(), offline=offline, say=say).lock
+    return update_conda_lock(
+        recipe, target, environment, upgrade=(), offline=offline, say=say, write=write
+    ).lock
+
+
+def check_conda_lock(
+    recipe: LoadedRecipe, target: Target, lock: CondaLock, source: str, say: Say
+) -> None:
+    """Raise LockError where the current `lock`, read from `source`, holds a pytorch for another accelerator, or what is
+    known not to work."""
+    check_conda_accelerator(target, lock.packages, source)
+    check_stack(recipe, target, conda_versions(lock), say, conda=True)
 
 
 def update_conda_lock(

@@ -36,8 +36,9 @@ def inspect_image_lock(recipe: LoadedRecipe, target: Target) -> LockState[ImageL
     """Read the target's image lock without changing anything. Raises LockError when it is not readable."""
     name, digest = image_lock_name(target.name), recipe.image_digest(target)
     return inspect_lock_file(
-        recipe, target, name, read_image, digest, what="image lock", subject="the recipe's base"
-    )
+        recipe, target, name, read_image, digest,
+        part="image", what="image lock", subject="the recipe's base",
+    )  # fmt: skip
 
 
 def ensure_image_lock(
@@ -48,8 +49,10 @@ def ensure_image_lock(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool = True,
 ) -> ImageLock:
-    """The current image lock of `target`; a missing or stale one is made, and said, unless `locked`.
+    """The current image lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write`
+    it is resolved and no file is written.
 
     Raises LockError when `locked` and there is none, or when it cannot be made.
     """
@@ -58,7 +61,7 @@ def ensure_image_lock(
     if current is not None:
         return current
     say(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
-    return update_image_lock(recipe, target, environment, say=say)
+    return update_image_lock(recipe, target, environment, say=say, write=write)
 
 
 def current_lock(
@@ -77,7 +80,7 @@ def current_lock(
         return state.lock
     if locked or offline:
         why = "" if locked else " and --offline forbids to resolve it"
-        raise LockError(f"{state.path}: {state.fault}{why}", how_to_make(recipe, target))
+        raise LockError(f"{state.path}: {state.fault}{why}", how_to_make(recipe, target, "image"))
     return None
 
 

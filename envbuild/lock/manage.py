@@ -26,7 +26,9 @@ Say = Callable[[str], None]
 def inspect_lock(recipe: LoadedRecipe, target: Target) -> LockState[Lock]:
     """Read the target's lock without changing anything. Raises LockError when it is not readable."""
     name, digest = lock_file_name(target.name), recipe.resolution_digest(target)
-    return inspect_lock_file(recipe, target, name, read, digest, what="lock", subject="the recipe")
+    return inspect_lock_file(
+        recipe, target, name, read, digest, part="wheels", what="lock", subject="the recipe"
+    )
 
 
 def ensure_lock(
@@ -37,8 +39,10 @@ def ensure_lock(
     locked: bool,
     offline: bool,
     say: Say,
+    write: bool = True,
 ) -> Lock:
-    """The current lock of `target`; a missing or stale one is made, and said, unless `locked`.
+    """The current lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write` it is
+    resolved and no file is written.
 
     Raises LockError when `locked` and there is none, when it cannot be made, or when what it holds is known not to
     go together with the recipe's layers or with each other.
@@ -49,12 +53,11 @@ def ensure_lock(
         say_warnings(state.lock, say)
         return state.lock
     if locked:
-        raise LockError(
-            f"{state.path}: {state.fault}",
-            how_to_make(recipe, target),
-        )
+        raise LockError(f"{state.path}: {state.fault}", how_to_make(recipe, target, "wheels"))
     say(f"{state.path}: {state.fault}; resolving {target.name} …")
-    return update_lock(recipe, target, environment, upgrade=(), offline=offline, say=say).lock
+    return update_lock(
+        recipe, target, environment, upgrade=(), offline=offline, say=say, write=write
+    ).lock
 
 
 def check_lock(recipe: LoadedRecipe, target: Target, lock: Lock, source: str, say: Say) -> None:

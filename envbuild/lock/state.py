@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Generic, Protocol, TypeVar
 
 from envbuild.errors import LockError
 from envbuild.files import write_atomically
-from envbuild.recipe.find import shipped_folder
+from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -44,17 +45,27 @@ def inspect_lock_file(
     read: Callable[[Path], L | None],
     digest: str,
     *,
+    part: str,
     what: str,
     subject: str,
 ) -> LockState[L]:
     """The best of the files `name` that may be there: one for `digest`, else one that exists.
 
-    `what` is the lock's name and `subject` what of the recipe it hangs on, both for messages. Raises
-    LockError when a file is not readable.
+    `part` is what of `envbuild lock` makes it, `what` the lock's name and `subject` what of the recipe it hangs on, all
+    for messages. Raises LockError when a file is not readable.
     """
 
     def judge(path: Path) -> LockState[L]:
-        lock = read(path)
+        try:
+            lock = read(path)
+        except LockError as error:
+            if error.hint is None:  # the file may not be opened at all
+                raise
+            command = (
+                f"mv {quote(str(path))} {quote(f'{path}.old')} && {_command(recipe, target, part)}"
+            )
+            hint = f"restore it from version control, or make it anew: `{command}`"
+            raise LockError(error.message, hint) from None
         if lock is None:
             return LockState(path, None, f"no {what} for this target yet")
         if lock.target != target.name or lock.recipe != recipe.recipe.name:
@@ -117,12 +128,16 @@ def write_lock_file(path: Path, text: str) -> None:
         ) from error
 
 
-def how_to_make(recipe: LoadedRecipe, target: Target) -> str:
-    """The hint for a lock that is missing or stale where none may be made."""
-    indexes = recipe.recipe.targets[target.name].indexes
+def how_to_make(recipe: LoadedRecipe, target: Target, part: str) -> str:
+    """The hint for a lock that is missing or stale where none may be made. `part` is the option of `envbuild lock`
+    that makes it: wheels, image or conda."""
+    indexes = recipe.recipe.targets[target.name].indexes if part == "wheels" else ()
     where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
-    command = f"envbuild lock {recipe.recipe.name} --target {target.name}"
-    return f"make it with `{command}`{where} and commit it"
+    return f"make it with `{_command(recipe, target, part)}`{where} and commit it"
+
+
+def _command(recipe: LoadedRecipe, target: Target, part: str) -> str:
+    return f"envbuild lock {command_word(recipe)} --target {target.name} --{part}"
 
 
 def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
@@ -133,7 +148,7 @@ def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
 
 def _writable(recipe: LoadedRecipe) -> bool:
     # Recipes inside an installed wheel belong to the installer, even where the file system allows more.
-    installed = shipped_folder()
-    if installed.parent.name == "_bundled" and installed in recipe.path.parents:
+    installed = shipped_folder().resolve()  # lib64 may be a link to lib
+    if installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents:
         return False
     return os.access(recipe.folder, os.W_OK)

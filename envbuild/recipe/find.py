@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +94,17 @@ def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path
             f"recipe {loaded.recipe.name!r} has no target {name!r}, only {', '.join(loaded.recipe.targets)}",
             f"recipes with this target: {', '.join(having)}",
         ) from None
+
+
+def command_word(recipe: LoadedRecipe) -> str:
+    """`recipe` as a command line names it here: its name where that finds this file, else its path."""
+    name, path = recipe.recipe.name, recipe.path
+    with contextlib.suppress(UsageError, OSError):
+        if find_recipe(name, search_folders()).samefile(path):
+            return name
+    text = os.fspath(path if path.name != FILE_NAME else path.parent)
+    is_path = "/" in text or text.endswith(".toml") or text in (".", "..")
+    return shlex.quote(text if is_path else f"./{text}")
 
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from envbuild.lock.format import Lock, LockedPackage, lock_file_name, render
+from envbuild.lock.image import ImageLock, OciLock, image_lock_name, render_image
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+
 
 def matrix(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
@@ -17,14 +22,35 @@ def matrix(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProces
     return done
 
 
-def write_recipe(root: Path, name: str, *targets: str) -> Path:
+def write_recipe(root: Path, name: str, *targets: str, locked: bool = True) -> Path:
+    """A recipe at root/recipes/NAME, and its locks: of wheels and of an image base that are nowhere."""
     path = root / "recipes" / name / "recipe.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = "".join(f"[targets.{target}]\n" for target in targets or ("cpu-x86_64",))
     path.write_text(
         f'name = "{name}"\ndescription = "d"\npython = "3.11"\nrequirements = ["torch==2.10.0"]\n{tables}'
     )
+    if locked:
+        write_locks(path)
     return path
+
+
+def write_locks(path: Path) -> None:
+    """Current locks of wheels and image bases beside the recipe in `path`."""
+    loaded = load_recipe(path)
+    for name in loaded.recipe.targets:
+        target = Target.parse(name)
+        packages = [LockedPackage("torch", "2.10.0", ("a" * 64,))]
+        if target.is_cuda:
+            cuda = f"{target.accelerator[2:4]}.{target.accelerator[4:]}.77"
+            packages.append(LockedPackage("nvidia-cuda-runtime-cu12", cuda, ("b" * 64,)))
+        wheels = Lock(
+            loaded.recipe.name, name, "3.11", "linux", loaded.resolution_digest(target), tuple(packages)
+        )  # fmt: skip
+        base = OciLock(loaded.recipe.image.base, "sha256:" + "c" * 64)
+        image = ImageLock(loaded.recipe.name, name, loaded.image_digest(target), base)
+        path.with_name(lock_file_name(name)).write_text(render(wheels))
+        path.with_name(image_lock_name(name)).write_text(render_image(image))
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from lab import artifacts
 from lab.conda_package import Metadata, conda_package
 from lab.conda_server import Server, serve
 from lab.wheels import make_recipe, make_wheel
+
+from envbuild.image.blobs import Blobs
 
 from .conftest import REPOSITORY, Command
 
@@ -154,10 +158,31 @@ def test_every_target_is_solved_from_any_host_into_files_that_conda_lock_reads(
     cuda = packages(demo, "cu126")
     assert list(cuda) == ["linux-64"]
     assert "pytorch-2.13.0-cuda126_py311_0" in stems(cuda["linux-64"])
-    assert demo("lock", "demo", "--check").returncode == 0
+    assert demo("lock", "demo", "--conda", "--check").returncode == 0
     before = {p: p.read_bytes() for p in (demo.folder / "recipes/demo").iterdir()}
-    assert "conda packages" not in demo("lock", "demo").stderr  # what is current stays
+    assert "conda packages" not in demo("lock", "demo", "--conda").stderr  # what is current stays
     assert before == {p: p.read_bytes() for p in (demo.folder / "recipes/demo").iterdir()}
+
+
+def test_one_lock_makes_the_conda_lock_too_and_each_hint_for_it_works(demo: Command) -> None:
+    """The base of its images lies beside it, so that all of the recipe is locked without a network."""
+    blobs = Blobs(demo.folder / "blobs")
+    image, _ = artifacts.image(blobs, [artifacts.layer(blobs, {"bin/sh": "x"})])
+    artifacts.layout(demo.folder / "base", blobs, [(image, "1")])
+    base = '[image]\nbase = "oci:../../base:1"\npython = "/usr/bin/python3"\n'
+    place = make(demo, more=base, targets="[targets.cpu-x86_64]\n")
+    lock = place / "cpu.conda-lock.yml"
+    check, build = ("lock", "demo", "--check"), ("plan", "demo", "--artifact", "conda", "--locked")
+    assert demo("lock", "demo", "--wheels", "--image").returncode == 0 and not lock.exists()
+    for failing in (check, build):
+        done = demo(*failing)
+        assert done.returncode == 3 and "no conda lock for this target yet" in done.stderr
+        command = re.search(r"hint: .*`envbuild (.+?)`", done.stderr)
+        assert command and demo(*command[1].split()).returncode == 0, done.stderr
+        assert demo(*failing).returncode == 0
+        lock.unlink()
+    assert demo("lock", "demo").returncode == 0 and lock.is_file()
+    assert demo(*check).returncode == demo(*build).returncode == 0
 
 
 @pytest.mark.parametrize("platform", ["linux-64", "linux-aarch64"])
@@ -192,16 +217,16 @@ def test_versions_stay_until_they_are_upgraded(demo: Command, channel: Server) -
     put(channel.folder, "zlib", "1.4", "h64", "linux-64")
     index(channel.folder)
     make(demo, ["numpy 2.*", "tool <1.2"])  # stale: solved anew, and still 1.0
-    assert demo("lock", "demo").returncode == 0
+    assert demo("lock", "demo", "--conda").returncode == 0
     assert {"tool-1.0-0", "zlib-1.3-h64"} <= stems(packages(demo)["linux-64"])
-    done = demo("lock", "demo", "--upgrade=tool")
+    done = demo("lock", "demo", "--conda", "--upgrade=tool")
     assert "~ tool 1.0 0 -> 1.1 0" in done.stderr and "zlib" not in done.stderr, done.stderr
     assert {"tool-1.1-0", "zlib-1.3-h64"} <= stems(packages(demo)["linux-64"])
-    assert demo("lock", "demo", "--upgrade", "--dry-run").returncode == 0
+    assert demo("lock", "demo", "--conda", "--upgrade", "--dry-run").returncode == 0
     assert "zlib-1.3-h64" in stems(packages(demo)["linux-64"])
-    assert demo("lock", "demo", "--upgrade").returncode == 0
+    assert demo("lock", "demo", "--conda", "--upgrade").returncode == 0
     assert {"tool-1.1-0", "zlib-1.4-h64"} <= stems(packages(demo)["linux-64"])
-    done = demo("lock", "demo", "--upgrade=nothing")
+    done = demo("lock", "demo", "--conda", "--upgrade=nothing")
     assert done.returncode == 3 and "nothing is not in" in done.stderr
 
 
@@ -211,11 +236,11 @@ def test_one_target_is_renewed_and_the_others_stay(demo: Command, channel: Serve
     for subdir in ("linux-64", "linux-aarch64"):
         put(channel.folder, "zlib", "1.4", "h64", subdir)
     index(channel.folder)
-    assert demo("lock", "demo", "--target", "cpu-x86_64", "--upgrade").returncode == 0
+    assert demo("lock", "demo", "--conda", "--target", "cpu-x86_64", "--upgrade").returncode == 0
     after = packages(demo)
     assert after["linux-aarch64"] == before["linux-aarch64"]
     assert "zlib-1.4-h64" in stems(after["linux-64"])
-    assert demo("lock", "demo", "--check").returncode == 0
+    assert demo("lock", "demo", "--conda", "--check").returncode == 0
 
 
 def test_a_package_that_its_channel_withdrew_moves(demo: Command, channel: Server) -> None:
@@ -223,7 +248,7 @@ def test_a_package_that_its_channel_withdrew_moves(demo: Command, channel: Serve
     (channel.folder / "linux-64/numpy-2.2.6-py311_0.conda").unlink()
     index(channel.folder)
     make(demo, ["numpy 2.*", "pytorch", "tool"])
-    assert demo("lock", "demo", "--target", "cpu-x86_64").returncode == 0
+    assert demo("lock", "demo", "--conda", "--target", "cpu-x86_64").returncode == 0
     assert "numpy-2.1.0-py311_0" in stems(packages(demo)["linux-64"])
 
 
@@ -233,7 +258,7 @@ def test_virtual_packages_are_the_targets(demo: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert {"arch-1.0-0", "newglibc-1.0-0"} <= stems(packages(demo)["linux-aarch64"])
     make(demo, ["newglibc"], targets='[targets.cpu-aarch64]\nglibc = "2.28"\n')
-    done = demo("lock", "demo")
+    done = demo("lock", "demo", "--conda")
     assert done.returncode == 3 and "__glibc" in done.stderr, done.stderr
     make(demo, ["pytorch * cuda*"], targets="[targets.cpu-x86_64]\n")
     done = demo("lock", "demo", "--conda")
@@ -291,7 +316,7 @@ def test_a_channel_that_fails_breaks_nothing_else(
     )
     channel.faults.update(fault)  # type: ignore[arg-type]
     # Nothing of this test reaches the real channel.
-    done = lab("lock", "demo", "--conda", https_proxy="http://127.0.0.1:9")
+    done = lab("lock", "demo", "--wheels", "--conda", https_proxy="http://127.0.0.1:9")
     assert done.returncode == 3 and FORGE in done.stderr and said in done.stderr, done.stderr
     assert (place / "cpu-x86_64.requirements.txt").is_file() and not list(place.glob("*.yml"))
 
@@ -303,10 +328,13 @@ def test_a_channel_that_is_away_later_leaves_the_lock_and_offline_uses_what_is_k
     assert demo("lock", "demo", "--conda").returncode == 0
     before = (place / "cpu.conda-lock.yml").read_bytes()
     channel.down()
-    assert demo("lock", "demo", "--upgrade", https_proxy="http://127.0.0.1:9").returncode == 3
+    assert (
+        demo("lock", "demo", "--conda", "--upgrade", https_proxy="http://127.0.0.1:9").returncode
+        == 3
+    )
     assert (place / "cpu.conda-lock.yml").read_bytes() == before
     make(demo, ["numpy <2.2"], targets="[targets.cpu-x86_64]\n")
-    done = demo("lock", "demo", "--offline")
+    done = demo("lock", "demo", "--conda", "--offline")
     assert done.returncode == 0 and "numpy 2.2.6 py311_0 -> 2.1.0 py311_0" in done.stderr, (
         done.stderr
     )
@@ -326,7 +354,7 @@ def test_the_next_mirror_serves_where_one_is_down_and_folders_do_too(
     first = packages(lab)
     site(lab, channel.folder.as_uri())
     requests = len(channel.requests)
-    assert lab("lock", "demo", "--upgrade").returncode == 0
+    assert lab("lock", "demo", "--conda", "--upgrade").returncode == 0
     assert packages(lab) == first and len(channel.requests) == requests
 
 
@@ -348,7 +376,7 @@ def test_credentials_reach_the_channel_and_nothing_else(lab: Command, tiny: Path
         for path in written:
             assert path.is_dir() or PASSWORD.encode() not in path.read_bytes(), path
         server.faults[""] = "404"  # and messages have none either
-        failed = lab("lock", "demo", "--upgrade", https_proxy="http://127.0.0.1:9")
+        failed = lab("lock", "demo", "--conda", "--upgrade", https_proxy="http://127.0.0.1:9")
         assert failed.returncode == 3
         assert PASSWORD not in done.stdout + done.stderr + failed.stdout + failed.stderr
 
@@ -409,15 +437,15 @@ def test_what_pip_adds_is_resolved_against_the_conda_packages(demo: Command) -> 
     assert [line.split(" ")[0] for line in pip_lock(demo).splitlines() if "==" in line] == [
         "addon==1.0", "helper==1.0",
     ]  # fmt: skip
-    assert demo("lock", "demo", "--check").returncode == 0
+    assert demo("lock", "demo", "--conda", "--check").returncode == 0
     make_wheel(wheels, "helper", "1.1")
-    assert demo("lock", "demo").returncode == 0 and "helper==1.0" in pip_lock(demo)
-    done = demo("lock", "demo", "--upgrade=helper")
+    assert demo("lock", "demo", "--conda").returncode == 0 and "helper==1.0" in pip_lock(demo)
+    done = demo("lock", "demo", "--conda", "--upgrade=helper")
     assert "~ helper 1.0 -> 1.1 (pip)" in done.stderr, done.stderr
     make(demo, targets="[targets.cpu-x86_64]\n")  # asks for nothing of pip any more
-    assert demo("lock", "demo").returncode == 0
+    assert demo("lock", "demo", "--conda").returncode == 0
     assert not (demo.folder / "recipes/demo/cpu-x86_64.conda.requirements.txt").exists()
-    assert demo("lock", "demo", "--check").returncode == 0
+    assert demo("lock", "demo", "--conda", "--check").returncode == 0
 
 
 def test_a_conflict_of_pip_and_conda_is_explained(demo: Command) -> None:
@@ -437,12 +465,12 @@ def test_a_recipe_of_conda_packages_alone_has_no_wheel_lock(demo: Command) -> No
     (place / "recipe.toml").write_text(
         text.replace('python = "3.11"', 'python = "3.11"\nenvironment = "conda"')
     )
-    assert demo("lock", "demo", "--check").returncode == 3
-    done = demo("lock", "demo")
+    assert demo("lock", "demo", "--conda", "--check").returncode == 3
+    done = demo("lock", "demo", "--conda")
     assert done.returncode == 0, done.stderr
     assert not (place / "cpu-x86_64.requirements.txt").exists()
     assert "python-3.11.9-h1" in stems(packages(demo)["linux-64"])
-    assert demo("lock", "demo", "--check").returncode == 0
+    assert demo("lock", "demo", "--conda", "--check").returncode == 0
 
 
 def test_conda_is_refused_where_the_recipe_has_none(lab: Command) -> None:
@@ -455,7 +483,7 @@ def test_exports_are_what_other_tools_read(demo: Command) -> None:
     make_wheel(demo.folder / "wheels", "addon", "1.0")
     make(demo, more=PIP, targets="[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n")
     for kind, count in (("conda-lock", 1), ("environment", 2), ("explicit", 2)):
-        done = demo("lock", "demo", "--export", kind, "--export-dir", "out")
+        done = demo("lock", "demo", "--conda", "--export", kind, "--export-dir", "out")
         assert done.returncode == 0, done.stderr
         paths = [demo.folder / line for line in done.stdout.splitlines()]
         assert len(paths) == count and all(path.is_file() for path in paths)
@@ -530,15 +558,15 @@ def test_conda_lock_as_the_solver_with_a_shim_over_rattler_in_place_of_conda(dem
     done = demo("lock", "demo", "--conda", "--solver", "conda-lock", **env)
     assert done.returncode == 0, done.stderr
     by_conda_lock = packages(demo)
-    assert demo("lock", "demo", "--upgrade").returncode == 0
+    assert demo("lock", "demo", "--conda", "--upgrade").returncode == 0
     assert packages(demo) == by_conda_lock
     # The lock's numpy is no more what the recipe asks for, its other packages stay.
     make(demo, ["numpy <2.2", "pytorch"], targets="[targets.cpu-x86_64]\n")
-    done = demo("lock", "demo", "--solver", "conda-lock", **env)
+    done = demo("lock", "demo", "--conda", "--solver", "conda-lock", **env)
     assert done.returncode == 0, done.stderr
     assert "numpy-2.1.0-py311_0" in stems(packages(demo)["linux-64"])
     make(demo, ["numpy 9.*"], targets="[targets.cpu-x86_64]\n")
-    done = demo("lock", "demo", "--solver", "conda-lock", **env)
+    done = demo("lock", "demo", "--conda", "--solver", "conda-lock", **env)
     assert done.returncode == 3 and "asks for 'numpy 9.*'" in done.stderr, done.stderr
 
 

@@ -260,7 +260,8 @@ def test_nothing_of_this_machine_is_in_the_image(layout: dict[str, Any]) -> None
 
 def test_the_plan_is_printed_and_nothing_is_made(layout: dict[str, Any], tmp_path: Path) -> None:
     command = Command(tmp_path, layout["command"].env)
-    plan = command.json("docker", "pt_cpu", "--locked", "--dry-run")
+    assert command("docker", "pt_cpu", "--locked", "--dry-run").returncode == 6  # no daemon
+    plan = command.json("docker", "pt_cpu", "--locked", "--dry-run", "--out", "oci:image")
     kinds = [layer["kind"] for layer in plan["layers"]]
     assert kinds[:2] == ["base", "bytecode"] and kinds[-2:] == ["trainer", "config"]
     assert list(tmp_path.iterdir()) == []

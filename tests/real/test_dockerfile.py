@@ -234,7 +234,7 @@ def checkout(small: Command) -> Path:
         if (REPOSITORY / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(REPOSITORY / name, place / name)
-    done = small("lock", "small", "--target", "cpu-x86_64")
+    done = small("lock", "small", "--wheels", "--target", "cpu-x86_64")
     assert done.returncode == 0, done.stderr
     shutil.copytree(small.folder / "recipes" / "small", place / "recipes" / "small")
     return place
@@ -324,7 +324,7 @@ def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(
 def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(
     small: Command,
 ) -> None:
-    assert small("lock", "small", "--target", "cpu-x86_64").returncode == 0
+    assert small("lock", "small", "--wheels", "--target", "cpu-x86_64").returncode == 0
     lock = (small.folder / "recipes/small/cpu-x86_64.requirements.txt").read_text()
     digest = lock.partition("--hash=sha256:")[2][:64]
     place = small.folder / "store" / "wheels" / digest
@@ -371,7 +371,7 @@ def test_what_docker_lacks_is_said(
     if "docker.sock" in str(env):  # the recipe's own base is in the daemon
         arguments = ["--base", BASE]
     else:
-        assert small("lock", "small", "--target", "cpu-x86_64").returncode == 0
+        assert small("lock", "small", "--wheels", "--target", "cpu-x86_64").returncode == 0
     done = small("docker", "small", "--builder", "dockerfile", "--no-verify", *arguments, **env)
     assert done.returncode == code and said in done.stderr.partition("error: ")[2], done.stderr
 

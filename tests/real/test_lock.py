@@ -36,28 +36,28 @@ def two(lab: Command) -> Command:
     for name in ("alpha", "beta"):
         make_wheel(lab.folder / "wheels", name)
     make_recipe(lab.folder / "recipes", "two", ["alpha", "beta"])
-    assert lab("lock", "two").returncode == 0
+    assert lab("lock", "two", "--wheels").returncode == 0
     for name in ("alpha", "beta"):
         make_wheel(lab.folder / "wheels", name, "1.1")
     return lab
 
 
 def test_locked_versions_stay_until_they_are_upgraded(two: Command) -> None:
-    assert "0 changed" in two("lock", "two").stderr
-    one = two("lock", "two", "--upgrade=alpha")
+    assert "0 changed" in two("lock", "two", "--wheels").stderr
+    one = two("lock", "two", "--wheels", "--upgrade=alpha")
     assert "~ alpha 1.0 -> 1.1" in one.stderr and "beta" not in one.stderr
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
-    assert two("lock", "two", "--upgrade", "--dry-run").returncode == 0
+    assert two("lock", "two", "--wheels", "--upgrade", "--dry-run").returncode == 0
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
-    assert two("lock", "two", "--upgrade").returncode == 0
+    assert two("lock", "two", "--wheels", "--upgrade").returncode == 0
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.1"]
 
 
 def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:
-    assert two("lock", "two", "--check").returncode == 0
+    assert two("lock", "two", "--wheels", "--check").returncode == 0
     before = lock_text(two, "two")
     make_recipe(two.folder / "recipes", "two", ["alpha"])
-    done = two("lock", "two", "--check")
+    done = two("lock", "two", "--wheels", "--check")
     assert done.returncode == 3 and done.stderr.count("stale") == 2
     assert lock_text(two, "two") == before
 
@@ -65,7 +65,7 @@ def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:
 def test_a_changed_description_leaves_the_lock_current(two: Command) -> None:
     recipe = two.folder / "recipes/two/recipe.toml"
     recipe.write_text(recipe.read_text().replace("a lab recipe", "another"))
-    assert two("lock", "two", "--check").returncode == 0
+    assert two("lock", "two", "--wheels", "--check").returncode == 0
 
 
 def test_only_hashes_that_fit_the_target_are_locked(lab: Command) -> None:
@@ -83,7 +83,7 @@ def test_only_hashes_that_fit_the_target_are_locked(lab: Command) -> None:
         )
         digests[tag] = hashlib.sha256(wheel.read_bytes()).hexdigest()
     make_recipe(lab.folder / "recipes", "n", ["native"])
-    assert lab("lock", "n").returncode == 0
+    assert lab("lock", "n", "--wheels").returncode == 0
     x86, arm = lock_text(lab, "n"), lock_text(lab, "n", "cpu-aarch64")
     assert digests["cp311-cp311-manylinux_2_28_x86_64"] in x86
     assert (
@@ -98,7 +98,7 @@ def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
     make_wheel(lab.folder / "wheels", "alpha", requires=["beta>=2"])
     make_wheel(lab.folder / "wheels", "beta")
     make_recipe(lab.folder / "recipes", "bad", ["alpha", "beta<2"])
-    done = lab("lock", "bad")
+    done = lab("lock", "bad", "--wheels")
     assert (
         done.returncode == 3
         and "alpha" in done.stderr
@@ -111,7 +111,7 @@ def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
 def test_a_package_without_a_wheel_for_the_target(lab: Command) -> None:
     make_wheel(lab.folder / "wheels", "native", tag="cp311-cp311-manylinux_2_28_x86_64")
     make_recipe(lab.folder / "recipes", "n", ["native"], targets="[targets.cpu-aarch64]")
-    done = lab("lock", "n")
+    done = lab("lock", "n", "--wheels")
     assert done.returncode == 3 and "native" in done.stderr
 
 
@@ -151,7 +151,7 @@ def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
     env = {"PIP_INDEX_URL": url, "PIP_NO_INDEX": "0"}
     (lab.folder / "pip.conf").write_text("")
     make_recipe(lab.folder / "recipes", "private", ["gamma"])
-    locked = lab("lock", "private", "--export", "pylock", **env)
+    locked = lab("lock", "private", "--wheels", "--export", "pylock", **env)
     assert locked.returncode == 0, locked.stderr
     text = lock_text(lab, "private")
     assert "http" not in text and "127.0.0.1" not in text and password not in text
@@ -162,6 +162,7 @@ def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
     wrong = lab(
         "lock",
         "private",
+        "--wheels",
         "--upgrade",
         **{**env, "PIP_INDEX_URL": url.replace(password, "wr0ng-w0rd")},
     )
@@ -175,7 +176,17 @@ def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
 
 
 def test_an_exported_pylock_is_read_by_uv(two: Command) -> None:
-    done = two("lock", "two", "--target", "cpu-x86_64", "--export", "pylock", "--export-dir", "out")
+    done = two(
+        "lock",
+        "two",
+        "--wheels",
+        "--target",
+        "cpu-x86_64",
+        "--export",
+        "pylock",
+        "--export-dir",
+        "out",
+    )
     assert done.returncode == 0 and done.stdout.strip() == "out/pylock.two-cpu-x86_64.toml"
     import sys
 
@@ -202,7 +213,7 @@ def test_a_recipe_that_may_not_be_written_gets_its_lock_under_build(two: Command
     if any(subprocess.run(line, capture_output=True).returncode for line in bind):
         pytest.skip("a read-only mount needs root")
     try:
-        done = two("plan", "two", "--target", "cpu-x86_64")
+        done = two("lock", "two", "--wheels", "--target", "cpu-x86_64")
         assert done.returncode == 0, done.stderr
         place = two.folder / "build/two/cpu-x86_64/cpu-x86_64.requirements.txt"
         assert place.is_file() and "build/two" in done.stderr
@@ -315,7 +326,7 @@ def test_a_cpu_target_that_resolves_to_cuda_is_an_error(envbuild: Command) -> No
     make_recipe(
         envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cpu-x86_64]"
     )
-    done = envbuild("lock", "trap", PIP_FIND_LINKS="")
+    done = envbuild("lock", "trap", "--wheels", PIP_FIND_LINKS="")
     assert done.returncode == 3, done.stderr
     assert "is for CPUs" in done.stderr and "nvidia-" in done.stderr and "whl/cpu" in done.stderr
     assert not (envbuild.folder / "recipes/trap/cpu-x86_64.requirements.txt").exists()
@@ -325,7 +336,7 @@ def test_a_cuda_target_that_resolves_to_a_cpu_torch_is_an_error(envbuild: Comman
     make_recipe(
         envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cu126-aarch64]"
     )
-    done = envbuild("lock", "trap")
+    done = envbuild("lock", "trap", "--wheels")
     assert (
         done.returncode == 3 and "CPU-only build" in done.stderr and "whl/cu126" in done.stderr
     ), done.stderr
@@ -338,7 +349,7 @@ def test_a_new_requirement_moves_nothing_else(target: str, envbuild: Command) ->
     recipe.write_text(
         recipe.read_text().replace("requirements = [", 'requirements = ["packaging==24.0", ', 1)
     )
-    done = envbuild("lock", "pt_minimal", "--target", target)
+    done = envbuild("lock", "pt_minimal", "--wheels", "--target", target)
     assert done.returncode == 0, done.stderr
     changed = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
     assert changed == ["+ packaging 24.0"]
@@ -364,22 +375,22 @@ def cuda_recipe(command: Command, nccl: str = "", target: str = "cu126-x86_64") 
 
 def test_a_newer_nccl_takes_the_place_of_torch_s_and_is_installed(cuda: Command) -> None:
     cuda_recipe(cuda)
-    assert cuda("lock", "gpu").returncode == 0
+    assert cuda("lock", "gpu", "--wheels").returncode == 0
     plain = lock_text(cuda, "gpu", "cu126-x86_64")
     assert "nvidia-nccl-cu12==2.26.2" in pins(plain)
     cuda_recipe(cuda, "2.27.5-1")
-    assert cuda("lock", "gpu", "--check").returncode == 3
-    done = cuda("lock", "gpu")
+    assert cuda("lock", "gpu", "--wheels", "--check").returncode == 3
+    done = cuda("lock", "gpu", "--wheels")
     assert done.returncode == 0 and "~ nvidia-nccl-cu12 2.26.2 -> 2.27.5" in done.stderr
     wheel = cuda.folder / "wheels" / "nvidia_nccl_cu12-2.27.5-py3-none-any.whl"
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() in lock_text(cuda, "gpu", "cu126-x86_64")
-    assert "0 changed" in cuda("lock", "gpu").stderr
+    assert "0 changed" in cuda("lock", "gpu", "--wheels").stderr
     made = cuda.json("venv", "gpu", "--target", "cu126-x86_64", "--no-verify", "--locked")
     site = Path(made["path"], "lib/python3.11/site-packages")
     found = [path.name for path in site.glob("nvidia_nccl*.dist-info")]
     assert found == ["nvidia_nccl_cu12-2.27.5.dist-info"]
     cuda_recipe(cuda)
-    assert cuda("lock", "gpu").returncode == 0
+    assert cuda("lock", "gpu", "--wheels").returncode == 0
     assert lock_text(cuda, "gpu", "cu126-x86_64") == plain
 
 
@@ -394,7 +405,7 @@ def test_an_nccl_that_cannot_take_torch_s_place_is_refused(
     cuda: Command, nccl: str, said: str
 ) -> None:
     cuda_recipe(cuda, nccl)
-    done = cuda("lock", "gpu")
+    done = cuda("lock", "gpu", "--wheels")
     assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr
     assert not list((cuda.folder / "recipes/gpu").glob("*.txt"))
 
@@ -402,7 +413,7 @@ def test_an_nccl_that_cannot_take_torch_s_place_is_refused(
 def test_a_cpu_torch_under_a_lock_for_cuda_is_refused_when_it_is_built(cuda: Command) -> None:
     """What the lock says of torch is true of another wheel: of the same version, without CUDA in it."""
     cuda_recipe(cuda)
-    assert cuda("lock", "gpu").returncode == 0
+    assert cuda("lock", "gpu", "--wheels").returncode == 0
     path = cuda.folder / "recipes/gpu/cu126-x86_64.requirements.txt"
     old = cuda.folder / "wheels" / "torch-2.7.1-py3-none-any.whl"
     right = hashlib.sha256(old.read_bytes()).hexdigest()
@@ -421,8 +432,8 @@ def test_an_index_out_of_reach_is_named_with_the_command_for_elsewhere(cuda: Com
         f'[targets.cu126-x86_64]\nrequirements = ["torch==2.9.1+cu126"]\nindexes = ["{index}"]\n'
     )
     make_recipe(cuda.folder / "recipes", "gpu", [], targets=tables)
-    command = "`envbuild lock gpu --target cu126-x86_64`"
-    for arguments in (["lock", "gpu"], ["plan", "gpu"]):
+    command = "`envbuild lock gpu --target cu126-x86_64"
+    for arguments in (["lock", "gpu", "--wheels"], ["plan", "gpu"]):
         done = cuda(*arguments)
         assert done.returncode == 3 and command in done.stderr and index in done.stderr, done.stderr
     done = cuda("plan", "gpu", "--locked")

@@ -28,7 +28,7 @@ def small(lab: Command) -> Command:
             files={f"{name}/part{n}.py": b"x = 1\n" * n for n in range(30)},
         )
     make_recipe(lab.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
-    assert lab("lock", "small").returncode == 0
+    assert lab("lock", "small", "--wheels").returncode == 0
     return lab
 
 
@@ -44,7 +44,7 @@ def content(command: Command) -> set[str]:
 def change_recipe(command: Command) -> None:
     """Now the recipe wants only alpha."""
     make_recipe(command.folder / "recipes", "small", ["alpha==1.0"])
-    assert command("lock", "small").returncode == 0
+    assert command("lock", "small", "--wheels").returncode == 0
 
 
 def litter(command: Command) -> list[str]:
@@ -64,7 +64,7 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
             change_recipe(small)
         else:
             make_recipe(small.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
-            assert small("lock", "small").returncode == 0
+            assert small("lock", "small", "--wheels").returncode == 0
         child = small.start("venv", "small", "--no-verify", "--out", "v")
         time.sleep(full * moment / 100)
         child.kill()
@@ -241,7 +241,7 @@ def test_an_interpreter_that_is_none(small: Command, python: str) -> None:
 def test_an_interpreter_of_another_version(small: Command) -> None:
     recipe = small.folder / "recipes/small/recipe.toml"
     recipe.write_text(recipe.read_text().replace('python = "3.11"', 'python = "3.12"'))
-    assert small("lock", "small").returncode == 0
+    assert small("lock", "small", "--wheels").returncode == 0
     done = build(small, "--python", "3.11")
     assert done.returncode == 6 and "wants Python 3.12" in done.stderr, done.stderr
 
@@ -276,7 +276,7 @@ def test_a_failed_build_keeps_the_old_venv(small: Command) -> None:
     assert build(small).returncode == 0
     make_wheel(small.folder / "wheels", "beta", "2.0")
     make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "beta==2.0"])
-    assert small("lock", "small").returncode == 0
+    assert small("lock", "small", "--wheels").returncode == 0
     make_wheel(small.folder / "wheels", "beta", "2.0", files={"beta/evil.py": b""})
     assert build(small).returncode in (3, 4)
     assert content(small) == {"alpha", "beta", "gamma", "ddp_train"}

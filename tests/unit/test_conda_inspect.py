@@ -424,8 +424,7 @@ def test_a_recipe_is_shown_and_built_by_ci_as_far_as_it_is_locked(
     assert data["conda_locks"]["cpu-x86_64"]["current"] is False
     assert set(data["locks"]) == ({"cpu-x86_64"} if requirements else set())
     done = run("matrix", path, store=store)
-    jobs = [job["artifact"] for job in json.loads(done.stdout)]
-    assert jobs == [*["venv"] * bool(requirements), "docker", "enroot", "apptainer"]
-    assert "conda lock was never made" in done.stderr and "no venv" not in done.stderr
+    assert json.loads(done.stdout) == []  # nothing is locked: each job could only fail
+    assert "no conda lock for this target yet" in done.stderr
     done = run("matrix", path, "--artifact", "venv", store=store)
     assert ("no requirements, so there is no venv" in done.stderr) is not bool(requirements)

@@ -270,6 +270,6 @@ def test_a_current_lock_is_taken_without_the_solver_and_a_wrong_one_refused(tmp_
         ensure(loaded)
     with pytest.raises(LockError, match="stale") as error:
         ensure(recipe(tmp_path, CONDA.replace("2.*", "1.*")))
-    assert "envbuild lock demo --conda --target cpu-x86_64" in str(error.value.hint)
+    assert f"envbuild lock {loaded.folder} --target cpu-x86_64 --conda" in str(error.value.hint)
     with pytest.raises(UsageError, match=r"demo has no \[conda\] packages"):
         ensure(recipe(tmp_path, ""))

@@ -27,8 +27,9 @@ BY_HAND = "by hand on releases (docs/jobs.md)"
 ELSEWHERE: dict[str, str] = tomllib.loads((TOP / "tests/unit/data/commands.toml").read_text())
 # Of these not even the plan can be had here: a registry, channel or daemon is asked, or nothing is left to try.
 NOT_TRIED = re.compile(
-    r"envbuild (lock (?!.*--check$)|layers|bundle|exec|verify|preflight|doctor|conda (?!.*--job))"
-    r"|envbuild \w+ (pytorch_hub|aws_dlc)|--changed-since|(inspect|diff) .*(pt_cpu:cpu|docker://)"
+    r"envbuild (lock (?!pt_minimal --check$)|docker (?!.*--(out|push))|conda (?!.*--job))"
+    r"|envbuild (layers|bundle|exec|verify|preflight|doctor)"
+    r"|envbuild \w+ (pytorch_hub|aws_dlc)|--engine apptainer|--changed-since|(inspect|diff) .*(pt_cpu:cpu|docker://)"
 )
 BUILDS = {"venv", "conda", "docker", "enroot", "apptainer", "build"}
 

@@ -268,7 +268,7 @@ def test_a_missing_lock_is_made_once_and_a_stale_one_again(
         ) as refused:
             ensure(changed, environment, said, **options)
         hint = refused.value.hint
-        assert hint and "`envbuild lock r --target cpu-x86_64`" in hint
+        assert hint and f"`envbuild lock {recipe.folder} --target cpu-x86_64 --image`" in hint
         assert ("--offline" in refused.value.message) == ("locked" not in options)
         assert read_image(place) == lock and not said
     assert ensure(changed, environment, said).base == OciLock("oci:other", second)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from lab.ci import matrix, write_recipe
+from lab.ci import matrix, write_locks, write_recipe
 
+from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.matrix import (
     ARTIFACTS,
     GITHUB_LIMIT,
     Chosen,
+    Job,
     as_github,
     as_gitlab,
-    make_jobs,
     parse_runners,
 )
+from envbuild.matrix import make_jobs as jobs_and_omissions
 from envbuild.recipe.load import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,6 +29,10 @@ GOLDEN = REPOSITORY / "tests/golden/matrix"
 # What a recipe without [conda] gives.
 WITHOUT_CONDA = [name for name, kind in ARTIFACTS.items() if not kind.of_conda]
 LABELS = {"x86_64": "intel", "aarch64": "arm"}
+
+
+def make_jobs(recipes: Sequence[Chosen], runners: dict[str, str], **chosen: list[str]) -> list[Job]:
+    return jobs_and_omissions(recipes, runners, load_environment({"HOME": "/nowhere"}), **chosen)[0]
 
 
 def load(root: Path, name: str, *targets: str) -> Chosen:
@@ -89,12 +96,11 @@ def test_two_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_more_jobs_than_github_runs_are_refused_and_other_forms_take_them(tmp_path: Path) -> None:
-    loaded = load(
-        tmp_path,
-        "r",
-        *(f"cu{n}-x86_64" for n in range(100, 100 + GITHUB_LIMIT // len(WITHOUT_CONDA))),
-    )
-    jobs = make_jobs([loaded], LABELS)
+    recipes = [
+        load(tmp_path, f"r{n}", "cpu-x86_64", "cpu-aarch64")
+        for n in range(GITHUB_LIMIT // len(WITHOUT_CONDA) // 2)
+    ]
+    jobs = make_jobs(recipes, LABELS)
     assert len(json.loads(as_github(jobs))["include"]) == GITHUB_LIMIT
     with pytest.raises(UsageError, match="257 jobs"):
         as_github([*jobs, jobs[0]])
@@ -133,11 +139,41 @@ def test_the_mistakes_of_all_recipes_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_recipe_on_an_existing_image_has_no_virtual_environment(tmp_path: Path) -> None:
-    write_recipe(tmp_path, "hub")
-    path = next(tmp_path.rglob("recipe.toml"))
-    path.write_text(
-        path.read_text() + '\n[image]\nbase = "example/torch:1"\npython = "/opt/python"\n'
-    )
+    path = write_recipe(tmp_path, "hub", locked=False)
+    text = path.read_text().replace("torch==2.10.0", "tqdm==4.70.1")
+    path.write_text(text + '\n[image]\nbase = "example/torch:1"\npython = "/opt/python"\n')
+    write_locks(path)
+    wheels = path.with_name("cpu-x86_64.requirements.txt")
+    wheels.write_text(wheels.read_text().replace("torch==2.10.0", "tqdm==4.70.1"))
     done = matrix("hub", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {job["artifact"] for job in json.loads(done.stdout)} == {"docker", "enroot", "apptainer"}
+    assert "left out: hub (cpu-x86_64; venv): recipe hub takes torch from" in done.stderr
+
+
+def test_a_build_without_a_lock_is_left_out_and_said(tmp_path: Path) -> None:
+    """A job has --locked: without a lock, or with a stale one, it could only fail."""
+    path = write_recipe(tmp_path, "one", "cpu-x86_64", "cpu-aarch64")
+    path.with_name("cpu-x86_64.image.toml").unlink()
+    stale = path.with_name("cpu-aarch64.requirements.txt")
+    stale.write_text(stale.read_text().replace("recipe-digest: sha256:", "recipe-digest: sha256:0"))
+    done = matrix("one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [job["id"] for job in json.loads(done.stdout)] == ["one-cpu-x86_64-venv"]
+    images, arm = done.stderr.splitlines()
+    assert images.startswith(
+        "left out: one (cpu-x86_64; docker, enroot, apptainer): recipes/one/cpu-x86_64.image.toml: no image lock"
+    )
+    assert "`envbuild lock one --target cpu-x86_64 --image`" in images
+    assert (
+        arm.startswith("left out: one (cpu-aarch64; venv, docker, enroot, apptainer): ")
+        and "stale" in arm
+    )
+    done = matrix("one", "--strict", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "") and done.stderr.count("left out: one") == 2
+    assert (
+        matrix(
+            "one", "--strict", "--artifact", "venv", "--target", "cpu-x86_64", cwd=tmp_path
+        ).returncode
+        == 0
+    )

@@ -56,7 +56,7 @@ def move(top: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "concerned"),
     [
-        (edit("recipes/ab/cpu-x86_64.requirements.txt"), {"ab"}),
+        (edit("recipes/ab/cpu-x86_64.image.toml"), {"ab"}),
         (edit("recipes/a/deep/er/ä ö.txt"), {"a"}),
         (edit("README.md"), set()),
         (edit("recipes/README.md"), set()),

@@ -31,7 +31,7 @@ from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import Scheme
 from envbuild.lock import build_base
 from envbuild.lock.format import Lock, LockedPackage
-from envbuild.lock.image import ImageLock, OciLock, render_image
+from envbuild.lock.image import ImageLock, render_image
 from envbuild.make_layers import Declared
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.plan.sources import HostLayer, SourceLayer
@@ -375,7 +375,8 @@ def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: 
         ensure(recipe, SOURCE)
     with pytest.raises(LockError, match="no lock of the builder") as refused:
         ensure(recipe, SOURCE, locked=True)
-    assert refused.value.hint and "envbuild lock r --target cpu-x86_64" in refused.value.hint
+    command = f"`envbuild lock {recipe.folder} --target cpu-x86_64 --image`"
+    assert refused.value.hint and command in refused.value.hint
     deb = LockedDeb("gcc", "12", "amd64", "pool/gcc.deb", "a" * 64, 1, "debian")
     base = DebianLock("bookworm", "2024-02-29T23:59:59Z", (deb,))
     digest = build_base.build_digest(recipe, TARGET, [SOURCE])
@@ -441,14 +442,20 @@ def test_what_a_python_project_is_needed_for_waits_for_it() -> None:
         ({"system": "wheel"}, "libfoo is a Python package that is compiled against"),
     ],
 )
-def test_what_neither_host_nor_image_can_build_is_refused_before_anything_is_built(
-    changes: dict[str, Any], said: str, tmp_path: Path
+def test_what_no_image_can_have_is_refused_before_a_lock_is_made(
+    changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = dataclasses.replace(SOURCE, **changes)
-    lock = ImageLock("r", TARGET.name, "", OciLock("x", "sha256:" + "0" * 64))
+    monkeypatch.setattr(make_layers, "declared", lambda *_: Declared((layer,), (HOST,)))
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
+    recipe = loaded(tmp_path)
     with pytest.raises(UsageError, match=said) as refused:
-        make_layers.build_layers(
-            Declared((layer,), (HOST,), lock), tmp_path, environment, print, offline=True
-        )
+        make_layers.in_image(recipe, TARGET, environment, locked=False, offline=True, say=print)
     assert refused.value.hint and not (tmp_path / "s").exists()
+
+
+def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
+    layer = dataclasses.replace(SOURCE, system="wheel")
+    environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
+    with pytest.raises(UsageError, match="not alone"):
+        make_layers.build_layers(Declared((layer,)), tmp_path, environment, print, offline=True)

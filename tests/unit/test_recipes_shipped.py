@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from envbuild.cli import cli
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.environment import load_environment
@@ -73,7 +75,7 @@ def test_what_needs_another_index_says_which_and_how(
         ensure_lock(recipe, found, environment, locked=True, offline=True, say=print)
     (index,) = recipe.recipe.targets[target].indexes
     said = f"{caught.value.hint}"
-    assert f"`envbuild lock {name} --target {target}`" in said and index in said
+    assert f"`envbuild lock {name} --target {target} --wheels`" in said and index in said
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*-*.*")), ids=lambda path: path.name)
@@ -114,3 +116,31 @@ def test_gh200_has_all_that_the_guide_pins_and_the_nodes_libfabric() -> None:
     sources, hosts = source_layers(LOADED["gh200_cu126"], Target.parse("cu126-aarch64"))
     assert [host.path for host in hosts] == [f"/opt/cray/libfabric/{hosts[0].version}"]
     assert "aws-ofi-nccl" in {one.name for one in sources} and recipe.fabric == "cxi"
+
+
+def test_list_and_docs_say_of_every_target_what_is_locked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli.main(["list", "--json"], standalone_mode=False)
+    listed = {row["name"]: row["locks"] for row in json.loads(capsys.readouterr().out)["recipes"]}
+    assert listed["gh200_cu126"] == {
+        "cu126-aarch64": {"wheels": False, "image": True, "builder": True}
+    }
+    for name, target in TARGETS:
+        found = {
+            "wheels": "requirements.txt", "image": "image.toml", "builder": "build.toml"
+        }  # fmt: skip
+        for lock, ending in found.items():
+            shipped = (RECIPES / name / f"{target}.{ending}").is_file()
+            assert listed[name][target].get(lock, False) == shipped, (name, target, lock)
+    cli.main(["list"], standalone_mode=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "cu126-aarch64 (not locked: wheels)" in text and "cpu-x86_64 (not locked: image)" in text
+    said = {}
+    for line in (RECIPES.parent / "docs/locks.md").read_text().splitlines():
+        if row := re.fullmatch(r"\| `(\w+)`, (.+?) \| (.*?) \| (.*?) ?\|", line):
+            locked, missing = row[3].split(", "), re.findall(r"(\w+): ", row[4])
+            state = dict.fromkeys(locked, True) | dict.fromkeys(missing, False)
+            targets = re.findall(r"`(.+?)`", row[2]) or listed[row[1]]
+            said |= {(row[1], target): state for target in targets}
+    assert said == {(name, target): listed[name][target] for name, target in TARGETS}

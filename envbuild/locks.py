@@ -1,0 +1,115 @@
+"""The locks that builds of a recipe need, of every kind: which there are, and whether each is current."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from envbuild.errors import LockError
+from envbuild.lock.image_manage import inspect_image_lock
+from envbuild.lock.manage import check_lock, inspect_lock
+from envbuild.lock.state import LockState
+from envbuild.make_layers import declared
+from envbuild.plan.sources import SourceLayer
+from envbuild.recipe.find import command_word
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+Say = Callable[[str], None]
+# Each is an option of `envbuild lock`. The image part is two locks where layers are built from source.
+PARTS = ("wheels", "image", "conda")
+
+
+@dataclass(frozen=True, slots=True)
+class NeededLock:
+    """A lock that builds of one target need: the part that makes it, its name in messages, and what reads it."""
+
+    part: str
+    name: str
+    inspect: Callable[[], LockState[Any]]
+
+    def fault(self) -> str | None:
+        """Why it is not current ("no image lock for this target yet"), None where it is."""
+        try:
+            return self.inspect().fault
+        except LockError as error:
+            return error.message
+
+
+def needed_locks(
+    loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS
+) -> list[NeededLock]:
+    """The locks without which a build of some kind would resolve first, and with --locked refuse."""
+    found = []
+    if has_wheels(loaded, target):
+        found.append(NeededLock("wheels", "wheels", lambda: inspect_lock(loaded, target)))
+    found.append(NeededLock("image", "image", lambda: inspect_image_lock(loaded, target)))
+    if sources := builder_sources(loaded, target):
+        from envbuild.lock.build_base import inspect_build_lock
+
+        found.append(
+            NeededLock("image", "builder", lambda: inspect_build_lock(loaded, target, sources))
+        )
+    if has_conda(loaded):
+        from envbuild.lock.conda_manage import inspect_conda_lock
+
+        found.append(NeededLock("conda", "conda", lambda: inspect_conda_lock(loaded, target)))
+    return [one for one in found if one.part in parts]
+
+
+def has_conda(loaded: LoadedRecipe) -> bool:
+    """Whether the recipe has conda packages."""
+    return bool(loaded.recipe.conda.dependencies)
+
+
+def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
+    """Whether a wheel lock makes sense: an image recipe of conda packages alone has none."""
+    recipe = loaded.recipe
+    asked = recipe.requirements or recipe.targets[target.name].requirements
+    return recipe.environment != "conda" or bool(asked)
+
+
+def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
+    """The source-built layers of the target's images; none where no image has the compilers for them."""
+    image = loaded.recipe.image
+    if image.base != "debian" and not image.build_base:
+        return ()
+    return declared(loaded, target).sources
+
+
+def check_locks(
+    work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], say: Say
+) -> None:
+    """Say of each needed lock in `parts` that it is current. Raises LockError with all that are not and the command
+    that makes them, or with what is known not to work in a current one."""
+    faults: dict[str, None] = {}
+    missing: dict[str, set[str]] = {}
+    for loaded, target in work:
+        for needed in needed_locks(loaded, target, parts):
+            state = needed.inspect()
+            if state.fault is not None:
+                faults[f"{state.path}: {state.fault}"] = None
+                missing.setdefault(command_word(loaded), set()).add(needed.part)
+                continue
+            _judge(loaded, target, needed, state.lock, str(state.path), say)
+            say(f"{state.path}: current for {target.name}")
+    if faults:
+        commands = [
+            " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in found)])
+            for word, found in missing.items()
+        ]
+        hint = f"make them with `{' && '.join(commands)}` and commit the result"
+        raise LockError("\n".join(faults), hint)
+
+
+def _judge(
+    loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, say: Say
+) -> None:
+    """Raise LockError for what is known not to work in a current lock."""
+    if needed.name == "wheels":
+        check_lock(loaded, target, lock, source, say)
+    elif needed.name == "conda":
+        from envbuild.lock.conda_manage import check_conda_lock
+
+        check_conda_lock(loaded, target, lock, source, say)
