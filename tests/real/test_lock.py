@@ -280,7 +280,7 @@ def test_newer_releases_without_a_wheel_are_not_skipped_in_silence(
     (lab.folder / "pip.conf").write_text("")
     lab.env |= {"PIP_INDEX_URL": dated_index, "PIP_NO_INDEX": "0"}
     make_recipe(lab.folder / "recipes", "r", ["aged", "outer"], targets="[targets.cpu-x86_64]")
-    done = lab("lock", "r")
+    done = lab("lock", "r", "--wheels")
     assert done.returncode == 3, done.stderr
     assert "aged 1.0 (2020-02-01) is locked instead of 9.0 (2026-02-01)" in done.stderr
     assert "outer 1.0 (2019-02-01) is locked instead of 2.0" in done.stderr
@@ -288,7 +288,7 @@ def test_newer_releases_without_a_wheel_are_not_skipped_in_silence(
     assert not list((lab.folder / "recipes/r").glob("*.txt"))
     pinned = ["aged==1.0", "outer==1.0", "young"]
     make_recipe(lab.folder / "recipes", "r", pinned, targets="[targets.cpu-x86_64]")
-    done = lab("lock", "r")
+    done = lab("lock", "r", "--wheels")
     warning = "young 1.0 (2025-02-01) is locked instead of 1.1 (2026-02-01): 1.1 has no wheel"
     assert done.returncode == 0 and done.stderr.count("warning: ") == 1, done.stderr
     assert f"warning: cpu-x86_64: {warning}" in done.stderr
@@ -313,7 +313,7 @@ def test_a_failed_resolution_names_its_cause_and_no_index_that_would_not_help(
     place = make_recipe(lab.folder / "recipes", "r", [requirement], targets=tables)
     text = (place / "recipe.toml").read_text().replace('"3.11"', f'"{python}"')
     (place / "recipe.toml").write_text(text)
-    done = lab("lock", "r")
+    done = lab("lock", "r", "--wheels")
     hint = " ".join(done.stderr.rpartition("hint:")[1:])
     assert done.returncode == 3 and said in " ".join(hint.split()), done.stderr
     assert "`envbuild lock" not in hint and "index in the note" not in hint
