@@ -99,11 +99,12 @@ def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "store")[0]
 
 
-def link_store(source: Path, target: Path) -> None:
-    """Hard links in `target` to the files of a store, or of a part of one, that other workers may write to."""
+def link_tree(source: Path | str, target: Path) -> Path:
+    """Hard links in `target` to the files of a store, a part of one, or a venv (with its bytecode)."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Their temporary files may be gone before cp gets there; it goes on.
+    # Another worker's temporary files may be gone before cp gets there; it goes on.
     subprocess.run(["cp", "-al", "--", source, target], stderr=subprocess.DEVNULL)
+    return target
 
 
 @pytest.fixture

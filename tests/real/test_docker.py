@@ -16,7 +16,7 @@ import pytest
 from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import Command, link_store
+from .conftest import Command, link_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -111,7 +111,7 @@ def small(
     make_recipe(lab.folder / "recipes", "small", ["alpha==1.0", "beta==1.0"])
     store = Path(lab.env["ENVBUILD_STORE"])
     for name in ("blobs", "layers"):
-        link_store(session_store / name, store / name)
+        link_tree(session_store / name, store / name)
     for name in ("cpu-x86_64", "cpu-aarch64"):
         _lock_like_pt_cpu(lab.folder / "recipes" / "small", name)
     lab.env.update(docker_daemon.environment())

@@ -23,7 +23,7 @@ from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 from envbuild.verify.subject import Subject, open_subject
 
-from .conftest import REPOSITORY, Command
+from .conftest import REPOSITORY
 from .test_checks_alive import SETTINGS, failed, run_checks
 
 # The ranks meet over another interface than the one that they were given.
@@ -34,7 +34,7 @@ ASTRAY = """
         def astray(*args, **kwargs):
             os.environ["GLOO_SOCKET_IFNAME"] = "{name}"
             init(*args, **kwargs)
-            os.environ["GLOO_SOCKET_IFNAME"] = "{shown}"
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group = astray
 """
 
@@ -65,18 +65,14 @@ def test_gloo_is_on_the_interface_that_was_asked_for(pt_cpu: dict[str, Any]) -> 
     assert "libraries" not in checks, "for CUDA targets"
 
 
-@pytest.mark.parametrize("honest", [True, False])
-def test_ranks_on_another_interface_are_seen(
-    honest: bool, subject: Subject, tmp_path: Path
-) -> None:
-    """By the variable, or by the connections alone where the variable was put right again."""
+def test_ranks_on_another_interface_are_seen(subject: Subject, tmp_path: Path) -> None:
+    """By the connections alone: the variable was put right again."""
     name, address = other_interface()
-    code = ASTRAY.format(name=name, shown=name if honest else "lo")
-    checks = run_checks(subject, tmp_path, code)
+    checks = run_checks(subject, tmp_path, ASTRAY.format(name=name))
     assert failed(checks) == ["fabric"], [(c.name, c.seen) for c in checks]
     check = next(c for c in checks if c.name == "fabric")
     assert f"rank 1 talks over {address} ({name}), not lo" in check.seen, check.seen
-    assert ("GLOO_SOCKET_IFNAME is" in check.seen) is honest
+    assert "GLOO_SOCKET_IFNAME is" not in check.seen
 
 
 def test_one_rank_with_another_interface_is_seen(subject: Subject, tmp_path: Path) -> None:
@@ -91,22 +87,6 @@ def test_one_rank_with_another_interface_is_seen(subject: Subject, tmp_path: Pat
     assert f"rank 1: GLOO_SOCKET_IFNAME is {name}" in next(
         c.seen for c in checks if c.name == "fabric"
     )
-
-
-@pytest.fixture
-def unverified(envbuild: Command, pt_cpu: dict[str, Any]) -> Command:
-    """The command in a folder with the environment `v`."""
-    envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
-    return envbuild
-
-
-def test_a_floor_that_is_not_reached_fails(unverified: Command, tmp_path: Path) -> None:
-    site = tmp_path / "site.toml"
-    site.write_text("[fabric.busbw_floor]\nany = 100000\n")
-    done = unverified("verify", "v", "--epochs", "2", ENVBUILD_SITE=str(site))
-    assert done.returncode == 5, done.stderr
-    assert "1 of 16 checks failed\n  bandwidth" in done.stderr
-    assert "at least 100000 GB/s (the site's busbw_floor)" in done.stderr
 
 
 def test_layers_commands_are_run_in_the_artifact_and_the_recipe_s_floor_goes_over_the_site_s(

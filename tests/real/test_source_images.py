@@ -24,7 +24,7 @@ from envbuild.recipe.targets import host_arch
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 
-from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_store
+from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_tree
 from .test_conda import site
 from .test_conda_layers import conda_recipe
 from .test_docker import docker
@@ -224,7 +224,7 @@ def test_the_same_sources_and_packages_give_the_same_layer_in_another_store(
     first = small.json(*line[:-1])["layers"][0]
     other = tmp_path / "store"
     # Packages need not be fetched again; builder and layer are made anew.
-    link_store(session_store / "blobs", other / "blobs")
+    link_tree(session_store / "blobs", other / "blobs")
     done = small(*line, "--locked", ENVBUILD_STORE=str(other))
     assert done.returncode == 0, done.stderr
     second = json.loads(done.stdout)["layers"][0]

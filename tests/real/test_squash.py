@@ -31,7 +31,7 @@ from envbuild.image.model import (
     digest_of,
 )
 
-from .conftest import NO_DAEMON, Command, link_store
+from .conftest import NO_DAEMON, Command, link_tree
 from .test_docker_out import AS_NOBODY, NOBODY
 
 ARCH = os.uname().machine
@@ -84,7 +84,7 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
 ) -> None:
     folder = tmp_path_factory.mktemp("nobody")
     # What lies in the session's store is read where it is; the folders are theirs to write in.
-    link_store(session_store, folder / "store")
+    link_tree(session_store, folder / "store")
     shutil.rmtree(folder / "store" / "uv", ignore_errors=True)
     for here, folders, _ in os.walk(folder):
         for path in (here, *(os.path.join(here, name) for name in folders)):

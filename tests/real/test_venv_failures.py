@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import Command
+from .conftest import Command, link_tree
 
 PACKAGES = ("alpha", "beta", "gamma")
 
@@ -102,9 +102,9 @@ def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
 
 
 @pytest.fixture
-def own(envbuild: Command, pt_cpu: dict[str, Any]) -> Path:
+def own(pt_cpu: dict[str, Any], tmp_path: Path) -> Path:
     """pt_cpu once more, where no other worker starts anything."""
-    return Path(envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")["path"])
+    return link_tree(pt_cpu["path"], tmp_path / "v")
 
 
 def test_ctrl_c_during_verification_stops_the_ranks(own: Path, envbuild: Command) -> None:

@@ -15,11 +15,13 @@ import pytest
 
 from envbuild.artifacts.state import State
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import FabricTable
 from envbuild.verify.fabrics import fabric_called
 from envbuild.verify.judgement import Launches, judge_launches
 from envbuild.verify.launch import Job, Outcome
 from envbuild.verify.model import Check
 from envbuild.verify.network import Network
+from envbuild.verify.run import Settings, _floor
 from envbuild.verify.subject import Subject
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
@@ -85,7 +87,7 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
 }  # fmt: skip
 
 
-def judged(launched: Launched, work: Path) -> list[Check]:
+def subject_of(launched: Launched) -> Subject:
     state = State(
         "venv", "pt_cpu", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11",
         launched["state"]["python_version"], "/usr/bin/python3.11",
@@ -96,15 +98,19 @@ def judged(launched: Launched, work: Path) -> list[Check]:
     def unused(*_: object) -> Any:
         raise AssertionError("nothing is launched or surveyed")
 
-    subject = Subject(ROOT, ROOT, state, target, "sha256:d", "host", unused, unused)
+    return Subject(ROOT, ROOT, state, target, "sha256:d", "host", unused, unused)
+
+
+def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "") -> list[Check]:
+    subject = subject_of(launched)
     first, second, reference = (
         Outcome(**launched[name]) for name in ("first", "second", "reference")
     )
     job, resumed = Job(**launched["job"]), Job(**launched["resumed"])
-    network = Network(fabric_called(state.fabric), cuda=False)
+    network = Network(fabric_called(subject.state.fabric), cuda=False)
     run = Launches(
         subject, work, job, first, resumed, second, reference, launched["half"], launched["epochs"],
-        1e-4, network, launched["interface"], 0.0, "",
+        1e-4, network, launched["interface"], floor, floor_of,
     )  # fmt: skip
     return judge_launches(run)
 
@@ -161,3 +167,24 @@ def test_traffic_on_another_interface_fails(launched: Launched, tmp_path: Path) 
         rank["sockets"] = moved["sockets"]
     checks = judged(launched, tmp_path)
     assert [check.name for check in checks if check.status == "fail"] == ["fabric"]
+
+
+def test_a_rank_that_was_told_another_interface_fails(launched: Launched, tmp_path: Path) -> None:
+    ranks(launched)[1]["gloo_ifname"] = "eth0"
+    checks = judged(launched, tmp_path)
+    (failure,) = (check for check in checks if check.status == "fail")
+    assert failure.name == "fabric" and "rank 1: GLOO_SOCKET_IFNAME is eth0" in failure.seen
+
+
+def test_a_floor_of_the_site_that_is_not_reached_fails(launched: Launched, tmp_path: Path) -> None:
+    checks = judged(launched, tmp_path, floor=100000.0, floor_of="the site")
+    (failure,) = (check for check in checks if check.status == "fail")
+    assert failure.name == "bandwidth"
+    assert failure.expected == "at least 100000 GB/s (the site's busbw_floor)"
+
+
+def test_a_recipe_s_floor_goes_over_the_site_s() -> None:
+    site = FabricTable(busbw_floor={"any": 3.0})
+    subject = subject_of({"state": {"python_version": "3.11.7", "packages": []}})
+    assert _floor(subject, Settings(), site) == (3.0, "the site")
+    assert _floor(subject, Settings(busbw_floor=1.5), site) == (1.5, "the recipe")
