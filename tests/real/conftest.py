@@ -217,6 +217,20 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
     return lab_sources.SourceArchive(Path(path), *more)
 
 
+# Files whose tests take minutes. They come first, so that the workers end at about the same time; those that wait much
+# stand between those that compute.
+_LONG = (
+    "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash", "checks_alive",
+    "docker", "source_layers", "preflight", "docker_registry", "venv", "fabric", "etcd", "exec",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; tests of a file keep their order."""
+    order = {f"test_{name}": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     """Say each skipped real test with its reason, whatever the verbosity."""
     for report in terminalreporter.stats.get("skipped", []):
