@@ -292,10 +292,10 @@ def test_a_user_without_any_right_and_an_installation_with_packages_missing(
         shutil.rmtree(home)
 
 
-def test_a_host_that_forbids_namespaces_is_told_with_the_settings_that_do() -> None:
+def test_a_host_that_forbids_namespaces_is_told_with_the_settings_that_do(tmp_path: Path) -> None:
     """In a user namespace of our own, whose limits are ours to set."""
     script = "cd /proc/sys/user && echo 0 >max_mnt_namespaces && echo 0 >max_user_namespaces && cd - >/dev/null && "
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ENVBUILD_STORE": str(tmp_path / "s")}
     command = [
         "unshare",
         "-Ur",
@@ -310,7 +310,10 @@ def test_a_host_that_forbids_namespaces_is_told_with_the_settings_that_do() -> N
     assert found["own launch"]["facts"]["forbidden"]["user.max_mnt_namespaces"] == "0"
     assert "sysctl -w" in found["own launch"]["remedy"]
     assert found["squashfs"]["facts"].get("by") != "mounting"
-    assert {s["status"] for s in found["all"]["artifacts"]["apptainer"].values()} == {"ok", "warn"}
+    steps = found["all"]["artifacts"]["apptainer"]
+    assert {step["status"] for step in steps.values()} == {"warn"}
+    assert steps["build"]["what"].startswith("unknown:"), "offline, with an empty store"
+    assert steps["verify"]["what"].startswith("no:") and steps["run"]["what"].startswith("no:")
 
 
 # ---- a daemon
