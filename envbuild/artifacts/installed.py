@@ -138,7 +138,7 @@ def digest_of(stream: IO[bytes], algorithm: str) -> bytes:
     Raises ValueError for an unknown algorithm.
     """
     digest = hashlib.new(algorithm)
-    while block := stream.read(1 << 20):
+    while block := stream.read(1 << 17):
         digest.update(block)
     return digest.digest()
 
@@ -146,7 +146,7 @@ def digest_of(stream: IO[bytes], algorithm: str) -> bytes:
 def _compare(path: str, expected: str, size: int | None) -> str | None:
     algorithm, _, wanted = expected.partition("=")
     try:
-        with open(path, "rb") as stream:
+        with open(path, "rb", buffering=0) as stream:
             if size is not None and os.fstat(stream.fileno()).st_size != size:
                 return "altered"
             digest = digest_of(stream, algorithm)
