@@ -126,7 +126,7 @@ def make_by_dockerfile(
 
 
 def check_dockerfile(prepared: Sequence[Prepared], wish: Wish, environment: Environment) -> None:
-    """Raise UsageError for a wish that `docker build` does not carry out, HostError where docker cannot build here."""
+    """Raise UsageError for an option that `docker build` does not support, HostError where docker cannot build here."""
     from envbuild.image.daemon import connect
 
     _check(prepared, wish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from envbuild import torchrun
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import Kind, Opened
 from envbuild.jobs.plan import JobRequest, command_of, setting
@@ -30,8 +31,7 @@ def _command(request: JobRequest, opened: Opened) -> str:
     if request.strategy == "ddp":
         ranks = "gpu" if artifact.cuda and request.nproc_per_node is None else ranks
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        # torchrun takes the script and its arguments for templates of string.Template.
-        command = tuple(word.replace("$", "$$") for word in command)
+        command = tuple(torchrun.literal(word) for word in command)
     if request.strategy == "horovod":
         start = ["mpirun", "-np", ranks, *start]
     if artifact.kind in ("enroot", "apptainer"):

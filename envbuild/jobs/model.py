@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from envbuild import torchrun
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import Launcher
 
@@ -85,12 +86,9 @@ class JobPlan:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def script_word(self, word: str) -> str:
-        """`word`, the script's path or one of its arguments, as the command line says it.
-
-        torchrun runs string.Template over them (torch/distributed/elastic/utils/api.py): `$$` becomes `$`, and
-        `$local_rank` a number. Other strategies do not go through torchrun.
-        """
-        return word.replace("$", "$$") if self.strategy == "ddp" else word
+        """Return `word`, the script's path or one of its arguments, as the command line has it. Other strategies than
+        ddp do not go through torchrun."""
+        return torchrun.literal(word) if self.strategy == "ddp" else word
 
     @property
     def logs(self) -> str:

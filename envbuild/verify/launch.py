@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envbuild import torchrun
 from envbuild.verify.nccl_log import parse_nccl_log
 from envbuild.verify.nodes import Agent, Nodes
 
@@ -154,8 +155,8 @@ def start_job(
             trainer = ["-m", "ddp_train", *job.arguments, "--report", str(report)]
             program = "torchrun" if job.nodes else "python"
             agent = _agent(job, node, endpoint, run_id, nodes.address(node)) if job.nodes else []
-            if agent:  # torchrun reads $NAME in them (string.Template)
-                trainer = [word.replace("$", "$$") for word in trainer]
+            if agent:
+                trainer = [torchrun.literal(word) for word in trainer]
             running.command = running.command or [program, *agent, *trainer]
             log = work / f"{job.name}-node{node}.log"
             variables = {**common, **of_node(node)}
