@@ -11,12 +11,12 @@ import io
 import zlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import Readable
+from envbuild.workers import Answer, Workers
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -74,10 +74,10 @@ class Hashed:
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = Workers(1)
         self._pieces: list[bytes] = []
         self._held = 0
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Answer[None]] = deque()
 
     def seekable(self) -> bool:
         """Whether there is seeking: never."""
@@ -103,7 +103,7 @@ class Hashed:
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
     def _hand_over(self) -> None:
         while len(self._pending) >= _BEHIND:

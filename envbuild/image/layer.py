@@ -13,7 +13,6 @@ import os
 import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -33,6 +32,7 @@ from envbuild.image.entry import (
     closing,
 )
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
+from envbuild.workers import Answer, Workers
 
 _BLOCK = 512
 _PIECE = 1 << 18
@@ -129,11 +129,11 @@ class _Writer:
         workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         self.unpacked = 0
         self._out, self._compress = out, compress
-        self._pool = ThreadPoolExecutor(workers)
-        self._hasher = ThreadPoolExecutor(1)  # one thread: chunks are hashed in their order
+        self._pool = Workers(workers)
+        self._hasher = Workers(1)  # one thread: chunks are hashed in their order
         self._pieces: list[bytes | memoryview] = []
         self._room = _CHUNK
-        self._pending: deque[tuple[Future[bytearray], Future[None]]] = deque()
+        self._pending: deque[tuple[Answer[bytearray], Answer[None]]] = deque()
         self._most = workers + 1
         self._tar, self._blob = hashlib.sha256(), hashlib.sha256()
 
@@ -157,7 +157,7 @@ class _Writer:
 
     def close(self) -> None:
         for pool in (self._pool, self._hasher):
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close()
 
     def _submit(self) -> None:
         chunk = b"".join(self._pieces)

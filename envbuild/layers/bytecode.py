@@ -1,8 +1,8 @@
 """Compile modules while their tree is streamed, and add the .pyc files behind them.
 
-Images are read-only to most who run them, so bytecode that is not in them is made again at each start: with
-it `import torch` takes half the time. The files are of the timestamp kind (PEP 552) with the layer's fixed
-mtime, so that editing a module inside a container takes effect.
+Images are read-only to most who run them, so bytecode that is not in them is made again at each start: with it
+`import torch` takes half the time. The files are of the timestamp kind (PEP 552) with the layer's fixed mtime, so that
+editing a module inside a container takes effect.
 
 Bytecode must not differ from one machine to the next. It is made by processes that import nothing but
 built-in modules, each with a fixed hash seed and a fixed share of the modules, whatever the number of
@@ -20,13 +20,13 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
 
 from envbuild import process
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
+from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when imported, as without this.
 _MAX_SOURCE = 4 << 20
@@ -48,6 +48,10 @@ while head := read(8):
     write(code)
     flush()
 """
+
+# (path, source) of modules; (path, size of the source, code) of each.
+_Share = list[tuple[str, bytes]]
+_Compiled = list[tuple[str, int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +192,11 @@ class _Pool:
     def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
         self._compiler, self._spool, self._end = compiler, spool, 0
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-        self._threads, self._most = ThreadPoolExecutor(processes), processes + 2
+        self._threads, self._most = Workers(processes), processes + 2
         self._children = _Children()
-        self._share: list[tuple[str, bytes]] = []
+        self._share: _Share = []
         self._size = 0
-        self._waiting: deque[Future[list[tuple[str, int, bytes]]]] = deque()
+        self._waiting: deque[Answer[_Compiled]] = deque()
         self._done: list[tuple[str, int, _Piece]] = []
 
     def __enter__(self) -> _Pool:
@@ -200,14 +204,14 @@ class _Pool:
 
     def __exit__(self, *_: object) -> None:
         self._children.stop()  # none is left unless this is an error or a Ctrl-C
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
 
     def add(self, path: str, source: bytes) -> None:
         self._share.append((path, source))
         self._size += len(source)
         if len(self._share) >= _SHARE or self._size >= _SHARE_BYTES:
             self._send()
-        while len(self._waiting) > self._most or (self._waiting and self._waiting[0].done()):
+        while len(self._waiting) > self._most or (self._waiting and self._waiting[0].ready()):
             self._collect()
 
     def results(self) -> Iterator[tuple[str, int, _Piece]]:
@@ -224,8 +228,9 @@ class _Pool:
             self._share, self._size = [], 0
 
     def _collect(self) -> None:
+        modules = self._waiting.popleft().result()
         try:
-            for path, size, code in self._waiting.popleft().result():
+            for path, size, code in modules:
                 if code:
                     self._spool.write(code)
                     self._done.append((path, size, _Piece(self._spool, self._end, len(code))))
@@ -271,9 +276,7 @@ class _Children:
                 child.kill()
 
 
-def _compile(
-    compiler: Compiler, share: list[tuple[str, bytes]], children: _Children
-) -> list[tuple[str, int, bytes]]:
+def _compile(compiler: Compiler, share: _Share, children: _Children) -> _Compiled:
     frames = []
     for path, source in share:
         name = os.fsencode("/" + path)
@@ -294,6 +297,6 @@ def _compile(
 
 
 def _environment() -> dict[str, str]:
-    # A Python from a module tree may find its own library by LD_LIBRARY_PATH alone.
+    # A Python from a module tree may find its library by this alone.
     libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
     return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from envbuild.image.squashfs.codec import Codec, Compress
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
+from envbuild.workers import Answer, Workers
 
 # What one call of a thread compresses: large enough that handing it over costs nothing.
 CHUNK = 8 * BLOCK_SIZE
@@ -40,16 +40,16 @@ class Packer:
     def __init__(self, out: BinaryIO, codec: Codec, workers: int, position: int = 0) -> None:
         self.position = position
         self._out, self._compress = out, codec.compress
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool = Workers(workers)
         self._most = workers + 1
-        self._pending: deque[tuple[Future[_Blocks], Done]] = deque()
+        self._pending: deque[tuple[Answer[_Blocks], Done]] = deque()
 
     def put(self, chunk: bytes, done: Done, *, holes: bool = True) -> None:
         """Take up to CHUNK bytes, whole blocks but for the last one; `done` is called once it is written.
 
         With `holes`, a block of zeros gets the word 0 and is not stored.
         """
-        while self._pending and (len(self._pending) >= self._most or self._pending[0][0].done()):
+        while self._pending and (len(self._pending) >= self._most or self._pending[0][0].ready()):
             self._drain()
         self._pending.append((self._pool.submit(_pack, chunk, self._compress, holes), done))
 
@@ -60,11 +60,11 @@ class Packer:
 
     def close(self) -> None:
         """End the threads; what is not written yet is lost."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
 
     def _drain(self) -> None:
-        future, done = self._pending.popleft()
-        blocks = future.result()
+        answer, done = self._pending.popleft()
+        blocks = answer.result()
         start = self.position
         for _, data, _ in blocks:
             self._out.write(data)
