@@ -20,12 +20,13 @@ from .data import DataSet, load_data
 from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
-from .models import batch_loss, build_model, build_optimizer
+from .models import batch_loss, build_model
 from .output import complain, say
 from .place import find_place
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
+from .resume import RESUME_AT, resume, wait_for_snapshot
 from .selfcheck import check_allreduce, require_exact
-from .snapshot import Found, SnapshotFile, apply_snapshot, from_bytes, make_snapshot, to_bytes
+from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
 
 # `envbuild verify` sets it: it wants the whole report of a run whose checks fail. No option, since trainers in older
@@ -167,24 +168,6 @@ def _load_data(arguments: Arguments, group: Group) -> DataSet:
     return data
 
 
-def _resume(
-    arguments: Arguments, group: Group, store: SnapshotFile, model: Any
-) -> tuple[Found, Any]:
-    """Rank 0 looks for a snapshot and hands it to all ranks; returns it and the optimizer."""
-    found = Found(None, None)
-    if group.leads:
-        found = store.find(model, arguments.model)
-    # An empty dictionary stands for "none": every rank takes part either way.
-    payload = group.broadcast(to_bytes(found.snapshot or {}) if group.leads else None)
-    snapshot = from_bytes(payload)
-    if not snapshot:
-        return found, build_optimizer(model, arguments.lr)
-    optimizer = apply_snapshot(snapshot, model, arguments.lr)
-    if group.leads:
-        say(f"Resuming training from snapshot at Epoch {snapshot['EPOCHS_RUN']}")
-    return Found(snapshot, found.path, found.rejected), optimizer
-
-
 def _prepare_files(arguments: Arguments, store: SnapshotFile) -> None:
     store.prepare()
     if arguments.report is not None:
@@ -237,16 +220,18 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     The DDP model lives in this function only, so that it is gone when the group is left.
     """
     group, entry = _join(arguments, environ, clock)
+    wait_for_snapshot(arguments, environ, group)
     store = SnapshotFile(arguments.checkpoint_path)
     group.on_rank0(lambda: _prepare_files(arguments, store))
     data = _load_data(arguments, group)
     torch.manual_seed(arguments.seed)
     model = build_model(arguments.model, data.classes).to(group.device)
-    found, optimizer = _resume(arguments, group, store, model)
+    found, optimizer = resume(arguments, group, store, model)
     start = 0 if found.snapshot is None else int(found.snapshot["EPOCHS_RUN"])
     trainer = Trainer(arguments, group, data, model, optimizer)
     if start >= arguments.total_epochs and group.leads:
         say(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
+    gc.freeze()  # what the optimizer and DDP have imported lives to the end, too
     gc.enable()  # __main__.py turned it off
     began = time.perf_counter()
     losses, saved = _train(trainer, store, start)
@@ -258,6 +243,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     report = {
         "format": FORMAT,
         "status": "finished",
+        "variables": [JUDGED_LATER, RESUME_AT],
         "world_size": group.place.world_size,
         "strategy": arguments.strategy,
         "backend": group.backend,

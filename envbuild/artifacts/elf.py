@@ -78,8 +78,13 @@ def _read(path: str) -> str | None:
 def elf_machine(path: str) -> int | None:
     """The e_machine of the ELF file at `path`, None for any other file."""
     try:
-        with open(path, "rb", buffering=0) as stream:
-            head = stream.read(20)
+        file = os.open(
+            path, os.O_RDONLY
+        )  # of ten thousands of files; a file object costs three times that
+        try:
+            head = os.read(file, 20)
+        finally:
+            os.close(file)
     except OSError:
         return None
     if len(head) < 20 or head[:4] != b"\x7fELF":

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,11 @@ Say = Callable[[str], None]
 # Long enough that a rank can be killed in the middle of it, on a fast machine too.
 _FAULT_EPOCHS = 40
 _STEPS = 16
+# The trainer's variable for it (ddp_train/loop.py).
+RESUME_AT = "DDP_TRAIN_RESUME_AT"
 # Seconds for the all-reduces that are timed. NCCL's go up to 1 GiB; gloo's get the longer time only where a floor
 # judges them.
-_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.25", "1"
+_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class _Bench:
         snapshot: str | None = None,
         max_restarts: int = 0,
         bandwidth_s: str | None = None,
+        extra: Mapping[str, str] | None = None,
     ) -> Running:
         """Start the trainer, on `nodes` × `nproc_per_node` ranks (default: the settings') or, with `nodes` 0, as one
         process. Every launch trains on the same global batches, whatever its number of ranks."""
@@ -128,10 +132,14 @@ class _Bench:
             nproc_per_node=nproc_per_node,
             timeout_s=settings.timeout_s,
             max_restarts=max_restarts,
+            lean=name == "resume",
         )
         work = str(self.nodes.work)
         return start_job(
-            job, self.nodes, self.work, lambda node: self.network.of_node(node, name, work)
+            job,
+            self.nodes,
+            self.work,
+            lambda node: {**self.network.of_node(node, name, work), **(extra or {})},
         )
 
 
@@ -152,7 +160,10 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
     with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
         survey = subject.survey(bench.nodes)
         reference.wait_for_output()
-        with bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first:
+        with (
+            bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first,
+            ExitStack() as stack,
+        ):
             checks = [
                 check_installed(subject, survey),
                 check_architecture(subject, survey),
@@ -163,14 +174,18 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
                 for layer in subject.state.layers
                 if layer.check
             ]
+            again = None
+            if _may_overlap(bench, floor) and _resumes_at(reference.wait(), first):
+                again = stack.enter_context(_resume(bench, {RESUME_AT: str(half)}))
             first_outcome = first.wait()
-        resumed = first.job
-        second = first_outcome
-        if first_outcome.finished:  # else all that follows is blocked, and not worth the waiting
-            say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
-            with bench.start(
-                "resume", settings.epochs, nproc_per_node=1, snapshot="train"
-            ) as again:
+            resumed = first.job
+            second = first_outcome
+            if (
+                first_outcome.finished
+            ):  # else all that follows is blocked, and not worth the waiting
+                say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
+                again = again or stack.enter_context(_resume(bench))
+                again.started = time.monotonic()
                 resumed, second = again.job, again.wait()
         reference_outcome = reference.wait()
     checks += judge_launches(
@@ -185,6 +200,28 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
     elif settings.faults:
         checks.append(blocked("restart", RESTART_TITLE, "launch"))
     return checks
+
+
+def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
+    return bench.start(
+        "resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", extra=extra
+    )
+
+
+def _may_overlap(bench: _Bench, floor: float) -> bool:
+    """Whether the second launch may get ready beside the first: where it does not disturb what is measured."""
+    return not bench.network.cuda and not floor
+
+
+def _resumes_at(reference: Outcome, first: Running) -> bool:
+    """Whether the artifact's trainer, as its report says, can wait for a snapshot; returns when the agents of the
+    `first` launch have imported torch, which takes them as long as it took the reference."""
+    report = reference.reports[0] if reference.reports else {}
+    if RESUME_AT not in report.get("variables", []):
+        return False
+    imported = first.started + float(report["seconds"]["import_torch"])
+    time.sleep(max(0.0, imported - time.monotonic()))
+    return True
 
 
 def _fault_check(bench: _Bench, reference: Outcome) -> Check:

@@ -26,7 +26,7 @@ RANK_KEYS = {
 REPORT_KEYS = {
     "format", "status", "world_size", "backend", "ranks", "model", "data", "seed", "batch_size",
     "dataset_size", "steps_per_epoch", "start_epoch", "resumed_from", "rejected_snapshots",
-    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "strategy",
+    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "strategy", "variables",
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "LOCAL_RANK",
         "TORCHELASTIC_RUN_ID",
         "DDP_TRAIN_JUDGED_LATER",
+        "DDP_TRAIN_RESUME_AT",
     ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -158,6 +159,32 @@ def test_a_failed_selfcheck_is_fatal_unless_the_reports_reader_judges(
     assert main(["1", "1", "--backend", "gloo", "--dataset_size", "64", *options]) == code
     assert "wrong sum on" in capsys.readouterr().err
     assert Path("snapshot.pt").exists() == (code == 0)
+
+
+def test_a_second_launch_waits_for_the_snapshot_of_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for epochs in ("2", "4", "6"):
+        whole = train(epochs, epochs, "--checkpoint_path", f"{epochs}.pt")
+    assert "DDP_TRAIN_RESUME_AT" in whole["variables"]
+    waited: list[str] = []
+
+    def sleep(seconds: float) -> None:  # each turn finds more than the one before
+        found = ["missing", "damaged", "2.pt", "4.pt"][len(waited)]
+        waited.append(found)
+        if found == "damaged":
+            Path("snapshot.pt").write_bytes(b"PK damaged")
+        elif found != "missing":
+            Path("snapshot.pt").write_bytes(Path(found).read_bytes())
+
+    monkeypatch.setattr("ddp_train.resume.time.sleep", sleep)
+    monkeypatch.setenv("DDP_TRAIN_RESUME_AT", "4")
+    report = train("6", "6")
+    assert waited == ["missing", "damaged", "2.pt", "4.pt"]
+    assert (report["start_epoch"], report["rejected_snapshots"]) == (4, [])
+    assert report["losses"] == whole["losses"][4:]
+    monkeypatch.setenv("DDP_TRAIN_RESUME_AT", "soon")
+    assert main(["1", "1", "--backend", "gloo", "--dataset_size", "64"]) == 2
 
 
 def test_ranks_of_an_older_torch_compare_their_backends_too() -> None:

@@ -1,0 +1,47 @@
+"""When a verification's second launch may get ready beside its first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from envbuild.verify.launch import Job, Outcome, Running
+from envbuild.verify.nodes import Nodes
+from envbuild.verify.run import _resumes_at
+
+
+def first_launch(ago: float) -> Running:
+    job = Job("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
+    return Running(job, "id", Path(), time.monotonic() - ago, [], cast(Nodes, None))
+
+
+def reference(*reports: dict[str, Any]) -> Outcome:
+    return Outcome([0], list(reports), "", 1.0, False, [])
+
+
+SECONDS = {"seconds": {"import_torch": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [[], [SECONDS], [{**SECONDS, "variables": ["DDP_TRAIN_JUDGED_LATER"]}], [{"unreadable": "x"}]],
+    ids=["failed", "older trainer", "without the variable", "damaged report"],
+)
+def test_a_trainer_that_does_not_wait_for_a_snapshot_is_started_after_the_first(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert not _resumes_at(reference(*reports), first_launch(60))
+
+
+def test_it_starts_when_the_agents_of_the_first_have_imported_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("envbuild.verify.run.time.sleep", slept.append)
+    known = {**SECONDS, "variables": ["DDP_TRAIN_RESUME_AT"]}
+    assert _resumes_at(reference(known), first_launch(0.5))
+    assert _resumes_at(reference(known), first_launch(9.0))
+    assert slept == [pytest.approx(1.5, abs=0.1), 0.0]
