@@ -24,7 +24,7 @@ from .models import batch_loss, build_model
 from .output import complain, say
 from .place import find_place
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
-from .resume import RESUME_AT, resume, wait_for_snapshot
+from .resume import RESUME_AFTER, resume, wait_for_turn
 from .selfcheck import check_allreduce, require_exact
 from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
@@ -220,7 +220,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     The DDP model lives in this function only, so that it is gone when the group is left.
     """
     group, entry = _join(arguments, environ, clock)
-    wait_for_snapshot(arguments, environ, group)
+    wait_for_turn(environ, group)
     store = SnapshotFile(arguments.checkpoint_path)
     group.on_rank0(lambda: _prepare_files(arguments, store))
     data = _load_data(arguments, group)
@@ -243,7 +243,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     report = {
         "format": FORMAT,
         "status": "finished",
-        "variables": [JUDGED_LATER, RESUME_AT],
+        "variables": [JUDGED_LATER, RESUME_AFTER],
         "world_size": group.place.world_size,
         "strategy": arguments.strategy,
         "backend": group.backend,

@@ -29,8 +29,7 @@ class Place:
     distributed: bool
 
 
-def number(environ: Mapping[str, str], name: str, default: int = -1) -> int:
-    """The number of 0 or more in variable `name`; raises TrainError."""
+def _number(environ: Mapping[str, str], name: str, default: int = -1) -> int:
     text = environ.get(name)
     if text is None and default >= 0:
         return default
@@ -65,16 +64,16 @@ def find_place(environ: Mapping[str, str]) -> Place:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Place(0, 0, 0, 1, 1, 0, host, distributed=False)
     _check_all_are_set(environ)
-    rank = number(environ, "RANK")
-    world_size = number(environ, "WORLD_SIZE")
-    local_world_size = number(environ, "LOCAL_WORLD_SIZE", world_size)
+    rank = _number(environ, "RANK")
+    world_size = _number(environ, "WORLD_SIZE")
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
     place = Place(
         rank=rank,
-        local_rank=number(environ, "LOCAL_RANK"),
-        group_rank=number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
+        local_rank=_number(environ, "LOCAL_RANK"),
+        group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),
         local_world_size=local_world_size,
         world_size=world_size,
-        restart_count=number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         host=host,
         distributed=True,
     )

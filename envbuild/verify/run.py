@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import tempfile
 import time
@@ -28,7 +29,7 @@ Say = Callable[[str], None]
 _FAULT_EPOCHS = 40
 _STEPS = 16
 # The trainer's variable for it (ddp_train/loop.py).
-RESUME_AT = "DDP_TRAIN_RESUME_AT"
+RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
 # Seconds for the all-reduces that are timed. NCCL's go up to 1 GiB; gloo's get the longer time only where a floor
 # judges them.
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
@@ -176,7 +177,9 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             ]
             again = None
             if _may_overlap(bench, floor) and _resumes_at(reference.wait(), first):
-                again = stack.enter_context(_resume(bench, {RESUME_AT: str(half)}))
+                again = stack.enter_context(
+                    _resume(bench, {RESUME_AFTER: _reports_of(bench, first)})
+                )
             first_outcome = first.wait()
             resumed = first.job
             second = first_outcome
@@ -208,16 +211,21 @@ def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
     )
 
 
+def _reports_of(bench: _Bench, launched: Running) -> str:
+    """A pattern for the report that rank 0 writes at the end, on whichever node it is, as programs see it."""
+    return f"{glob.escape(str(bench.nodes.work))}/{launched.job.name}-report*.json"
+
+
 def _may_overlap(bench: _Bench, floor: float) -> bool:
     """Whether the second launch may get ready beside the first: where it does not disturb what is measured."""
     return not bench.network.cuda and not floor
 
 
 def _resumes_at(reference: Outcome, first: Running) -> bool:
-    """Whether the artifact's trainer, as its report says, can wait for a snapshot; returns when the agents of the
+    """Whether the artifact's trainer, as its report says, can wait for its turn; returns when the agents of the
     `first` launch have imported torch, which takes them as long as it took the reference."""
     report = reference.reports[0] if reference.reports else {}
-    if RESUME_AT not in report.get("variables", []):
+    if RESUME_AFTER not in report.get("variables", []):
         return False
     imported = first.started + float(report["seconds"]["import_torch"])
     time.sleep(max(0.0, imported - time.monotonic()))

@@ -113,6 +113,15 @@ def envbuild(tmp_path: Path, session_store: Path) -> Command:
     return Command(tmp_path, {"ENVBUILD_STORE": str(session_store)})
 
 
+def own_copy(command: Command, recipe: str) -> Path:
+    """A copy of a shipped recipe in the command's folder, where locks may be written, with a quick verification."""
+    place = command.folder / "recipes" / recipe
+    shutil.copytree(REPOSITORY / "recipes" / recipe, place)
+    with (place / "recipe.toml").open("a") as stream:
+        stream.write(QUICK)
+    return place
+
+
 @pytest.fixture(scope="session")
 def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild venv pt_cpu`, built and verified once; what `--json` printed, and the command's folder."""

@@ -29,7 +29,7 @@ from envbuild.verify.subject import Subject, open_subject
 
 from .conftest import Command, link_tree
 
-SETTINGS = Settings(nodes=2, nproc_per_node=1, epochs=4)
+SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4)
 
 # In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use.
 BREAKS = {
@@ -68,7 +68,7 @@ BREAKS = {
                 self.require_backward_grad_sync = False
                 return forward(self, *args, **kwargs)
             ddp.forward = unsynchronised
-        if rank == "1" and any("resume-report" in word for word in sys.orig_argv):
+        if rank == "0" and any("resume-report" in word for word in sys.orig_argv):
             os._exit(7)
         """,
     ),
@@ -168,7 +168,8 @@ def test_nodes_that_meet_only_themselves(
         return agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}", address)
 
     monkeypatch.setattr(launch, "_agent", alone)
-    assert failed(run_checks(subject, tmp_path)) == ["world"]
+    settings = dataclasses.replace(SETTINGS, nodes=2, nproc_per_node=1)
+    assert failed(run_checks(subject, tmp_path, settings=settings)) == ["world"]
 
 
 def test_no_restart_is_seen(

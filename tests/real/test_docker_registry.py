@@ -33,7 +33,7 @@ from envbuild.image.model import (
 from envbuild.image.registry import open_registry
 from envbuild.image.registry_http import Transport
 
-from .conftest import REPOSITORY, Command
+from .conftest import REPOSITORY, Command, own_copy
 
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 HUB = "pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime"
@@ -79,13 +79,6 @@ def hub(
     there.put_manifest(canonical(index), OCI_INDEX, HUB.rpartition(":")[2])
     there.close()
     return manifest.digest
-
-
-def own_copy(command: Command, recipe: str) -> Path:
-    """A copy of a shipped recipe in the command's folder, where locks may be written."""
-    place = command.folder / "recipes" / recipe
-    shutil.copytree(REPOSITORY / "recipes" / recipe, place)
-    return place
 
 
 def test_pytorch_hub_is_locked_built_verified_and_pushed_back(

@@ -25,7 +25,7 @@ from lab.wheels import make_recipe, make_wheel
 from envbuild.artifacts.dockerfile import DockerCommand, find_docker
 from envbuild.errors import HostError
 
-from .conftest import REPOSITORY, Command
+from .conftest import REPOSITORY, Command, own_copy
 
 BASE, BUILD_BASE = "lab-base:1", "lab-build:1"
 # What envbuild installs where it is missing, here by hand: the builds have no network.
@@ -203,6 +203,7 @@ def test_pt_cpu_is_built_trained_and_equal_to_the_native_image(
 ) -> None:
     env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     command = Command(tmp_path, env)
+    own_copy(command, "pt_cpu")
     made = command.json(
         "docker", "pt_cpu", "--locked", "--builder", "dockerfile", "--base", base, "--tag", "pt:file"
     )  # fmt: skip

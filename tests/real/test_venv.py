@@ -79,6 +79,7 @@ def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
         "verify",
         pt_cpu["path"],
         "--faults",
+        "--nproc-per-node=1",
         "--json",
         AWS_SECRET_ACCESS_KEY=secret,
         PIP_PROXY="",

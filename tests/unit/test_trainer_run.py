@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "LOCAL_RANK",
         "TORCHELASTIC_RUN_ID",
         "DDP_TRAIN_JUDGED_LATER",
-        "DDP_TRAIN_RESUME_AT",
+        "DDP_TRAIN_RESUME_AFTER",
     ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -161,30 +162,30 @@ def test_a_failed_selfcheck_is_fatal_unless_the_reports_reader_judges(
     assert Path("snapshot.pt").exists() == (code == 0)
 
 
-def test_a_second_launch_waits_for_the_snapshot_of_the_first(
+def test_a_second_launch_waits_for_the_report_of_the_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for epochs in ("2", "4", "6"):
-        whole = train(epochs, epochs, "--checkpoint_path", f"{epochs}.pt")
-    assert "DDP_TRAIN_RESUME_AT" in whole["variables"]
-    waited: list[str] = []
+    whole = train("6", "6", "--checkpoint_path", "whole.pt")
+    assert "DDP_TRAIN_RESUME_AFTER" in whole["variables"]
+    first = folder / "fir[s]t"
+    first.mkdir()
+    waited = []
 
-    def sleep(seconds: float) -> None:  # each turn finds more than the one before
-        found = ["missing", "damaged", "2.pt", "4.pt"][len(waited)]
-        waited.append(found)
-        if found == "damaged":
-            Path("snapshot.pt").write_bytes(b"PK damaged")
-        elif found != "missing":
-            Path("snapshot.pt").write_bytes(Path(found).read_bytes())
+    def sleep(seconds: float) -> None:  # what the first launch does meanwhile
+        waited.append(seconds)
+        if len(waited) == 2:
+            monkeypatch.delenv("DDP_TRAIN_RESUME_AFTER")
+            train("4", "4")
+        elif len(waited) == 3:
+            (first / "train-report1.json").touch()
 
     monkeypatch.setattr("ddp_train.resume.time.sleep", sleep)
-    monkeypatch.setenv("DDP_TRAIN_RESUME_AT", "4")
+    pattern = f"{glob.escape(str(first))}/train-report*.json"
+    monkeypatch.setenv("DDP_TRAIN_RESUME_AFTER", pattern)
     report = train("6", "6")
-    assert waited == ["missing", "damaged", "2.pt", "4.pt"]
+    assert len(waited) == 3
     assert (report["start_epoch"], report["rejected_snapshots"]) == (4, [])
     assert report["losses"] == whole["losses"][4:]
-    monkeypatch.setenv("DDP_TRAIN_RESUME_AT", "soon")
-    assert main(["1", "1", "--backend", "gloo", "--dataset_size", "64"]) == 2
 
 
 def test_ranks_of_an_older_torch_compare_their_backends_too() -> None:

@@ -30,7 +30,7 @@ SECONDS = {"seconds": {"import_torch": 2.0}}
     [[], [SECONDS], [{**SECONDS, "variables": ["DDP_TRAIN_JUDGED_LATER"]}], [{"unreadable": "x"}]],
     ids=["failed", "older trainer", "without the variable", "damaged report"],
 )
-def test_a_trainer_that_does_not_wait_for_a_snapshot_is_started_after_the_first(
+def test_a_trainer_that_does_not_wait_for_its_turn_is_started_after_the_first(
     reports: list[dict[str, Any]],
 ) -> None:
     assert not _resumes_at(reference(*reports), first_launch(60))
@@ -41,7 +41,7 @@ def test_it_starts_when_the_agents_of_the_first_have_imported_torch(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("envbuild.verify.run.time.sleep", slept.append)
-    known = {**SECONDS, "variables": ["DDP_TRAIN_RESUME_AT"]}
+    known = {**SECONDS, "variables": ["DDP_TRAIN_RESUME_AFTER"]}
     assert _resumes_at(reference(known), first_launch(0.5))
     assert _resumes_at(reference(known), first_launch(9.0))
     assert slept == [pytest.approx(1.5, abs=0.1), 0.0]
