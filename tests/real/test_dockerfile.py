@@ -212,9 +212,7 @@ def test_pt_cpu_is_built_trained_and_equal_to_the_native_image(
     assert receipt["artifact"] | {"digest": ""} == {"kind": "docker", "path": "pt:file", "digest": ""}  # fmt: skip
     installed = next(check for check in receipt["checks"] if check["name"] == "installed")
     assert len(installed["evidence"]["packages"]) == 15
-    command.json(
-        "docker", "pt_cpu", "--locked", "--no-verify", "--no-bytecode", "--tag", "pt:native"
-    )
+    command.json("docker", "pt_cpu", "--locked", "--no-verify", "--tag", "pt:native")
     files, scripts = contents(docker, "pt:file")
     assert len(files) > 10_000 and [files, scripts] == contents(docker, "pt:native")
     version = f"PYTORCH_VERSION={receipt['versions']['torch']}"
