@@ -15,8 +15,8 @@ from envbuild.artifacts.facts import (
     SQUASHED,
     VENV,
     About,
-    Contents,
-    Opened,
+    ArtifactReader,
+    Inventory,
     completed,
 )
 from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
@@ -80,7 +80,7 @@ class Comparison:
         return not (self.settings or packages or self.files)
 
 
-def compare(one: Opened, other: Opened, *, files: bool) -> Comparison:
+def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Comparison:
     """Compare two artifacts of any kinds. Raises BuildError when one of them is damaged."""
     kinds = {one.about.kind, other.about.kind}
     between = len(kinds) > 1 and not kinds.isdisjoint(FOLDERS)
@@ -120,7 +120,7 @@ def _same_content(one: About, other: About) -> bool:
 
 
 def _setting_changes(
-    one: About, left: Contents | None, other: About, right: Contents | None, between: bool
+    one: About, left: Inventory | None, other: About, right: Inventory | None, between: bool
 ) -> tuple[Change, ...]:
     """What differs in the settings. Artifacts of different kinds do not say the same: of theirs, variables
     are compared where both have some, and all else that both say."""
@@ -134,7 +134,7 @@ def _setting_changes(
     return _changes(before, after)
 
 
-def _settings(about: About, contents: Contents | None, between: bool = False) -> dict[str, str]:
+def _settings(about: About, contents: Inventory | None, between: bool = False) -> dict[str, str]:
     about = completed(about, contents)
     found = {"target": about.target, "recipe": about.recipe}
     if between:
@@ -155,7 +155,7 @@ def _line(words: Sequence[str]) -> str:
     return json.dumps(list(words)) if words else ""
 
 
-def _built(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
     """Source-built layer → version and a digest of its files; where `inner`, those of the environment alone."""
     found = {}
     for layer in contents.built:
@@ -166,7 +166,7 @@ def _built(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _conda(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+def _conda(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
     """Package → version with build, and a digest; where `inner`, those of the environment alone."""
     own = contents.own_conda
     found = {package.name: package for package in own}
@@ -176,7 +176,7 @@ def _conda(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
     return {name: (f"{p.version} {p.build}", p.record) for name, p in found.items()}
 
 
-def _python(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
+def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
     """Package → version and a digest. Those outside of the environment are named with their folder, or where
     `inner` left out; digests are then those of what does not depend on the installer."""
     prefix = contents.prefix
@@ -195,7 +195,7 @@ def _python(contents: Contents, inner: bool) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _debian(contents: Contents) -> dict[str, tuple[str, str]]:
+def _debian(contents: Inventory) -> dict[str, tuple[str, str]]:
     return {f"{p.name}:{p.arch}": (p.version, "") for p in contents.debian}
 
 
@@ -265,7 +265,7 @@ def _provenance(one: About, other: About) -> tuple[str, ...]:
 
 
 def _no_environment(
-    one: About, left: Contents, other: About, right: Contents, between: bool
+    one: About, left: Inventory, other: About, right: Inventory, between: bool
 ) -> tuple[str, ...]:
     if not between:
         return ()

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.facts import About, Contents, completed
+from envbuild.artifacts.facts import About, Inventory, completed
 from envbuild.artifacts.masking import masked, masked_text, masked_words
 from envbuild.verify.receipt import receipt_path
 
 FORMAT = 1
 
 
-def describe(about: About, contents: Contents | None) -> dict[str, Any]:
+def describe(about: About, contents: Inventory | None) -> dict[str, Any]:
     """The description; without `contents` (nothing was read) what lies inside is None. Secrets are hidden."""
     about = completed(about, contents)
     return {
@@ -100,7 +100,7 @@ def _pair(key: str, name: str, digest: str) -> dict[str, Any] | None:
     return {key: name, "digest": digest or None} if name else None
 
 
-def _base(about: About, contents: Contents | None) -> dict[str, Any] | None:
+def _base(about: About, contents: Inventory | None) -> dict[str, Any] | None:
     release = contents.os if contents else {}
     if not about.base and not release:
         return None
@@ -113,7 +113,7 @@ def _base(about: About, contents: Contents | None) -> dict[str, Any] | None:
     }
 
 
-def _conda(contents: Contents) -> list[dict[str, Any]]:
+def _conda(contents: Inventory) -> list[dict[str, Any]]:
     optional = ("sha256", "license", "record")
     return [
         {k: v or None if k in optional else v for k, v in asdict(package).items()}
@@ -121,14 +121,14 @@ def _conda(contents: Contents) -> list[dict[str, Any]]:
     ]
 
 
-def _built(contents: Contents) -> list[dict[str, Any]]:
+def _built(contents: Inventory) -> list[dict[str, Any]]:
     return [
         {**asdict(layer), "source": layer.source or None, "licences": list(layer.licences)}
         for layer in contents.built
     ]
 
 
-def _on_nodes(contents: Contents) -> list[dict[str, Any]]:
+def _on_nodes(contents: Inventory) -> list[dict[str, Any]]:
     """What the environment takes from the nodes."""
     told = contents.state.get("layers")
     return [
@@ -138,7 +138,7 @@ def _on_nodes(contents: Contents) -> list[dict[str, Any]]:
     ]
 
 
-def _python(contents: Contents) -> list[dict[str, Any]]:
+def _python(contents: Inventory) -> list[dict[str, Any]]:
     return [
         {"name": p.name, "version": p.version, "record": p.record or None, "location": p.location}
         for p in contents.python

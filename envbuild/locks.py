@@ -11,9 +11,9 @@ from envbuild.lock.image_manage import inspect_image_lock
 from envbuild.lock.manage import check_lock, inspect_lock
 from envbuild.lock.state import LockState
 from envbuild.make_layers import declared
-from envbuild.plan.sources import SourceLayer
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]

@@ -16,7 +16,8 @@ from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.manage import ensure_lock
-from envbuild.make_layers import Declared, against, on_host
+from envbuild.make_checks import RequestedLayers
+from envbuild.make_layers import against, on_host
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -64,7 +65,7 @@ def prepare(
     compile_bytecode: bool = False,
     image: ImageInputs | None = None,
     conda: bool = False,
-    layers: Declared | None = None,
+    layers: RequestedLayers | None = None,
     write: bool = True,
 ) -> tuple[Plan, Trainer]:
     """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer. Without `write` no
@@ -175,9 +176,9 @@ def verify_artifact(
     Returns the artifact's state and the receipt. Raises UsageError when nothing of ours is there.
     """
     from envbuild.verify.needs_torch import check_built_torch
+    from envbuild.verify.open import open_subject
     from envbuild.verify.receipt import make_receipt, write_receipt
     from envbuild.verify.run import verify
-    from envbuild.verify.subject import open_subject
 
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
@@ -204,9 +205,9 @@ def _verify(
     Raises VerificationError after keeping what failed, with a receipt that says so.
     """
     from envbuild.verify.explain import failures
+    from envbuild.verify.open import folder_subject
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
     from envbuild.verify.run import verify
-    from envbuild.verify.subject import folder_subject
 
     subject = folder_subject(where, state)
     settings = settings_of(plan.verify_settings(), {"faults": faults})
@@ -228,7 +229,7 @@ def _verify(
 
 
 def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
-    from envbuild.verify.run import Settings
+    from envbuild.verify.model import Settings
 
     known = {field.name for field in fields(Settings)}
     given = {name: value for name, value in overrides.items() if value is not None}

@@ -31,7 +31,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.plan.sources import SourceLayer
+    from envbuild.recipe.sources import SourceLayer
 
 Say = Callable[[str], None]
 FILE, FORMAT = "bundle.json", 1

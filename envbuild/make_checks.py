@@ -4,22 +4,30 @@ build."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.plan.sources import SourceLayer
+from envbuild.lock.image import ImageLock
+from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
-
-if TYPE_CHECKING:
-    from envbuild.make_layers import Declared
 
 # `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"
 
 
-def check_here(layers: Declared, environment: Environment) -> None:
+@dataclass(frozen=True, slots=True)
+class RequestedLayers:
+    """What a recipe's [layers] ask of one target. `builder` is the lock of the image in which `sources` are built,
+    None where this host builds them."""
+
+    sources: tuple[SourceLayer, ...] = ()
+    hosts: tuple[HostLayer, ...] = ()
+    builder: ImageLock | None = None
+
+
+def check_here(layers: RequestedLayers, environment: Environment) -> None:
     """Raise HostError for `layers` that this host cannot build and the store does not have."""
     if not layers.sources:
         return
@@ -35,7 +43,7 @@ def check_here(layers: Declared, environment: Environment) -> None:
                 host_identity(one, environment.variables)
 
 
-def _all_stored(layers: Declared, environment: Environment) -> bool:
+def _all_stored(layers: RequestedLayers, environment: Environment) -> bool:
     from envbuild.layers.source_build import stored_layer
 
     hosts = {one.name: one.path for one in layers.hosts}
@@ -48,7 +56,7 @@ def _all_stored(layers: Declared, environment: Environment) -> bool:
     return True
 
 
-def check_for_image(layers: Declared) -> None:
+def check_for_image(layers: RequestedLayers) -> None:
     """Raise UsageError for a layer that no image can have."""
     hosts = {one.name: one for one in layers.hosts}
     for one in layers.sources:
@@ -69,7 +77,7 @@ def check_for_image(layers: Declared) -> None:
             )
 
 
-def check_python(layers: Declared, python: Path | None) -> None:
+def check_python(layers: RequestedLayers, python: Path | None) -> None:
     """Raise UsageError for a Python project where there is no environment to compile it against."""
     for one in layers.sources:
         if one.system == "wheel" and python is None:

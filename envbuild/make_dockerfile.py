@@ -20,8 +20,9 @@ from envbuild.layers.wheels import locate
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare
-from envbuild.make_image import Prepared, Wish, default_place, source_date, verify_image
-from envbuild.make_layers import Declared, declared
+from envbuild.make_checks import RequestedLayers
+from envbuild.make_image import ImageOptions, Prepared, default_place, source_date, verify_image
+from envbuild.make_layers import declared
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -90,7 +91,12 @@ def prepare_dockerfile(
 
 
 def make_by_dockerfile(
-    prepared: Sequence[Prepared], wish: Wish, environment: Environment, say: Say, *, offline: bool
+    prepared: Sequence[Prepared],
+    wish: ImageOptions,
+    environment: Environment,
+    say: Say,
+    *,
+    offline: bool,
 ) -> dict[str, Any]:
     """Build the image, verify it, and give it its name in the daemon. Returns what `--json` prints.
 
@@ -125,7 +131,9 @@ def make_by_dockerfile(
     }
 
 
-def check_dockerfile(prepared: Sequence[Prepared], wish: Wish, environment: Environment) -> None:
+def check_dockerfile(
+    prepared: Sequence[Prepared], wish: ImageOptions, environment: Environment
+) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError where docker cannot build here."""
     from envbuild.image.daemon import connect
 
@@ -135,7 +143,7 @@ def check_dockerfile(prepared: Sequence[Prepared], wish: Wish, environment: Envi
         _check_daemon(client, prepared[0].target)
 
 
-def _check(prepared: Sequence[Prepared], wish: Wish) -> None:
+def _check(prepared: Sequence[Prepared], wish: ImageOptions) -> None:
     if len(prepared) > 1:
         raise UsageError(
             "--builder dockerfile makes the image of one target", "name one, with --target"
@@ -204,7 +212,7 @@ def _layers(
     offline: bool,
     say: Say,
     write: bool,
-) -> Declared:
+) -> RequestedLayers:
     """The layers that are built in a stage of the Dockerfile, and the image of that stage.
 
     That is the recipe's `build_base`, by its locked digest; where the Dockerfile's own base is taken, its own image
@@ -242,7 +250,7 @@ def _layers(
             builder = _unlocked(loaded, target, _mirrored(devel, environment.site))
     identity = f"docker build on {dockerfile.image_name(builder)}"
     sources = tuple(replace(one, environment=identity) for one in found.sources)
-    return Declared(sources, found.hosts, builder)
+    return RequestedLayers(sources, found.hosts, builder)
 
 
 def _unlocked(loaded: LoadedRecipe, target: Target, base: str) -> ImageLock:

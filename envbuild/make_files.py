@@ -41,7 +41,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ImageFileOptions:
     """What is to become of an image: files in the order of their writing, compressed by `codec`. `runtime`
     launches them for verification, None for the best that this host has; `engine` is who writes them, "native"
     or "apptainer"."""
@@ -55,7 +55,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class FileBuild:
     """What the files were made of: the architecture (x86_64, aarch64) and when that began (time.monotonic()).
 
     `state` and `plan` are None where an existing image was converted: then the file itself tells.
@@ -68,7 +68,7 @@ class Made:
 
 
 @contextmanager
-def places(wish: Wish, say: Say) -> Iterator[None]:
+def places(wish: ImageFileOptions, say: Say) -> Iterator[None]:
     """Hold the places of all files, which must be free or hold what may be replaced. Raises UsageError."""
     check_files(wish)
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def places(wish: Wish, say: Say) -> Iterator[None]:
         yield
 
 
-def check_files(wish: Wish) -> None:
+def check_files(wish: ImageFileOptions) -> None:
     """Raise UsageError where a file's place holds something that may not be replaced."""
     for file in wish.files:
         _check_place(file.path)
@@ -99,7 +99,11 @@ def _check_place(path: Path) -> None:
 
 
 def accept(
-    staged: Sequence[Path], wish: Wish, made: Made, environment: Environment, say: Say
+    staged: Sequence[Path],
+    wish: ImageFileOptions,
+    made: FileBuild,
+    environment: Environment,
+    say: Say,
 ) -> list[Result]:
     """Verify each of the `staged` files, in the order of `wish.files`, and put it in its place.
 
@@ -127,7 +131,7 @@ def accept(
     return results
 
 
-def _has_receipt(file: File, digest: str, wish: Wish, made: Made) -> bool:
+def _has_receipt(file: File, digest: str, wish: ImageFileOptions, made: FileBuild) -> bool:
     if made.plan is None:
         return passing_receipt(file.path, digest) is not None
     return has_receipt(file.path, digest, made.plan, wish.faults)
@@ -145,8 +149,8 @@ def _verified(
     path: Path,
     digest: str,
     state: State | None,
-    wish: Wish,
-    made: Made,
+    wish: ImageFileOptions,
+    made: FileBuild,
     environment: Environment,
     say: Say,
 ) -> bool:
@@ -170,7 +174,7 @@ def _verify(
     path: Path,
     digest: str,
     state: State,
-    wish: Wish,
+    wish: ImageFileOptions,
     environment: Environment,
     say: Say,
 ) -> None:

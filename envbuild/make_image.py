@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts import docker, place
-from envbuild.artifacts.image import KIND, Image, assemble
+from envbuild.artifacts.image import KIND, AssembledImage, assemble
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError, VerificationError
@@ -21,8 +21,8 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.image import ImageLock
 from envbuild.lock.image_manage import ensure_image_lock
 from envbuild.make import has_receipt, prepare, settings_of
-from envbuild.make_checks import check_here
-from envbuild.make_layers import Declared, build_layers, in_image
+from envbuild.make_checks import RequestedLayers, check_here
+from envbuild.make_layers import build_layers, in_image
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -46,12 +46,12 @@ class Prepared:
 
     def layers(self, environment: Environment, say: Say, *, offline: bool) -> list[LayerFolder]:
         """The source-built layers of the image, from the store or built now. Raises BuildError and HostError."""
-        wanted = Declared(self.plan.sources, self.plan.host_layers, self.builder)
+        wanted = RequestedLayers(self.plan.sources, self.plan.host_layers, self.builder)
         return build_layers(wanted, self.plan.folder, environment, say, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ImageOptions:
     """What is to become of the images: names in a daemon, a file or folder, a registry. They are pushed in `form`,
     one of docker.FORMATS."""
 
@@ -118,7 +118,12 @@ def source_date(environment: Environment) -> int:
 
 
 def make_images(
-    prepared: Sequence[Prepared], wish: Wish, environment: Environment, say: Say, *, offline: bool
+    prepared: Sequence[Prepared],
+    wish: ImageOptions,
+    environment: Environment,
+    say: Say,
+    *,
+    offline: bool,
 ) -> dict[str, Any]:
     """Assemble the images, verify the one that this host can run, and bring all where they are wanted.
 
@@ -168,7 +173,7 @@ def make_images(
     }
 
 
-def check_wish(wish: Wish, count: int, environment: Environment) -> None:
+def check_wish(wish: ImageOptions, count: int, environment: Environment) -> None:
     """Refuse now what could not end well, for `count` images: an impossible wish, a place that is taken, no daemon to
     load into."""
     from envbuild.image.daemon import connect
@@ -190,16 +195,16 @@ def default_place(plan: Plan) -> Path:
     return Path("build") / plan.recipe / plan.target / "docker"
 
 
-def _beside(plan: Plan, wish: Wish) -> Path:
+def _beside(plan: Plan, wish: ImageOptions) -> Path:
     """What the receipt of a wished image of `plan` lies beside."""
     return wish.out.path if wish.out else default_place(plan)
 
 
 def _record_push(
     prepared: Sequence[Prepared],
-    images: Sequence[Image],
-    sent: Sequence[Image],
-    wish: Wish,
+    images: Sequence[AssembledImage],
+    sent: Sequence[AssembledImage],
+    wish: ImageOptions,
     name: str,
 ) -> None:
     """Note in each image's receipt what nodes pull: its own manifest as it was `sent`, of an index too. A copy lies
@@ -213,7 +218,7 @@ def _record_push(
 
 
 def _verified(
-    one: Prepared, image: Image, wish: Wish, environment: Environment, say: Say
+    one: Prepared, image: AssembledImage, wish: ImageOptions, environment: Environment, say: Say
 ) -> str | None:
     """The receipt of `image`, None where it cannot be verified here; then why is said."""
     from envbuild.image.daemon import connect
@@ -246,7 +251,7 @@ def verify_image(
     client: Any,
     one: Prepared,
     image: Built,
-    wish: Wish,
+    wish: ImageOptions,
     beside: Path,
     environment: Environment,
     say: Say,

@@ -14,8 +14,8 @@ from envbuild.errors import UsageError
 from envbuild.layers.trainer import Trainer
 from envbuild.locks import has_wheels
 from envbuild.make import prepare
-from envbuild.make_checks import check_here
-from envbuild.make_layers import Declared, ahead, build_layers, declared, on_host
+from envbuild.make_checks import RequestedLayers, check_here
+from envbuild.make_layers import ahead, build_layers, declared, on_host
 from envbuild.plan.plan import Plan
 from envbuild.progress import say as to_stderr
 from envbuild.recipe.find import command_word
@@ -60,7 +60,7 @@ def prepare_folder(
         compile_bytecode=compile_bytecode, conda=kind == conda.KIND, layers=layers, write=write,
     )  # fmt: skip
     if here:
-        check_here(Declared(plan.sources, plan.host_layers), environment)
+        check_here(RequestedLayers(plan.sources, plan.host_layers), environment)
     return plan, trainer
 
 
@@ -115,7 +115,7 @@ def _layers(
 ) -> Callable[[Path], Sequence[LayerFolder]]:
     """What gives the layers of `plan` to an environment whose interpreter it is told: Python projects are compiled
     against its packages. All others are built now, so that what fails does so early."""
-    declared = Declared(plan.sources, plan.host_layers)
+    declared = RequestedLayers(plan.sources, plan.host_layers)
     first = build_layers(ahead(declared), plan.folder, environment, say, offline=offline)
     if len(first) == len(declared.sources):
         return lambda python: first

@@ -16,15 +16,14 @@ from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.make_checks import UNKNOWN, check_for_image, check_python, other_host
-from envbuild.plan.sources import HostLayer, SourceLayer
+from envbuild.make_checks import UNKNOWN, RequestedLayers, check_for_image, check_python, other_host
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
     from envbuild.layers.workshop import Workshop
-    from envbuild.lock.image import ImageLock
 
 Say = Callable[[str], None]
 Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
@@ -32,26 +31,16 @@ Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """What a recipe's [layers] ask of one target. `builder` is the lock of the image in which `sources` are built,
-    None where this host builds them."""
-
-    sources: tuple[SourceLayer, ...] = ()
-    hosts: tuple[HostLayer, ...] = ()
-    builder: ImageLock | None = None
-
-
-def declared(loaded: LoadedRecipe, target: Target) -> Declared:
+def declared(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
     """The layers of `target`; nothing yet of where they are built. Raises RecipeError or UsageError."""
     if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
-        return Declared()
+        return RequestedLayers()
     from envbuild.layers.source_known import source_layers
 
-    return Declared(*source_layers(loaded, target))
+    return RequestedLayers(*source_layers(loaded, target))
 
 
-def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> Declared:
+def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
     """The layers of an environment on this host, which builds them with its own compilers."""
     found = declared(loaded, target)
     if not found.sources:
@@ -70,7 +59,7 @@ def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> D
     return replace(found, sources=tuple(sources))
 
 
-def against(layers: Declared, lock: Lock | CondaLock) -> Declared:
+def against(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
     """`layers`, those that are Python projects for the packages of `lock`: they are compiled against these, and are
     compiled again when one of them is another."""
     if not any(one.system == "wheel" for one in layers.sources):
@@ -92,7 +81,7 @@ def against(layers: Declared, lock: Lock | CondaLock) -> Declared:
     return replace(layers, sources=tuple(sources))
 
 
-def ahead(layers: Declared) -> Declared:
+def ahead(layers: RequestedLayers) -> RequestedLayers:
     """Those of `layers` that can be built before there is an environment: no Python projects, and nothing on them."""
     late: set[str] = set()
     for one in layers.sources:  # each comes after what it requires
@@ -110,7 +99,7 @@ def in_image(
     offline: bool,
     say: Say,
     write: bool = True,
-) -> Declared:
+) -> RequestedLayers:
     """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
     stale, without `write` in memory alone. Raises LockError when `locked` and there is none, UsageError for a layer
     that no image can have."""
@@ -131,7 +120,7 @@ def in_image(
 
 
 def build_layers(
-    layers: Declared,
+    layers: RequestedLayers,
     folder: Path,
     environment: Environment,
     say: Say,
@@ -167,7 +156,7 @@ def build_layers(
 
 
 def workshops(
-    layers: Declared, folder: Path, environment: Environment, say: Say, *, offline: bool
+    layers: RequestedLayers, folder: Path, environment: Environment, say: Say, *, offline: bool
 ) -> Workshops:
     """Where `layers` are built; what it gives raises HostError when that cannot be here."""
     arch = Target.parse(layers.sources[0].target).arch
@@ -188,7 +177,7 @@ def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[Workshop]:
 
 @contextmanager
 def image_workshop(
-    layers: Declared,
+    layers: RequestedLayers,
     folder: Path,
     environment: Environment,
     say: Say,

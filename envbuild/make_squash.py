@@ -12,18 +12,18 @@ from envbuild import limits
 from envbuild.artifacts import place
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.image import assemble, fill, run_config
-from envbuild.artifacts.squash import Root, composed, write_sif, write_sqsh
+from envbuild.artifacts.squash import SquashTree, composed, write_sif, write_sqsh
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.source import Source
+from envbuild.image.source import ImageSource
 from envbuild.layers.segments import Segments
 from envbuild.lock.base_oci import fetch_image
 from envbuild.make import Result
-from envbuild.make_files import SUFFIXES, File, Made, Wish, accept, places
+from envbuild.make_files import SUFFIXES, File, FileBuild, ImageFileOptions, accept, places
 from envbuild.make_image import Prepared, source_date
 from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, transfer
@@ -39,7 +39,7 @@ def default_file(kind: str, plan: Plan) -> File:
     return File(kind, Path("build", plan.recipe, plan.target, plan.recipe + SUFFIXES[kind]))
 
 
-def imported_file(kind: str, source: Source) -> File:
+def imported_file(kind: str, source: ImageSource) -> File:
     """As `enroot import` and `apptainer pull` call what they make of an image."""
     joint = "+" if kind == ENROOT else "_"
     words = source.words if kind == ENROOT else source.words[-2:]
@@ -47,7 +47,7 @@ def imported_file(kind: str, source: Source) -> File:
 
 
 def make_from_recipe(
-    one: Prepared, wish: Wish, environment: Environment, say: Say, *, offline: bool
+    one: Prepared, wish: ImageFileOptions, environment: Environment, say: Say, *, offline: bool
 ) -> list[Result]:
     """Build and verify the files of a recipe. A file takes its place after it passed; the old one stays
     until then. Raises BuildError, LockError, and VerificationError after keeping what failed."""
@@ -60,7 +60,7 @@ def make_from_recipe(
             image = assemble(
                 plan, one.trainer, one.compiler, environment, say, offline=offline, layers=layers
             )
-            made = Made(arch, started, image.state, plan)
+            made = FileBuild(arch, started, image.state, plan)
             return _by_engine(image.blobs, image.descriptor, wish, made, environment, say)
         maker = _maker(wish, environment, say)
         filled = fill(
@@ -78,12 +78,12 @@ def make_from_recipe(
             workers=maker.workers,
             folder=environment.store.folder("segments"),
         ) as root:
-            made = Made(arch, started, filled.state, plan)
+            made = FileBuild(arch, started, filled.state, plan)
             return _natively(root, wish, made, environment, say)
 
 
 def make_from_image(
-    source: Source, target: Target, wish: Wish, environment: Environment, say: Say
+    source: ImageSource, target: Target, wish: ImageFileOptions, environment: Environment, say: Say
 ) -> list[Result]:
     """Convert an existing image for `target`'s architecture. One that envbuild built is verified.
 
@@ -92,7 +92,7 @@ def make_from_image(
     with places(wish, say):
         environment.store.clean_stale()
         _check_user(source, environment)
-        made = Made(target.arch, time.monotonic())
+        made = FileBuild(target.arch, time.monotonic())
         if wish.engine != "native":
             pulled = fetch_image(source.name, target.arch, environment, Path())
             manifest = pulled.manifest.descriptor
@@ -119,7 +119,7 @@ def make_from_image(
             return _natively(root, wish, made, environment, say)
 
 
-def _image_at(source: Source, arch: str, environment: Environment) -> ImageAt:
+def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
     """The image, read where it lies if that is a file or folder, else from the store."""
     if source.form == "oci":
         folder, tag = source.place
@@ -131,7 +131,7 @@ def _image_at(source: Source, arch: str, environment: Environment) -> ImageAt:
     return of_pulled(fetch_image(source.name, arch, environment, Path()))
 
 
-def _check_user(source: Source, environment: Environment) -> None:
+def _check_user(source: ImageSource, environment: Environment) -> None:
     """Raise UsageError where credentials of the user that `source` names are not what would be used."""
     from envbuild.image.credentials import PLACES, find_credentials
     from envbuild.image.reference import parse_reference
@@ -145,20 +145,20 @@ def _check_user(source: Source, environment: Environment) -> None:
         raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
 
 
-def _maker(wish: Wish, environment: Environment, say: Say) -> Segments:
+def _maker(wish: ImageFileOptions, environment: Environment, say: Say) -> Segments:
     workers = limits.workers(environment.variables)
     return Segments(environment.store, wish.codec, workers, say)
 
 
 def _natively(
-    root: Root, wish: Wish, made: Made, environment: Environment, say: Say
+    root: SquashTree, wish: ImageFileOptions, made: FileBuild, environment: Environment, say: Say
 ) -> list[Result]:
     with ExitStack() as stack:
         staged = _written(root, wish.files, stack, say)
         return accept(staged, wish, made, environment, say)
 
 
-def _written(root: Root, files: Sequence[File], stack: ExitStack, say: Say) -> list[Path]:
+def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say) -> list[Path]:
     """The files, each in a folder beside its place; a SIF takes the squashfs that was written before it."""
     staged: list[Path] = []
     squashfs: Path | None = None
@@ -189,7 +189,12 @@ def _beside(file: File, stack: ExitStack) -> Path:
 
 
 def _by_engine(
-    blobs: Blobs, manifest: Descriptor, wish: Wish, made: Made, environment: Environment, say: Say
+    blobs: Blobs,
+    manifest: Descriptor,
+    wish: ImageFileOptions,
+    made: FileBuild,
+    environment: Environment,
+    say: Say,
 ) -> list[Result]:
     """Have the installed Apptainer build the SIF from an OCI layout of the same layers."""
     from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine

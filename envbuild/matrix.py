@@ -59,7 +59,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MatrixJob:
     """One artifact that one runner builds."""
 
     id: str
@@ -101,7 +101,7 @@ def make_jobs(
     *,
     artifacts: Sequence[str] = (),
     targets: Sequence[str] = (),
-) -> tuple[list[Job], list[Omission]]:
+) -> tuple[list[MatrixJob], list[Omission]]:
     """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them. And
     what is left out because its plan with --locked refuses it; conda environments of recipes without [conda] only
     where `artifacts` asks for them.
@@ -112,7 +112,7 @@ def make_jobs(
     """
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
     _check_names(unique.values())
-    jobs: list[Job] = []
+    jobs: list[MatrixJob] = []
     omitted: list[Omission] = []
     for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
         refused: dict[tuple[str, str], EnvbuildError] = {}
@@ -163,10 +163,10 @@ def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) ->
         yield Omission(recipe, targets, kinds, refused[builds[0]])
 
 
-def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> Job:
+def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
     verify = _verifies(target, runners)
     words = [*ARTIFACTS[artifact].command, one.name, "--target", target.name, "--locked"]
-    return Job(
+    return MatrixJob(
         id=f"{one.loaded.recipe.name}-{target.name}-{artifact}",
         recipe=one.loaded.recipe.name,
         target=target.name,
@@ -243,12 +243,12 @@ def changed_recipes(
     return [one for one in recipes if folders.get(one.name) in touched]
 
 
-def as_json(jobs: Sequence[Job]) -> str:
+def as_json(jobs: Sequence[MatrixJob]) -> str:
     """The jobs as a JSON array."""
     return json.dumps([asdict(job) for job in jobs], indent=1)
 
 
-def as_github(jobs: Sequence[Job]) -> str:
+def as_github(jobs: Sequence[MatrixJob]) -> str:
     """One line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
 
     GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there
@@ -262,7 +262,7 @@ def as_github(jobs: Sequence[Job]) -> str:
     return json.dumps({"include": [asdict(job) for job in jobs]}, separators=(",", ":"))
 
 
-def as_gitlab(jobs: Sequence[Job]) -> str:
+def as_gitlab(jobs: Sequence[MatrixJob]) -> str:
     """A child pipeline, in the part of YAML that JSON is (YAML 1.2, section 1.3).
 
     It stands alone, for GitLab includes no other file beside one that a job made.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
 from envbuild.artifacts.conda_meta import channel_name
-from envbuild.artifacts.facts import FOLDERS, IMAGE, About, Contents, DebianPackage, PythonPackage
+from envbuild.artifacts.facts import FOLDERS, IMAGE, About, DebianPackage, Inventory, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")
 
 
-def cyclonedx(about: About, contents: Contents, source_date: int | None) -> str:
+def cyclonedx(about: About, contents: Inventory, source_date: int | None) -> str:
     """The bill of materials. It is dated by `source_date` (seconds since 1970), None for the artifact's own
     time. Serial number and text depend on nothing but the artifact's content."""
     from cyclonedx.model.bom import Bom
@@ -45,7 +45,7 @@ def cyclonedx(about: About, contents: Contents, source_date: int | None) -> str:
     return outputter.output_as_string(indent=1) + "\n"
 
 
-def _identity(about: About, contents: Contents) -> str:
+def _identity(about: About, contents: Inventory) -> str:
     """The artifact's digest; of an environment that envbuild did not make, all its packages."""
     if about.digest or about.identity:
         return about.digest or about.identity
@@ -83,7 +83,7 @@ def _subject(about: About) -> Component:
     )
 
 
-def _built(contents: Contents) -> Iterator[Component]:
+def _built(contents: Inventory) -> Iterator[Component]:
     """What was built from source; package-url's type `generic` has the checksum of the archive."""
     from cyclonedx.model import Property
     from cyclonedx.model.component import Component, ComponentType
@@ -107,7 +107,7 @@ def _built(contents: Contents) -> Iterator[Component]:
         )
 
 
-def _conda(contents: Contents) -> Iterator[Component]:
+def _conda(contents: Inventory) -> Iterator[Component]:
     from cyclonedx.contrib.license.factories import LicenseFactory
     from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.component import Component, ComponentType
@@ -141,7 +141,7 @@ def _conda(contents: Contents) -> Iterator[Component]:
         )
 
 
-def _python(contents: Contents) -> Iterator[Component]:
+def _python(contents: Inventory) -> Iterator[Component]:
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
 
@@ -159,7 +159,7 @@ def _python(contents: Contents) -> Iterator[Component]:
         )
 
 
-def _debian(contents: Contents) -> Iterator[Component]:
+def _debian(contents: Inventory) -> Iterator[Component]:
     from cyclonedx.model.component import Component, ComponentType
 
     seen: set[str] = set()
@@ -174,7 +174,7 @@ def _debian(contents: Contents) -> Iterator[Component]:
         )
 
 
-def _deb_purl(package: DebianPackage, contents: Contents) -> Any:
+def _deb_purl(package: DebianPackage, contents: Inventory) -> Any:
     from packageurl import PackageURL
 
     system = contents.os.get("ID") or "debian"

@@ -18,7 +18,7 @@ from envbuild.image.entry import Tree
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
-from envbuild.layers.compose import FIXED_TIME, Part, key_of
+from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
 from envbuild.layers.made import alone
 from envbuild.layers.segments import MadeSegment, Segments
 from envbuild.lock.base_oci import pull
@@ -108,4 +108,4 @@ def _layers(
 
     key = ["builder", FIXED_TIME, rules_digest()]
     key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
-    return [maker.part(Part(_title(lock), key_of("debian", key), tree))], list(_ENV)
+    return [maker.part(LayerRequest(_title(lock), key_of("debian", key), tree))], list(_ENV)

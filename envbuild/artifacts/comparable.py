@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from envbuild.artifacts.enroot import normalised
-from envbuild.artifacts.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Contents, Item
+from envbuild.artifacts.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 
 # How files are seen: IMAGE, two images or two file systems; CONVERTED, an image and a file system made for users
@@ -64,7 +64,7 @@ _SITE = re.compile(
 _OF_THE_HOST = ("home", "executable", "command", "prompt", "uv", "version", "version_info")
 
 
-def view_of(one: str, left: Contents, other: str, right: Contents) -> str:
+def view_of(one: str, left: Inventory, other: str, right: Inventory) -> str:
     """How the files of two artifacts are seen when they are compared; `one` and `other` are their kinds."""
     if one not in FOLDERS and other not in FOLDERS:
         return IMAGE if (one in SQUASHED) == (other in SQUASHED) else CONVERTED
@@ -76,7 +76,7 @@ def view_of(one: str, left: Contents, other: str, right: Contents) -> str:
     return VENV if one == other else BETWEEN
 
 
-def comparable(contents: Contents, view: str) -> dict[str, dict[str, str]]:
+def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
     """Path → what is compared of it, as text. Paths are relative to the root, or to the environment where
     only environments are compared."""
     prefix = contents.prefix
@@ -151,7 +151,7 @@ def _is_frame(name: str, item: Item, view: str) -> bool:
     return (_CONDA_FRAME if view == CONDA else _FRAME).fullmatch(name) is not None
 
 
-def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Contents) -> None:
+def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Inventory) -> None:
     """Put what stays the same in place of what does not."""
     if name == "pyvenv.cfg":
         kept = sorted((k, v) for k, v in contents.config.items() if k not in _OF_THE_HOST)
@@ -163,7 +163,7 @@ def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Co
 
 
 def _settle_conda(
-    seen: dict[str, str], path: str, name: str, item: Item, contents: Contents
+    seen: dict[str, str], path: str, name: str, item: Item, contents: Inventory
 ) -> None:
     """Put a file as its package holds it in place of one that names where the environment lies."""
     known = contents.recorded.get(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from envbuild.artifacts import place
-from envbuild.artifacts.image import Image
+from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.image.archive import write_archive
@@ -22,7 +22,7 @@ from envbuild.image.model import (
     DOCKER_MANIFEST,
     OCI_INDEX,
     Descriptor,
-    Index,
+    ImageIndex,
     canonical,
     docker_manifest,
     parse,
@@ -78,7 +78,7 @@ def check_tag(tag: str, *, push: bool) -> str:
     return tag if tag.rpartition("/")[2].count(":") else f"{tag}:latest"
 
 
-def index_of(images: Sequence[Image]) -> Index:
+def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
     """The index that joins images of several platforms, in the order of their architectures and in their format."""
     docker = images[0].manifest.media_type == DOCKER_MANIFEST
     manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
@@ -90,11 +90,13 @@ def index_of(images: Sequence[Image]) -> Index:
         }
     )
     index = parse(raw, "the image's index")
-    assert isinstance(index, Index)
+    assert isinstance(index, ImageIndex)
     return index
 
 
-def load_tagged(image: Image, tag: str, environment: Environment, say: Say) -> dict[str, Any]:
+def load_tagged(
+    image: AssembledImage, tag: str, environment: Environment, say: Say
+) -> dict[str, Any]:
     """Give the daemon the image under a name; what `--json` says of it."""
     from envbuild.image.daemon import connect
 
@@ -104,7 +106,7 @@ def load_tagged(image: Image, tag: str, environment: Environment, say: Say) -> d
 
 
 @contextmanager
-def loaded(client: Any, image: Image, say: Say, *, keep: bool) -> Iterator[None]:
+def loaded(client: Any, image: AssembledImage, say: Say, *, keep: bool) -> Iterator[None]:
     """The image in the daemon without a name. It goes again unless `keep`, or when it was there before; one
     that failed its verification stays for a look at it."""
     from docker.errors import DockerException
@@ -123,7 +125,7 @@ def loaded(client: Any, image: Image, say: Say, *, keep: bool) -> Iterator[None]
                 client.images.remove(done.image_id)
 
 
-def _load(client: Any, image: Image, tags: Sequence[str], say: Say) -> Loaded:
+def _load(client: Any, image: AssembledImage, tags: Sequence[str], say: Say) -> Loaded:
     from envbuild.image.daemon import load
 
     layers = [made.layer for made in image.layers]
@@ -134,7 +136,9 @@ def _load(client: Any, image: Image, tags: Sequence[str], say: Say) -> Loaded:
     return done
 
 
-def write(images: Sequence[Image], index: Index | None, out: Out, tag: str, say: Say) -> None:
+def write(
+    images: Sequence[AssembledImage], index: ImageIndex | None, out: Out, tag: str, say: Say
+) -> None:
     """Write the layout or archive beside its place, then exchange the two."""
     path = out.path.absolute()
     with place.exclusive(path, say), place.writing(path.parent):
@@ -158,7 +162,7 @@ def write(images: Sequence[Image], index: Index | None, out: Out, tag: str, say:
             shutil.rmtree(staged, ignore_errors=True)
 
 
-def _archive(stream: Any, image: Image, tag: str) -> None:
+def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
     descriptors = [made.layer.blob for made in image.layers]
     write_archive(stream, image.config, descriptors, image.blobs, [tag])
 
@@ -179,14 +183,16 @@ def check_place(out: Out, count: int) -> None:
         raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")
 
 
-def in_format(images: Sequence[Image], form: str) -> Sequence[Image]:
+def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[AssembledImage]:
     """`images` as they are pushed in one of FORMATS: other manifests, the same blobs."""
     if form == OCI:
         return images
     return [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
 
 
-def push(images: Sequence[Image], tag: str, environment: Environment, say: Say) -> dict[str, Any]:
+def push(
+    images: Sequence[AssembledImage], tag: str, environment: Environment, say: Say
+) -> dict[str, Any]:
     """Push what the registry lacks; manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
     index = index_of(images) if len(images) > 1 else None
@@ -215,7 +221,7 @@ def push(images: Sequence[Image], tag: str, environment: Environment, say: Say) 
     return {"pushed": counts, "reference": f"{registry.reference.name}@{digest}"}
 
 
-def _repositories(image: Image, host: str, environment: Environment) -> list[str]:
+def _repositories(image: AssembledImage, host: str, environment: Environment) -> list[str]:
     """The repositories of the registry `host` that have the base image: its own, or a mirror's."""
     try:
         base = parse_reference(image.base_name)

@@ -12,7 +12,7 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.plan.plan import Plan
-from envbuild.plan.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
 DESCRIPTION = "layers.json"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from envbuild.environment import Environment
 
 VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
 # Kinds that are an environment in a folder of the host.
@@ -166,7 +169,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class Inventory:
     """What lies in an artifact. Paths are relative to its root; `prefix` is the environment's folder
     ("" for a venv or conda environment, None for an image without one) and `environment` what that is,
     VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg, `state` its
@@ -197,7 +200,7 @@ class Contents:
         return tuple(package for package in self.conda if package.location == self.prefix)
 
 
-def completed(about: About, contents: Contents | None) -> About:
+def completed(about: About, contents: Inventory | None) -> About:
     """`about`, with what it does not say taken from the environment's envbuild.json, and Python's version
     from its conda packages."""
     if contents is None:
@@ -214,12 +217,26 @@ def completed(about: About, contents: Contents | None) -> About:
     return replace(about, python=".".join(version.split(".")[:2]), python_version=version)
 
 
-class Opened(Protocol):
+class ArtifactReader(Protocol):
     """An artifact of any kind, opened for looking into it."""
 
     @property
     def about(self) -> About: ...
 
-    def contents(self, *, hashes: bool) -> Contents:
+    def contents(self, *, hashes: bool) -> Inventory:
         """All that lies in it; files' digests may be "" unless `hashes`. Raises BuildError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to open: `rest` follows the form's name, `arch` (x86_64, aarch64) is None for whatever there is.
+
+    What must be closed or removed when the artifact is done with goes onto `stack`.
+    """
+
+    spelling: str
+    rest: str
+    arch: str | None
+    environment: Environment
+    stack: ExitStack

@@ -22,15 +22,22 @@ from envbuild.image.model import (
     OCI_CONFIG,
     OCI_MANIFEST,
     Descriptor,
-    Manifest,
+    ImageManifest,
     canonical,
     digest_of,
     parse,
 )
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import PREFIX, Part, WheelFile, alone, environment_part, wheel_parts
-from envbuild.layers.made import M, Made, Maker, Tars
+from envbuild.layers.compose import (
+    PREFIX,
+    LayerRequest,
+    WheelFile,
+    alone,
+    environment_part,
+    wheel_parts,
+)
+from envbuild.layers.made import CachedLayer, M, Maker, Tars
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
@@ -50,12 +57,12 @@ _CUDA = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class AssembledImage:
     """An assembled image: its manifest, configuration, layers from the base up, and where their blobs are."""
 
-    manifest: Manifest
+    manifest: ImageManifest
     config: bytes
-    layers: tuple[Made, ...]
+    layers: tuple[CachedLayer, ...]
     state: State
     arch: str
     base_name: str
@@ -96,7 +103,7 @@ def assemble(
     *,
     offline: bool,
     layers: Sequence[LayerFolder] = (),
-) -> Image:
+) -> AssembledImage:
     """Make the image of `plan` in the store; layers that were made before are taken as they are. `layers` are those of
     the plan's sources.
 
@@ -110,7 +117,9 @@ def assemble(
     manifest = _manifest(config, [made.layer for made in filled.layers])
     for data in (config, manifest.raw):
         blobs.add(data)
-    return Image(manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs)
+    return AssembledImage(
+        manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs
+    )
 
 
 def fill(
@@ -176,7 +185,7 @@ def _environment_layer(
     compiler: Compiler | None,
     made: list[M],
     layers: Sequence[LayerFolder],
-) -> tuple[Part, State]:
+) -> tuple[LayerRequest, State]:
     """The last layer, and the record of the whole that it holds."""
     found = [distribution for layer in made for distribution in layer.distributions]
     wanted = {(conda.name, conda.version) for conda in plan.conda}
@@ -238,7 +247,7 @@ def _created(plan: Plan) -> str:
     return datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _config(plan: Plan, filled: Filled[Made], arch: str) -> dict[str, Any]:
+def _config(plan: Plan, filled: Filled[CachedLayer], arch: str) -> dict[str, Any]:
     created = _created(plan)
     history = [
         {"created": created, "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
@@ -274,7 +283,7 @@ def _variables(plan: Plan, base: BaseImage[M]) -> Mapping[str, str]:
     return {**variables, **plan.image.env}
 
 
-def _manifest(config: bytes, layers: list[Layer]) -> Manifest:
+def _manifest(config: bytes, layers: list[Layer]) -> ImageManifest:
     raw = canonical(
         {
             "schemaVersion": 2,
@@ -284,5 +293,5 @@ def _manifest(config: bytes, layers: list[Layer]) -> Manifest:
         }
     )
     manifest = parse(raw, "the image's manifest")
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, ImageManifest)
     return manifest

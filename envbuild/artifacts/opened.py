@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.facts import Opened
+from envbuild.artifacts.facts import ArtifactReader, Request
 from envbuild.artifacts.opened_venv import is_venv
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
@@ -31,21 +31,7 @@ _HEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What to open: `rest` follows the form's name, `arch` (x86_64, aarch64) is None for whatever there is.
-
-    What must be closed or removed when the artifact is done with goes onto `stack`.
-    """
-
-    spelling: str
-    rest: str
-    arch: str | None
-    environment: Environment
-    stack: ExitStack
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _ReaderKind:
     """`opens` is MODULE:FUNCTION, imported when used; `holds` tells whether a path is of this kind."""
 
     opens: str
@@ -71,21 +57,21 @@ def _is_archive(head: bytes) -> bool:
 
 # Form → kind. Paths are tried in this order.
 _KINDS = {
-    "conda": _Kind("opened_venv:open_conda", is_conda),
-    "venv": _Kind("opened_venv:open_venv", is_venv),
-    "oci": _Kind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
-    "sqsh": _Kind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
-    "sif": _Kind("opened_squashfs:open_sif", _begins(is_sif)),
-    "docker-archive": _Kind("opened_forms:open_archive", _begins(_is_archive)),
-    "docker-daemon": _Kind("opened_forms:open_daemon"),
-    "docker": _Kind("opened_forms:open_registry_image"),
+    "conda": _ReaderKind("opened_venv:open_conda", is_conda),
+    "venv": _ReaderKind("opened_venv:open_venv", is_venv),
+    "oci": _ReaderKind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
+    "sqsh": _ReaderKind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
+    "sif": _ReaderKind("opened_squashfs:open_sif", _begins(is_sif)),
+    "docker-archive": _ReaderKind("opened_forms:open_archive", _begins(_is_archive)),
+    "docker-daemon": _ReaderKind("opened_forms:open_daemon"),
+    "docker": _ReaderKind("opened_forms:open_registry_image"),
 }
 
 
 @contextmanager
 def open_artifacts(
     texts: Sequence[str], environment: Environment, target: str | None
-) -> Iterator[list[Opened]]:
+) -> Iterator[list[ArtifactReader]]:
     """Open what each of `texts` names; `target` chooses among the platforms of an image (None: this host's, or
     the only one).
 
@@ -110,7 +96,9 @@ def open_artifacts(
 
 
 @contextmanager
-def open_artifact(text: str, environment: Environment, target: str | None) -> Iterator[Opened]:
+def open_artifact(
+    text: str, environment: Environment, target: str | None
+) -> Iterator[ArtifactReader]:
     """Open one artifact, see `open_artifacts`."""
     with open_artifacts([text], environment, target) as (opened,):
         yield opened
@@ -139,10 +127,10 @@ def split(text: str) -> tuple[str | None, str]:
     return None, _image_name(text)
 
 
-def _open(form: str, request: Request) -> Opened:
+def _open(form: str, request: Request) -> ArtifactReader:
     module, _, function = _KINDS[form].opens.partition(":")
     opens = getattr(importlib.import_module(f"envbuild.artifacts.{module}"), function)
-    opened: Opened = opens(request)
+    opened: ArtifactReader = opens(request)
     return opened
 
 

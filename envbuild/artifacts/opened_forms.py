@@ -16,8 +16,8 @@ from envbuild.image.model import (
     OCI_INDEX,
     OCI_LAYER,
     Descriptor,
-    Index,
-    Manifest,
+    ImageIndex,
+    ImageManifest,
     choose,
     parse,
     parse_config,
@@ -27,7 +27,7 @@ from envbuild.image.source import folder_and_tag
 from envbuild.recipe.targets import host_arch
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.opened import Request
+    from envbuild.artifacts.facts import Request
 
 
 def open_layout(request: Request) -> OpenedImage:
@@ -169,7 +169,7 @@ def _index(folder: Path) -> bytes:
 def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
     """Raise UsageError where several images lie side by side and none is named."""
     index = parse(raw, f"{folder}: index.json", OCI_INDEX)
-    if tag is None and isinstance(index, Index):
+    if tag is None and isinstance(index, ImageIndex):
         different = {item.digest: item.arch for item in index.manifests}
         if len(set(different.values())) < len(different):
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
@@ -195,17 +195,17 @@ def _of_any(arch: str | None, read: Any) -> Pulled:
     return pulled
 
 
-def _manifest(registry: Any, arch: str | None) -> Manifest:
+def _manifest(registry: Any, arch: str | None) -> ImageManifest:
     raw, media_type = registry.manifest()
     where = str(registry.reference)
     found = parse(raw, where, media_type)
-    if isinstance(found, Index):
+    if isinstance(found, ImageIndex):
         # Attestations are listed beside images, for "unknown/unknown".
         images = [item for item in found.manifests if item.arch not in ("", "unknown")]
         only = images[0] if len(images) == 1 and arch is None else None
         chosen = only or choose(found, arch or host_arch(), where)
         raw, media_type = registry.manifest(chosen.digest)
         found = parse(raw, where, media_type)
-    if not isinstance(found, Manifest):
+    if not isinstance(found, ImageManifest):
         raise BuildError(f"{where}: an index inside of an index")
     return found

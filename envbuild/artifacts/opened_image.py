@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.artifacts.facts import IMAGE, About, Contents, Item, LayerFact
-from envbuild.artifacts.listing import Listing, listing, remembered
+from envbuild.artifacts.facts import IMAGE, About, Inventory, Item, LayerFact
+from envbuild.artifacts.listing import LayerListing, listing, remembered
 from envbuild.artifacts.roots import contents_of_root, extra_of
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
-from envbuild.image.tree import Node, Root
+from envbuild.image.tree import MergedTree, Node
 from envbuild.store.store import Store
 
 # Brings layers, given by the digests of their tars, to this machine, and says where the file of each is.
@@ -22,21 +22,21 @@ Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
 @dataclass(frozen=True, slots=True)
 class OpenedImage:
-    """An image of any form; see `Opened`."""
+    """An image of any form; see `ArtifactReader`."""
 
     about: About
     layers: tuple[Descriptor, ...]
     bring: Bring
     store: Store
-    _kept: list[Contents] = field(default_factory=list, repr=False)
+    _kept: list[Inventory] = field(default_factory=list, repr=False)
 
-    def contents(self, *, hashes: bool) -> Contents:
+    def contents(self, *, hashes: bool) -> Inventory:
         """The merged tree. A layer is read at most once in the store's life, so digests cost nothing."""
         if not self._kept:
             self._kept.append(_contents(self.about, self._listings()))
         return self._kept[0]
 
-    def _listings(self) -> list[Listing]:
+    def _listings(self) -> list[LayerListing]:
         wanted = list(zip(self.layers, self.about.layers, strict=True))
         known = {fact.diff_id: remembered(fact.diff_id, self.store) for _, fact in wanted}
         missing = {fact.diff_id: layer for layer, fact in wanted if known[fact.diff_id] is None}
@@ -106,8 +106,8 @@ def _titles(config: Mapping[str, Any], count: int) -> list[str]:
     return [" ".join(step.removeprefix("envbuild: ").split()) for step in steps]
 
 
-def _contents(about: About, listings: Sequence[Listing]) -> Contents:
-    root = Root()
+def _contents(about: About, listings: Sequence[LayerListing]) -> Inventory:
+    root = MergedTree()
     for layer, fact in zip(listings, about.layers, strict=True):
         root.begin()
         for number, member in enumerate(layer.members):
@@ -122,7 +122,7 @@ def _contents(about: About, listings: Sequence[Listing]) -> Contents:
     return contents_of_root(files, notes, about.env)
 
 
-def _item(node: Node, listings: Sequence[Listing]) -> Item:
+def _item(node: Node, listings: Sequence[LayerListing]) -> Item:
     member = node.member
     if member is None:
         return Item(DIR, 0o755)

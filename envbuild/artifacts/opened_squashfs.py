@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from envbuild.artifacts.facts import SIF, SQUASHFS, About, Contents, Item, completed
+from envbuild.artifacts.facts import SIF, SQUASHFS, About, Inventory, Item, completed
 from envbuild.artifacts.metadata import MAX_SIZE, Note, interest, state_of
 from envbuild.artifacts.opened_image import about_image
 from envbuild.artifacts.roots import contents_of_root, extra_of
@@ -23,12 +23,12 @@ from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.parallel import each
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
-from envbuild.image.squashfs.read import Image, is_squashfs, open_squashfs
+from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.opened import Request
+    from envbuild.artifacts.facts import Request
 
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20
@@ -41,13 +41,13 @@ _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class OpenedSquashfs:
-    """An image file, made by envbuild or by any other tool; see `Opened`."""
+    """An image file, made by envbuild or by any other tool; see `ArtifactReader`."""
 
     about: About
-    image: Image
-    _kept: dict[bool, Contents] = field(default_factory=dict, repr=False)
+    image: SquashfsImage
+    _kept: dict[bool, Inventory] = field(default_factory=dict, repr=False)
 
-    def contents(self, *, hashes: bool) -> Contents:
+    def contents(self, *, hashes: bool) -> Inventory:
         """The tree. Files are read in the order in which they lie; without `hashes`, only the few that
         tell what is installed."""
         if True in self._kept:
@@ -95,7 +95,7 @@ def open_sif(request: Request) -> OpenedSquashfs:
 def _opened(
     request: Request,
     kind: str,
-    image: Image,
+    image: SquashfsImage,
     run: Mapping[str, Any],
     arch: str,
     mtime: int,
@@ -121,10 +121,10 @@ def _opened(
         stored=place.stat().st_size,
         filesystem=f"squashfs, {image.superblock.compressor}, blocks of {size} KiB",
     )
-    return OpenedSquashfs(completed(about, Contents({}, state=state)), image)
+    return OpenedSquashfs(completed(about, Inventory({}, state=state)), image)
 
 
-def _contents(image: Image, env: Mapping[str, str], hashes: bool) -> Contents:
+def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inventory:
     files: dict[str, Item] = {}
     links: dict[str, str] = {}
     wanted: list[tuple[Entry, int]] = []
@@ -156,7 +156,9 @@ def _tells(entry: Entry) -> bool:
     return entry.size <= MAX_SIZE and interest(entry.path) is not None
 
 
-def _read(image: Image, entry: Entry, handle: int, hashes: bool) -> tuple[str, bool, Note | None]:
+def _read(
+    image: SquashfsImage, entry: Entry, handle: int, hashes: bool
+) -> tuple[str, bool, Note | None]:
     """The sha256 of a file, whether it begins with `#!`, and what it tells."""
     reader = interest(entry.path) if _tells(entry) else None
     if reader is None and entry.kind == HARDLINK:
@@ -215,7 +217,7 @@ def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
     return found[0], found[-1]
 
 
-def _env(image: Image) -> list[str]:
+def _env(image: SquashfsImage) -> list[str]:
     """The variables that programs in the image see, as NAME=VALUE, from what enroot and Apptainer read."""
     # Apptainer's script first: a value may have lines, which those of etc/environment cannot.
     script = _DEFAULT.sub('="', _text(image, _ENV_SCRIPT))
@@ -230,7 +232,7 @@ def _env(image: Image) -> list[str]:
     return [f"{name}={value}" for name, value in found.items()]
 
 
-def _labels(image: Image) -> dict[str, Any]:
+def _labels(image: SquashfsImage) -> dict[str, Any]:
     """The image's labels, as Apptainer keeps them; else from the comments that enroot begins etc/rc with."""
     labels = _json(_text(image, ".singularity.d/labels.json").encode())
     if labels:
@@ -243,7 +245,7 @@ def _labels(image: Image) -> dict[str, Any]:
     return {name: value for name, _, value in comments if not name.endswith(":")}
 
 
-def _text(image: Image, path: str) -> str:
+def _text(image: SquashfsImage, path: str) -> str:
     """A small file of the image; "" where there is none."""
     handle = image.find(path)
     data = b"" if handle is None else image.content(handle).read(_MAX_TEXT)

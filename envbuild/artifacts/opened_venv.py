@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts.conda_meta import recorded_files, records
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.facts import CONDA, VENV, About, Contents, Item
+from envbuild.artifacts.facts import CONDA, VENV, About, Inventory, Item
 from envbuild.artifacts.metadata import (
     interest,
     python_packages,
@@ -26,7 +26,7 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.opened import Request
+    from envbuild.artifacts.facts import Request
 
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,
@@ -37,12 +37,12 @@ _OTHERS = {CONDA: ("pkgs", "envs")}
 
 @dataclass(frozen=True, slots=True)
 class OpenedFolder:
-    """A venv or conda environment, made by envbuild or by any other tool; see `Opened`."""
+    """A venv or conda environment, made by envbuild or by any other tool; see `ArtifactReader`."""
 
     about: About
     folder: Path
 
-    def contents(self, *, hashes: bool) -> Contents:
+    def contents(self, *, hashes: bool) -> Inventory:
         """What lies in the folder, compiled modules left out: Python writes them by itself.
 
         Of conda's own installation neither packages in its cache nor other environments.
@@ -57,7 +57,7 @@ class OpenedFolder:
             raise BuildError(
                 f"{error.filename or self.folder}: cannot be read: {error.strerror}"
             ) from error
-        return Contents(
+        return Inventory(
             files,
             python_packages(files, notes),
             prefix="",

@@ -37,7 +37,7 @@ print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sy
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class PipEnvironment:
     """Of an environment in an image: version and place of its interpreter, its RECORDs by .dist-info folder, the lists
     of the files of source-built layers by their names."""
 
@@ -47,7 +47,7 @@ class Installed:
     layers: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def read_installed(client: Any, image_id: str, python: str) -> Installed:
+def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     """Read the environment of an image in `client`'s daemon, in a container without a network.
 
     Raises BuildError when its interpreter does not run.
@@ -83,11 +83,11 @@ def read_installed(client: Any, image_id: str, python: str) -> Installed:
         {name: text.encode("utf-8", "surrogateescape") for name, text in one.items()}
         for one in texts
     )
-    return Installed(version, interpreter, records, layers)
+    return PipEnvironment(version, interpreter, records, layers)
 
 
 def check_installed(
-    installed: Installed, wheels: Sequence[WheelFile], python: str
+    installed: PipEnvironment, wheels: Sequence[WheelFile], python: str
 ) -> tuple[tuple[str, str, str], ...]:
     """(name, version, digest of RECORD) of each distribution, once all are what `wheels` hold.
 

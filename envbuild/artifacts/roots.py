@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from envbuild.artifacts.conda_meta import environments, recorded_files, records
-from envbuild.artifacts.facts import CONDA, VENV, Contents, Item
+from envbuild.artifacts.facts import CONDA, VENV, Inventory, Item
 from envbuild.artifacts.metadata import (
     Note,
     debian_packages,
@@ -21,13 +21,13 @@ from envbuild.layers.compose import PREFIX
 
 def contents_of_root(
     files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]
-) -> Contents:
+) -> Inventory:
     """What lies in a root with these files. `notes` is what `interest` read, by path; `env` holds the
     variables that its programs see, of which VIRTUAL_ENV, CONDA_PREFIX and PATH tell where the environment
     is."""
     prefix, environment = _environment(env, files)
     release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
-    return Contents(
+    return Inventory(
         files,
         python_packages(files, notes),
         debian_packages(notes),

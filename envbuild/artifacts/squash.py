@@ -35,7 +35,7 @@ _COPY = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class SquashTree:
     """What is to be written: the final tree over its segments.
 
     `config` is the image's OCI configuration (its JSON object), `definition` what stands for a definition
@@ -66,7 +66,7 @@ def composed(
     mtime: int,
     workers: int,
     folder: Path,
-) -> Iterator[Root]:
+) -> Iterator[SquashTree]:
     """The tree of `layers`, lowest first, with what runtimes need added; what is added lies in a file in
     `folder` meanwhile. Raises BuildError for layers or a configuration that make no sense."""
     merging = Merging()
@@ -86,7 +86,7 @@ def composed(
         entries = list(_normalised(merging.entries()))
         segments = [*(layer.segment for layer in layers), segment]
         size = estimate(entries, segments)
-        yield Root(entries, segments, config, definition, arch, codec, mtime, workers, size)
+        yield SquashTree(entries, segments, config, definition, arch, codec, mtime, workers, size)
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -117,14 +117,16 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
             yield MergedEntry(kept, merged.layer, merged.member)
 
 
-def write_sqsh(root: Root, out: BinaryIO, moved: Advance) -> None:
+def write_sqsh(root: SquashTree, out: BinaryIO, moved: Advance) -> None:
     """Write the squashfs into `out`, a new file. Raises BuildError (no room) and OSError."""
     reserve(out, root.size)
     size = _image(root, out, 0, moved)
     out.truncate(size)
 
 
-def write_sif(root: Root, out: BinaryIO, moved: Advance, squashfs: Path | None = None) -> None:
+def write_sif(
+    root: SquashTree, out: BinaryIO, moved: Advance, squashfs: Path | None = None
+) -> None:
     """Write the SIF into `out`, a new file; `squashfs` is that of `root` if it was written already.
 
     Raises BuildError (no room) and OSError.
@@ -144,7 +146,7 @@ def write_sif(root: Root, out: BinaryIO, moved: Advance, squashfs: Path | None =
     )  # fmt: skip
 
 
-def _image(root: Root, out: BinaryIO, base: int, moved: Advance) -> int:
+def _image(root: SquashTree, out: BinaryIO, base: int, moved: Advance) -> int:
     return write_image(
         root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, moved
     )

@@ -77,7 +77,7 @@ def build_by_job(
     """Render the job that builds `kind` of the recipe, and submit it when that is wished; `options` are more ones of
     the command that it runs."""
     from envbuild.jobs.build import Build, plan_build, render_build
-    from envbuild.jobs.plan import JobRequest
+    from envbuild.jobs.model import JobRequest
     from envbuild.jobs.submit import default_script, submit_script, write_script
     from envbuild.site.job_site import load_job_site
 

@@ -91,7 +91,7 @@ def docker_command(
         make_by_dockerfile,
         prepare_dockerfile,
     )
-    from envbuild.make_image import Wish, check_wish, make_images, prepare_image
+    from envbuild.make_image import ImageOptions, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None
@@ -122,7 +122,7 @@ def docker_command(
         for target in wanted
     ]  # fmt: skip
     name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
-    wish = Wish(name, place, push, verify=not no_verify, faults=faults, form=form)
+    wish = ImageOptions(name, place, push, verify=not no_verify, faults=faults, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=not no_verify)
     if dry_run:

@@ -12,8 +12,8 @@ from envbuild.cli import layout
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from envbuild.doctor.artifacts import Verdict
-    from envbuild.doctor.model import Finding
+    from envbuild.doctor.artifacts import StepVerdict
+    from envbuild.doctor.model import HostFinding
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -40,7 +40,7 @@ def doctor_command(offline: bool, as_json: bool) -> None:
 
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
     verdicts = judge(facts_of(results))
-    areas: dict[str, list[Finding]] = {}
+    areas: dict[str, list[HostFinding]] = {}
     for check, findings in results:
         areas.setdefault(check.area, []).extend(findings)
     useless = all(steps["build"].status == "fail" for steps in verdicts.values())
@@ -57,8 +57,8 @@ def doctor_command(offline: bool, as_json: bool) -> None:
 
 
 def _as_json(
-    areas: Mapping[str, Sequence[Finding]],
-    verdicts: Mapping[str, Mapping[str, Verdict]],
+    areas: Mapping[str, Sequence[HostFinding]],
+    verdicts: Mapping[str, Mapping[str, StepVerdict]],
     useless: bool,
 ) -> dict[str, Any]:
     return {
@@ -71,7 +71,7 @@ def _as_json(
     }
 
 
-def show_areas(areas: Mapping[str, Sequence[Finding]]) -> None:
+def show_areas(areas: Mapping[str, Sequence[HostFinding]]) -> None:
     """Print findings under their areas, with what to change below those that ask for it."""
     console = _console()
     with console.capture() as captured:
@@ -79,7 +79,7 @@ def show_areas(areas: Mapping[str, Sequence[Finding]]) -> None:
     _echo(captured.get())
 
 
-def _areas(areas: Mapping[str, Sequence[Finding]], console: Any) -> None:
+def _areas(areas: Mapping[str, Sequence[HostFinding]], console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -101,7 +101,7 @@ def _areas(areas: Mapping[str, Sequence[Finding]], console: Any) -> None:
         console.print()
 
 
-def _show_artifacts(verdicts: Mapping[str, Mapping[str, Verdict]]) -> None:
+def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -132,7 +132,9 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, Verdict]]) -> None:
     _echo(captured.get())
 
 
-def _narrow(verdicts: Mapping[str, Mapping[str, Verdict]], rows: Sequence[Sequence[Any]]) -> Any:
+def _narrow(
+    verdicts: Mapping[str, Mapping[str, StepVerdict]], rows: Sequence[Sequence[Any]]
+) -> Any:
     """A row for each step of each artifact, where the terminal is too narrow for one for each artifact."""
     from rich.table import Table
 

@@ -14,7 +14,7 @@ from envbuild.cli.common import json_option, open_recipe, open_target, print_jso
 from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
-    from envbuild.compat.finding import Finding
+    from envbuild.compat.finding import CompatFinding
     from envbuild.compat.stack import Stack
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
@@ -100,12 +100,14 @@ def _locked(
         return error.message, None
 
 
-def _verdict(findings: list[Finding]) -> str:
+def _verdict(findings: list[CompatFinding]) -> str:
     statuses = {finding.status for finding in findings}
     return next((one for one in ("bad", "unknown") if one in statuses), "good")
 
 
-def _as_json(target: Target, stack: Stack, basis: str, findings: list[Finding]) -> dict[str, Any]:
+def _as_json(
+    target: Target, stack: Stack, basis: str, findings: list[CompatFinding]
+) -> dict[str, Any]:
     names = [name for name in stack.__slots__ if name != "packages"]
     return {
         "target": target.name,
@@ -117,7 +119,7 @@ def _as_json(target: Target, stack: Stack, basis: str, findings: list[Finding]) 
 
 
 def _print(
-    loaded: LoadedRecipe, target: Target, basis: str, findings: list[Finding], *, first: bool
+    loaded: LoadedRecipe, target: Target, basis: str, findings: list[CompatFinding], *, first: bool
 ) -> None:
     if not first:
         click.echo()

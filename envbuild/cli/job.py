@@ -121,7 +121,8 @@ def job_command(
     """
     from envbuild.jobs.artifact import open_artifact
     from envbuild.jobs.here import KINDS, no_scheduler
-    from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.model import JobRequest
+    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import doubts
     from envbuild.jobs.render import explained, render
     from envbuild.recipe.targets import host_arch

@@ -53,7 +53,8 @@ def preflight_command(
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
     from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.plan import JobRequest, plan_job, wanted_kinds
+    from envbuild.jobs.model import JobRequest
+    from envbuild.jobs.plan import plan_job, wanted_kinds
     from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
     from envbuild.site.job_site import load_job_site
 

@@ -102,7 +102,7 @@ def make(
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.source import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.make_files import File, Wish, check_files
+    from envbuild.make_files import File, ImageFileOptions, check_files
     from envbuild.make_image import prepare_image
     from envbuild.make_squash import (
         default_file,
@@ -122,9 +122,11 @@ def make(
     if engine != "native":
         find_engine(environment.variables)
 
-    def wish(file: Callable[[str], File]) -> Wish:
+    def wish(file: Callable[[str], File]) -> ImageFileOptions:
         files = tuple(File(kind, out) if out else file(kind) for kind in kinds)
-        return Wish(files, codec, not choices.no_verify, choices.faults, choices.runtime, engine)
+        return ImageFileOptions(
+            files, codec, not choices.no_verify, choices.faults, choices.runtime, engine
+        )
 
     if source is not None:
         image = parse_source(source)

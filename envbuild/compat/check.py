@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from envbuild.errors import LockError
 
 if TYPE_CHECKING:
-    from envbuild.compat.finding import Finding
+    from envbuild.compat.finding import CompatFinding
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
 
@@ -63,5 +63,5 @@ def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
     )
 
 
-def _lines(findings: list[Finding]) -> str:
+def _lines(findings: list[CompatFinding]) -> str:
     return "".join(f"\n  {one.subject}: {one.text}\n    fix: {one.fix}" for one in findings)

@@ -9,7 +9,7 @@ Status = Literal["good", "bad", "unknown", "note"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CompatFinding:
     """One link: "good" and "bad" rest on `source`, "unknown" is what no row says, a "note" is for the reader.
 
     `fix` says what to change, `date` (ISO 8601) when the source was read.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from envbuild.compat.accelerator import driver_links, glibc_links, nccl_links, torch_links
-from envbuild.compat.finding import Finding, Status
+from envbuild.compat.finding import CompatFinding, Status
 from envbuild.compat.network import libfabric_links, net_api_links, provider_links
-from envbuild.compat.rows import Rows, Rule, load_rows
+from envbuild.compat.rows import CompatRule, Rows, load_rows
 from envbuild.compat.stack import EXACT, Stack
 from envbuild.compat.versions import matches
 
 
-def judge(stack: Stack, rows: Rows | None = None) -> list[Finding]:
+def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
     """Judge `stack` by `rows` (default: data/compatibility.toml), from the glibc up to the network.
 
     Never raises for what a version looks like: what cannot be read is unknown.
@@ -24,17 +24,17 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[Finding]:
     return [finding for link in links for finding in link(stack, rows)]
 
 
-def rule_links(stack: Stack, rows: Rows) -> Iterator[Finding]:
+def rule_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
     for rule in rows.rules:
         if applies(rule, stack):
             status: Status = "unknown" if rule.status == "unknown" else "bad"
             has = ", ".join(_said(name, stack) for name in rule.when)
-            yield Finding(
+            yield CompatFinding(
                 status, rule.subject, f"{rule.reason} ({has})", rule.fix, rule.source, rule.date
             )
 
 
-def applies(rule: Rule, stack: Stack) -> bool:
+def applies(rule: CompatRule, stack: Stack) -> bool:
     """Whether `stack` is what `rule` is about: all that it names is there and is so."""
     for name, wanted in rule.when.items():
         found = stack.value(name)
@@ -59,4 +59,4 @@ def _said(name: str, stack: Stack) -> str:
     return words.get(name) or f"{names.get(name, name)} {stack.value(name)}"
 
 
-__all__ = ["Finding", "judge"]
+__all__ = ["CompatFinding", "judge"]

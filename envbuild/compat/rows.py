@@ -90,7 +90,7 @@ class Libfabric:
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class FabricProvider:
     """The libfabric provider that the fabric `name` of recipes needs; "" where NCCL speaks it by itself."""
 
     name: str
@@ -100,7 +100,7 @@ class Fabric:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class CompatRule:
     """What does not go together: a stack that has all of `when`. `fix` says what to change."""
 
     id: str
@@ -123,8 +123,8 @@ class Rows:
     nccl: tuple[Nccl, ...] = ()
     plugins: tuple[Plugin, ...] = ()
     libfabric: tuple[Libfabric, ...] = ()
-    fabrics: tuple[Fabric, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    fabrics: tuple[FabricProvider, ...] = ()
+    rules: tuple[CompatRule, ...] = ()
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def load_rows() -> Rows:
     data = tomllib.loads(text)
     tables = {
         "drivers": Driver, "torch": TorchBuild, "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
-        "libfabric": Libfabric, "fabrics": Fabric, "rules": Rule,
+        "libfabric": Libfabric, "fabrics": FabricProvider, "rules": CompatRule,
     }  # fmt: skip
     return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
 
@@ -189,7 +189,7 @@ def driver_row(rows: Rows, cuda: str) -> Driver | None:
     return _first(row for row in rows.drivers if matches(cuda, row.cuda))
 
 
-def fabric_row(rows: Rows, name: str) -> Fabric | None:
+def fabric_row(rows: Rows, name: str) -> FabricProvider | None:
     """The row of the fabric `name`."""
     return _first(row for row in rows.fabrics if row.name == name)
 

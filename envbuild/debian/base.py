@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.debian.index import Index, Package
+from envbuild.debian.index import Package, PackageIndex
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
-from envbuild.debian.release import Release, fetch_packages, fetch_release, load_keys
+from envbuild.debian.release import DebianRelease, fetch_packages, fetch_release, load_keys
 from envbuild.debian.resolve import resolve
-from envbuild.debian.sources import Archive, suites
+from envbuild.debian.sources import DebianSuite, suites
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.progress import say, transfer
@@ -26,7 +26,7 @@ def resolve_base(
     without: Iterable[str],
     arch: str,
     *,
-    archives: Sequence[Archive],
+    archives: Sequence[DebianSuite],
     client: Client,
     blobs: Blobs,
     keyring: Path | None = None,
@@ -38,7 +38,7 @@ def resolve_base(
     """
     arch = DEBIAN_ARCH.get(arch, arch)
     keys = load_keys(keyring)
-    index, dates = Index(), []
+    index, dates = PackageIndex(), []
     for name in suites(suite):
         candidates = [archive for archive in archives if archive.suite == name]
         dates.append(_add_first(index, candidates, name, arch, client, blobs, keys))
@@ -49,8 +49,8 @@ def resolve_base(
 
 
 def _add_first(
-    index: Index,
-    candidates: Sequence[Archive],
+    index: PackageIndex,
+    candidates: Sequence[DebianSuite],
     suite: str,
     arch: str,
     client: Client,
@@ -83,7 +83,7 @@ def _add_first(
     )
 
 
-def _say_if_old(release: Release) -> None:
+def _say_if_old(release: DebianRelease) -> None:
     from datetime import UTC, datetime
 
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

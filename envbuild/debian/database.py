@@ -15,7 +15,7 @@ _FOLDER = "var/lib/dpkg"
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledPackage:
     """A package with its paths as they stand in it, and the MD5 of each of its conffiles by path."""
 
     control: Control
@@ -23,7 +23,7 @@ class Installed:
     conffiles: Mapping[str, str]
 
 
-def database(installed: Sequence[Installed]) -> Iterator[tuple[Entry, bytes]]:
+def database(installed: Sequence[InstalledPackage]) -> Iterator[tuple[Entry, bytes]]:
     """The database's files. Maintainer scripts are not in it: they were not run."""
     by_name = sorted(installed, key=lambda package: package.control.fields["package"])
     yield (
@@ -45,7 +45,7 @@ def database(installed: Sequence[Installed]) -> Iterator[tuple[Entry, bytes]]:
             yield Entry(f"{stem}.conffiles"), names.encode("utf-8", "surrogateescape")
 
 
-def _stanza(package: Installed) -> str:
+def _stanza(package: InstalledPackage) -> str:
     lines = package.control.text.split("\n")
     at = next(n for n, line in enumerate(lines) if line.lower().startswith("package:")) + 1
     lines.insert(at, "Status: install ok installed")

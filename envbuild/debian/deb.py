@@ -93,7 +93,7 @@ def _members(path: Path, name: str, part: str) -> Tree:
         ) as archive:
             for item in archive:
                 content = archive.extractfile(item) if item.isreg() else None
-                yield _entry(item, name), _Content(content, name) if content else None
+                yield _entry(item, name), _CheckedContent(content, name) if content else None
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def _decompressed(member: str, stream: _Section, name: str) -> IO[bytes]:
     raise _faulty(name, f"{member} is compressed in a way that is not known here")
 
 
-class _Content:
+class _CheckedContent:
     """The content of one file, whose faults are told like those of the archive."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from envbuild.debian.lock import DebianLock, LockedDeb
-from envbuild.debian.sources import Archive
+from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.progress import transfer
@@ -22,7 +22,7 @@ _GRACE_S = 0.5
 
 
 def fetch_debs(
-    lock: DebianLock, blobs: Blobs, archives: Sequence[Archive], client: Client
+    lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client
 ) -> list[Path]:
     """A file for each package of `lock`, in its order. What is in `blobs` is not asked for again.
 
@@ -56,7 +56,7 @@ def _here(deb: LockedDeb, blobs: Blobs) -> bool:
 def _fetch_all(
     missing: Sequence[LockedDeb],
     blobs: Blobs,
-    archives: Sequence[Archive],
+    archives: Sequence[DebianSuite],
     client: Client,
     answers: dict[str, list[str]],
     moved: Callable[[int], None],
@@ -109,7 +109,7 @@ def _fetch_all(
 def _fetch_one(
     deb: LockedDeb,
     blobs: Blobs,
-    archives: Sequence[Archive],
+    archives: Sequence[DebianSuite],
     client: Client,
     answers: list[str],
     down: dict[str, str],
@@ -121,7 +121,7 @@ def _fetch_one(
         for root in roots:
             if _here(deb, blobs):  # another process was quicker
                 break
-            source = str(Archive(root, deb.archive))
+            source = str(DebianSuite(root, deb.archive))
             if root in down:
                 answers.append(f"{source}: {down[root]}")
                 continue

@@ -47,7 +47,7 @@ class Package:
 
 
 @dataclass(slots=True)
-class Index:
+class PackageIndex:
     """The newest version of each package over all suites that were added. Of equal ones the first counts."""
 
     packages: dict[str, Package] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from envbuild.debian.control import parse_control
-from envbuild.debian.sources import Archive
+from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.store.client import Client, Mismatch, NotFound
@@ -30,11 +30,11 @@ _FORMS = (".xz", ".gz", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class DebianRelease:
     """What a signed Release says. `date` is ISO 8601 in UTC; `files` gives the sha256 and the size in
     bytes of each file below the suite's folder."""
 
-    archive: Archive
+    archive: DebianSuite
     date: str
     valid_until: str
     by_hash: bool
@@ -64,7 +64,7 @@ def load_keys(keyring: Path | None = None) -> list[Cert]:
     return keys
 
 
-def fetch_release(archive: Archive, client: Client, keys: Sequence[Cert]) -> Release:
+def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) -> DebianRelease:
     """Fetch and check an archive's InRelease, or its Release and Release.gpg.
 
     Raises NotFound or Unreachable for an archive that cannot be read, and LockError for one that is
@@ -115,7 +115,7 @@ def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], wher
         ) from None
 
 
-def read_release(text: str, archive: Archive) -> Release:
+def read_release(text: str, archive: DebianSuite) -> DebianRelease:
     """The content of a Release file that was verified. Raises LockError when it is of another suite."""
     fields = parse_control(text.strip("\n"), f"{archive}: Release")
     names = {fields.get("suite"), fields.get("codename")} - {None}
@@ -132,7 +132,7 @@ def read_release(text: str, archive: Archive) -> Release:
     date = _iso(fields.get("date", ""))
     if not date or not files:
         raise LockError(f"{archive}: the Release file has no {'Date' if files else 'SHA256'}")
-    return Release(
+    return DebianRelease(
         archive,
         date,
         _iso(fields.get("valid-until", "")),
@@ -142,7 +142,7 @@ def read_release(text: str, archive: Archive) -> Release:
 
 
 def fetch_packages(
-    release: Release,
+    release: DebianRelease,
     component: str,
     arch: str,
     client: Client,

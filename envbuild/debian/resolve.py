@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from envbuild.debian.control import Relation
-from envbuild.debian.index import Index, Package, provided
+from envbuild.debian.index import Package, PackageIndex, provided
 from envbuild.errors import LockError
 
 # Qualifiers that any package of the one architecture meets (Policy 7.1).
@@ -51,7 +51,7 @@ class _Selection:
 
 
 def resolve(
-    index: Index, wanted: Iterable[str], without: Iterable[str], arch: str
+    index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str
 ) -> list[Package]:
     """`wanted` and all they need, by name. `arch` is Debian's name of the architecture.
 
@@ -87,7 +87,7 @@ def resolve(
     return [selection.packages[name] for name in sorted(selection.packages)]
 
 
-def _first(index: Index, group: Sequence[Relation]) -> frozenset[str] | None:
+def _first(index: PackageIndex, group: Sequence[Relation]) -> frozenset[str] | None:
     """The names that meet the first alternative of `group` that any package meets, None without one."""
     for relation in group:
         own = index.packages.get(relation.name)
@@ -115,7 +115,9 @@ def _check_conflicts(selection: _Selection) -> None:
                             )
 
 
-def _unmet(index: Index, selection: _Selection, package: Package, group: _Group) -> LockError:
+def _unmet(
+    index: PackageIndex, selection: _Selection, package: Package, group: _Group
+) -> LockError:
     needs = " | ".join(map(str, group))
     has = [
         f"{relation.name} is {found.version}"
@@ -129,7 +131,7 @@ def _unmet(index: Index, selection: _Selection, package: Package, group: _Group)
     )
 
 
-def _unknown(index: Index, name: str) -> LockError:
+def _unknown(index: PackageIndex, name: str) -> LockError:
     from difflib import get_close_matches
 
     if providers := index.providers(Relation(name)):

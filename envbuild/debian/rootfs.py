@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from envbuild.debian.database import Installed, database
+from envbuild.debian.database import InstalledPackage, database
 from envbuild.debian.deb import Control, read_control, read_data
 from envbuild.debian.defaults import Rules, load_rules
 from envbuild.debian.lock import LockedDeb
@@ -53,7 +53,7 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
         merge.begin(deb.name, control)
         for entry, content in read_data(path, deb.name):
             yield from merge.item(entry, content)
-        installed.append(Installed(control, tuple(merge.listing), dict(merge.conffiles)))
+        installed.append(InstalledPackage(control, tuple(merge.listing), dict(merge.conffiles)))
     files = made(merge.rules, merge.sources, frozenset(merge.seen), mtime)
     for entry, data in [*files, *database(installed)]:
         yield from merge.own(entry, data)

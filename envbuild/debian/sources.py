@@ -26,7 +26,7 @@ _PROXY = re.compile(r"^\s*Acquire::https?::Proxy\s+\"([^\"]*)\"\s*;", re.MULTILI
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Archive:
+class DebianSuite:
     """One suite of an archive. `url` is the archive's root, without a slash at its end; it may hold
     credentials, which neither `str()` nor `repr()` shows."""
 
@@ -57,7 +57,7 @@ def archives(
     mirror: str | None = None,
     security_mirror: str | None = None,
     etc: Path = _ETC_APT,
-) -> list[Archive]:
+) -> list[DebianSuite]:
     """Every place to look, in order: the site's mirror, the host's apt sources, snapshots of `date`.
 
     Without `security_mirror`, a mirror that ends in "/debian" is taken to have "/debian-security"
@@ -66,23 +66,23 @@ def archives(
     found = []
     if mirror:
         root = mirror.rstrip("/")
-        found += [Archive(root, name) for name in suites(suite)[:2]]
+        found += [DebianSuite(root, name) for name in suites(suite)[:2]]
         if security_mirror is None and root.endswith("/debian"):
-            found.append(Archive(root + "-security", suites(suite)[2]))
+            found.append(DebianSuite(root + "-security", suites(suite)[2]))
     if security_mirror:
-        found.append(Archive(security_mirror.rstrip("/"), suites(suite)[2]))
+        found.append(DebianSuite(security_mirror.rstrip("/"), suites(suite)[2]))
     found += host_archives(suite, etc)
     # A snapshot is taken hours after the date that its Release names, and the one asked for is the
     # newest not after the time in its URL; what a Release lists stays in the pool for longer than a day.
     when = datetime.strptime(date, "%Y-%m-%dT%H:%M:%SZ")
     for moment in (when + timedelta(days=1), when):
         for name in suites(suite):
-            root = f"{_SNAPSHOT}/{Archive('', name).kind}/{moment:%Y%m%dT%H%M%SZ}"
-            found.append(Archive(root, name))
+            root = f"{_SNAPSHOT}/{DebianSuite('', name).kind}/{moment:%Y%m%dT%H%M%SZ}"
+            found.append(DebianSuite(root, name))
     return list(dict.fromkeys(found))
 
 
-def host_archives(suite: str, etc: Path = _ETC_APT) -> list[Archive]:
+def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
     """Where `suite`, its updates and its security fixes are by this host's apt sources, in apt's order of
     files; none where the host is not Debian. Where it uses another Debian release, its servers have
     `suite`, too. Of the components only main counts: the same lock must come of every host.
@@ -99,7 +99,7 @@ def host_archives(suite: str, etc: Path = _ETC_APT) -> list[Archive]:
         for archive in listed:
             release, dash, part = archive.suite.partition("-")
             if "main" in archive.components and part in ("", "updates", "security"):
-                found = Archive(archive.url, f"{suite}{dash}{part}")
+                found = DebianSuite(archive.url, f"{suite}{dash}{part}")
                 if release == suite:
                     same.append(found)
                 elif release in _RELEASES:
@@ -136,15 +136,15 @@ def _files(etc: Path) -> Iterator[Path]:
         yield from sorted(p for p in folder.iterdir() if p.suffix in (".list", ".sources"))
 
 
-def _one_line(text: str) -> Iterator[Archive]:
+def _one_line(text: str) -> Iterator[DebianSuite]:
     for line in text.splitlines():
         plain = re.sub(r"\[[^\]]*\]", " ", line.partition("#")[0], count=1)
         match plain.split():
             case ["deb", url, suite, *components] if url.startswith(_SCHEMES):
-                yield Archive(url.rstrip("/"), suite, tuple(components))
+                yield DebianSuite(url.rstrip("/"), suite, tuple(components))
 
 
-def _deb822(text: str, path: Path) -> Iterator[Archive]:
+def _deb822(text: str, path: Path) -> Iterator[DebianSuite]:
     for paragraph in paragraphs(text):
         fields = parse_control(paragraph, str(path))
         if "deb" not in fields.get("types", "").split():
@@ -155,4 +155,4 @@ def _deb822(text: str, path: Path) -> Iterator[Archive]:
         for url in fields.get("uris", "").split():
             if url.startswith(_SCHEMES):
                 for suite in fields.get("suites", "").split():
-                    yield Archive(url.rstrip("/"), suite, components)
+                    yield DebianSuite(url.rstrip("/"), suite, components)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.doctor.model import Finding, Status
+from envbuild.doctor.model import HostFinding, Status
 
 KINDS = ("venv", "conda", "docker", "enroot", "apptainer")
 STEPS = ("build", "verify", "run")
@@ -35,7 +35,7 @@ _LEAST_MEMORY = 1_500_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """Whether one step of one artifact works here: `ok`, `info` (under a condition), `warn` (partly, or not here),
     `fail` (not at all)."""
 
@@ -48,7 +48,7 @@ class Verdict:
         return {"status": self.status, "what": self.what, "remedy": self.remedy}
 
 
-def judge(found: Mapping[str, Finding]) -> dict[str, dict[str, Verdict]]:
+def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
     """kind → step → verdict, from the findings by name."""
     return {
         kind: {
@@ -60,58 +60,60 @@ def judge(found: Mapping[str, Finding]) -> dict[str, dict[str, Verdict]]:
     }
 
 
-def _build(kind: str, found: Mapping[str, Finding]) -> Verdict:
+def _build(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
     for name in ("configuration", "authorities", "uv", "store", "tmp"):
         finding = found.get(name)
         if finding is not None and finding.status == "fail":
-            return Verdict("fail", f"{name}: {finding.what}", finding.remedy)
+            return StepVerdict("fail", f"{name}: {finding.what}", finding.remedy)
     if kind != "conda" and "uv" in found and not found["uv"].facts:
-        return Verdict("fail", found["uv"].what, found["uv"].remedy)
+        return StepVerdict("fail", found["uv"].what, found["uv"].remedy)
     missing = [m for m in _facts(found, "packages").get("missing", ()) if m in _IMPORTS[kind]]
     if missing:
-        return Verdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].remedy)
+        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].remedy)
     current = found.get("current folder")
     if current is not None and current.status == "fail":
-        return Verdict("warn", f"not in the current folder: {current.what}", "use --out")
+        return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
     lost = [name for name in _SOURCES[kind] if _unreached(found, name)]
     if lost:
         remedy = found[lost[0]].remedy
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
-        return Verdict("warn", what, remedy)
+        return StepVerdict("warn", what, remedy)
     unasked = [name for name in _SOURCES[kind] if _unasked(found, name)]
     if unasked:
         return _from_the_store(unasked, found)
     store = found.get("store")
     if store is not None and store.status == "warn":
-        return Verdict("warn", f"store: {store.what}", store.remedy)
+        return StepVerdict("warn", f"store: {store.what}", store.remedy)
     if kind in ("venv", "conda") and current is not None and current.status == "warn":
-        return Verdict("warn", f"current folder: {current.what}", current.remedy)
-    return Verdict("ok", "yes")
+        return StepVerdict("warn", f"current folder: {current.what}", current.remedy)
+    return StepVerdict("ok", "yes")
 
 
-def _verify(kind: str, found: Mapping[str, Finding]) -> Verdict:
+def _verify(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
     usable = _facts(found, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
-        return Verdict("warn", f"too little memory: {found['memory'].what}", found["memory"].remedy)
+        return StepVerdict(
+            "warn", f"too little memory: {found['memory'].what}", found["memory"].remedy
+        )
     only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
     if kind == "docker":
         if not _facts(found, "docker daemon").get("answers"):
             remedy = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
-            return Verdict("warn", "no: no docker daemon answers", remedy)
-        return Verdict("ok", f"yes{only}")
+            return StepVerdict("warn", "no: no docker daemon answers", remedy)
+        return StepVerdict("ok", f"yes{only}")
     if kind in ("enroot", "apptainer"):
         how = _launchers(kind, found)
         if not how:
             return _no_launch(kind, found)
-        return Verdict("ok", f"by {how[0]}{only}")
-    return Verdict("ok", f"yes{only}")
+        return StepVerdict("ok", f"by {how[0]}{only}")
+    return StepVerdict("ok", f"yes{only}")
 
 
-def _run(kind: str, found: Mapping[str, Finding]) -> Verdict:
+def _run(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
     where = _schedulers(found)
     jobs = f"; jobs by {' and '.join(where)}" if where else ""
     if kind in ("venv", "conda"):
-        return Verdict("ok", f"yes{jobs}")
+        return StepVerdict("ok", f"yes{jobs}")
     if kind == "docker":
         engines = [name for name in ("docker", "podman") if _works(found, name)]
         if _facts(found, "docker daemon").get("answers"):
@@ -121,8 +123,8 @@ def _run(kind: str, found: Mapping[str, Finding]) -> Verdict:
         if _facts(found, "Kubernetes").get("answers"):
             engines.append("Kubernetes")
         if engines:
-            return Verdict("ok", f"by {', '.join(engines)}")
-        return Verdict(
+            return StepVerdict("ok", f"by {', '.join(engines)}")
+        return StepVerdict(
             "warn",
             "no: no engine for images",
             "push it (--push) and run it where one is, or build enroot or apptainer",
@@ -132,19 +134,19 @@ def _run(kind: str, found: Mapping[str, Finding]) -> Verdict:
         how = ["pyxis", *how]
     if not how:
         return _no_launch(kind, found)
-    return Verdict("ok", f"by {', '.join(how)}{jobs}")
+    return StepVerdict("ok", f"by {', '.join(how)}{jobs}")
 
 
-def _no_launch(kind: str, found: Mapping[str, Finding]) -> Verdict:
+def _no_launch(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
     finding = found.get("own launch")
     if finding is None or not finding.remedy:
-        return Verdict(
+        return StepVerdict(
             "warn", f"no: no {kind}, and our own launch was not tried", f"install {kind}"
         )
-    return Verdict("warn", f"no: no {kind}, and our own launch is forbidden", finding.remedy)
+    return StepVerdict("warn", f"no: no {kind}, and our own launch is forbidden", finding.remedy)
 
 
-def _launchers(kind: str, found: Mapping[str, Finding]) -> list[str]:
+def _launchers(kind: str, found: Mapping[str, HostFinding]) -> list[str]:
     """What starts images of this kind here, best first."""
     names = ("enroot",) if kind == "enroot" else ("apptainer", "singularity")
     how = [name for name in names if _works(found, name)]
@@ -152,38 +154,38 @@ def _launchers(kind: str, found: Mapping[str, Finding]) -> list[str]:
     return how + [f"envbuild itself ({', '.join(ways)})"] * bool(ways)
 
 
-def _schedulers(found: Mapping[str, Finding]) -> list[str]:
+def _schedulers(found: Mapping[str, HostFinding]) -> list[str]:
     here = ["Slurm"] if _facts(found, "Slurm").get("answers") else []
     return here + (["PBS"] if _facts(found, "PBS").get("queues") is not None else [])
 
 
-def _unreached(found: Mapping[str, Finding], name: str) -> bool:
+def _unreached(found: Mapping[str, HostFinding], name: str) -> bool:
     facts = _facts(found, name)
     return bool(facts.get("asked")) and not facts.get("reached") and not facts.get("local")
 
 
-def _unasked(found: Mapping[str, Finding], name: str) -> bool:
+def _unasked(found: Mapping[str, HostFinding], name: str) -> bool:
     facts = _facts(found, name)
     return facts.get("asked") is False and not facts.get("local")
 
 
-def _from_the_store(unasked: Sequence[str], found: Mapping[str, Finding]) -> Verdict:
+def _from_the_store(unasked: Sequence[str], found: Mapping[str, HostFinding]) -> StepVerdict:
     """What can be said of a build without having asked its sources: what the store has of them."""
     holds = _facts(found, "store").get("holds", {})
     empty = [_HELD[name] for name in unasked if not holds.get(_HELD[name])]
     not_asked = f"{' and '.join(unasked)} not asked"
     if empty:
-        return Verdict(
+        return StepVerdict(
             "warn",
             f"unknown: {not_asked}, and the store holds no {' and no '.join(empty)}",
             "run `envbuild doctor` without --offline; for a node without a network `envbuild bundle` collects all",
         )
-    return Verdict("info", f"only from what the store holds: {not_asked}")
+    return StepVerdict("info", f"only from what the store holds: {not_asked}")
 
 
-def _works(found: Mapping[str, Finding], name: str) -> bool:
+def _works(found: Mapping[str, HostFinding], name: str) -> bool:
     return bool(_facts(found, name).get("works"))
 
 
-def _facts(found: Mapping[str, Finding], name: str) -> Mapping[str, Any]:
+def _facts(found: Mapping[str, HostFinding], name: str) -> Mapping[str, Any]:
     return found[name].facts if name in found else {}

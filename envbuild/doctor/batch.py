@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 
 _DOCKER_S = 3.0
 
@@ -26,7 +26,7 @@ class Partition:
     nodes: int
 
 
-def slurm(host: Host) -> Iterator[Finding]:
+def slurm(host: Host) -> Iterator[HostFinding]:
     """Slurm: its version, whether the controller answers, its partitions, whether we are in an allocation."""
     tool = find("scontrol", host.variables)
     if tool is None:
@@ -38,7 +38,7 @@ def slurm(host: Host) -> Iterator[Finding]:
     if code != 0 or " is DOWN" in said:
         facts["answers"] = False
         what = f"{version}, but its controller does not answer: {first_line(said)}"
-        yield Finding(
+        yield HostFinding(
             "Slurm",
             "info",
             what,
@@ -49,11 +49,13 @@ def slurm(host: Host) -> Iterator[Finding]:
     found = partitions(host.variables) or []
     facts["partitions"] = [one.name for one in found]
     names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in found)
-    yield Finding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
+    yield HostFinding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
     yield from _pyxis(host)
     if job := host.variables.get("SLURM_JOB_ID"):
         nodes = host.variables.get("SLURM_JOB_NODELIST", "?")
-        yield Finding("allocation", "info", f"job {job} of Slurm on {nodes}", facts={"job": job})
+        yield HostFinding(
+            "allocation", "info", f"job {job} of Slurm on {nodes}", facts={"job": job}
+        )
 
 
 def partitions(variables: Mapping[str, str]) -> list[Partition] | None:
@@ -103,15 +105,15 @@ def has_pyxis(variables: Mapping[str, str]) -> bool | None:
     return "--container-image" in said
 
 
-def _pyxis(host: Host) -> Iterator[Finding]:
+def _pyxis(host: Host) -> Iterator[HostFinding]:
     found = has_pyxis(host.variables)
     if found is not None:
         what = "srun has --container-image" if found else "srun has no --container-image"
         remedy = "" if found else 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
-        yield Finding("pyxis", "ok" if found else "info", what, remedy, {"there": found})
+        yield HostFinding("pyxis", "ok" if found else "info", what, remedy, {"there": found})
 
 
-def pbs(host: Host) -> Iterator[Finding]:
+def pbs(host: Host) -> Iterator[HostFinding]:
     """PBS: its version, its queues."""
     tool = find("qsub", host.variables)
     if tool is None:
@@ -121,11 +123,13 @@ def pbs(host: Host) -> Iterator[Finding]:
     facts = {"path": tool, "queues": queues_}
     version = first_line(said, 60) if code == 0 else tool
     if queues_ is None:
-        yield Finding("PBS", "info", f"{version}; qstat lists no queues", facts=facts)
+        yield HostFinding("PBS", "info", f"{version}; qstat lists no queues", facts=facts)
     else:
-        yield Finding("PBS", "ok", f"{version}; queues {', '.join(queues_) or 'none'}", facts=facts)
+        yield HostFinding(
+            "PBS", "ok", f"{version}; queues {', '.join(queues_) or 'none'}", facts=facts
+        )
     if job := host.variables.get("PBS_JOBID"):
-        yield Finding("allocation", "info", f"job {job} of PBS", facts={"job": job})
+        yield HostFinding("allocation", "info", f"job {job} of PBS", facts={"job": job})
 
 
 def queues(variables: Mapping[str, str]) -> list[str] | None:
@@ -141,13 +145,15 @@ def queues(variables: Mapping[str, str]) -> list[str] | None:
     return [] if rule is None else [line.split()[0] for line in lines[rule + 1 :] if line.split()]
 
 
-def kubernetes(host: Host) -> Iterator[Finding]:
+def kubernetes(host: Host) -> Iterator[HostFinding]:
     """Kubernetes: whether a cluster answers, and whether it knows training jobs."""
     tool = find("kubectl", host.variables)
     if tool is None:
         return
     if host.offline:
-        yield Finding("Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool})
+        yield HostFinding(
+            "Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool}
+        )
         return
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
     code, said = ask(command, host.variables)
@@ -155,7 +161,7 @@ def kubernetes(host: Host) -> Iterator[Finding]:
         # Its own log comes first, what it says to people last.
         why = first_line(said.splitlines()[-1]) if said else "nothing is said"
         what = f"kubectl is here, and no cluster answers: {why}"
-        yield Finding(
+        yield HostFinding(
             "Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool}
         )
         return
@@ -165,13 +171,13 @@ def kubernetes(host: Host) -> Iterator[Finding]:
         if k in said.split()
     ]
     remedy = "" if kinds else "install Kubeflow's training operator or Trainer"
-    yield Finding(
+    yield HostFinding(
         "Kubernetes", "ok" if kinds else "warn", f"answers; training jobs: {', '.join(kinds) or 'none'}", remedy,
         {"path": tool, "kinds": kinds, "answers": True},
     )  # fmt: skip
 
 
-def docker_daemon(host: Host) -> Iterator[Finding]:
+def docker_daemon(host: Host) -> Iterator[HostFinding]:
     """The docker daemon, asked by its API."""
     from envbuild.errors import HostError
     from envbuild.image.daemon import connect
@@ -182,7 +188,7 @@ def docker_daemon(host: Host) -> Iterator[Finding]:
             info, version = client.info(), client.version()
     except HostError as error:
         what = error.message.splitlines()[0][:200]
-        yield Finding("docker daemon", "info", what, error.hint or "", {"answers": False})
+        yield HostFinding("docker daemon", "info", what, error.hint or "", {"answers": False})
         return
     driver = info.get("Driver", "?")
     runtimes = sorted(info.get("Runtimes") or {})
@@ -197,6 +203,6 @@ def docker_daemon(host: Host) -> Iterator[Finding]:
     what += ", with NVIDIA's runtime" if "nvidia" in runtimes else ""
     if driver == "vfs":
         remedy = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
-        yield Finding("docker daemon", "warn", what, remedy, facts)
+        yield HostFinding("docker daemon", "warn", what, remedy, facts)
     else:
-        yield Finding("docker daemon", "ok", what, "", facts)
+        yield HostFinding("docker daemon", "ok", what, "", facts)

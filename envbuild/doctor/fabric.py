@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Finding, Host, Status
+from envbuild.doctor.model import Host, HostFinding, Status
 
 _SIOCGIFADDR = 0x8915
 # Bridges, and pairs, of containers: no way to another node.
@@ -77,7 +77,7 @@ def _ipv6(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def network(host: Host) -> Iterator[Finding]:
+def network(host: Host) -> Iterator[HostFinding]:
     """The interfaces that lead to other nodes."""
     found = interfaces(host.root)
     outer = [one for one in found if one.up and one.addresses and not one.inner]
@@ -92,14 +92,16 @@ def network(host: Host) -> Iterator[Finding]:
     ]
     if not outer:
         remedy = "jobs of several nodes need an interface with an address; one node works without"
-        yield Finding("interfaces", "info", "none but the loopback has an address", remedy, facts)
+        yield HostFinding(
+            "interfaces", "info", "none but the loopback has an address", remedy, facts
+        )
     else:
         more = len(outer) > 1
         remedy = "name the one that joins the nodes: site.toml, [fabric] interface" if more else ""
-        yield Finding("interfaces", "ok", ", ".join(texts), remedy, facts)
+        yield HostFinding("interfaces", "ok", ", ".join(texts), remedy, facts)
 
 
-def adapters(host: Host) -> Iterator[Finding]:
+def adapters(host: Host) -> Iterator[HostFinding]:
     """Adapters for remote memory: InfiniBand and RoCE, EFA, Slingshot."""
     rows, kinds, down = [], set(), []
     for device in _entries(host.root / "sys/class/infiniband"):
@@ -121,17 +123,17 @@ def adapters(host: Host) -> Iterator[Finding]:
     kinds |= {"cxi"} if slingshot else set()
     facts = {"adapters": rows, "kinds": sorted(kinds), "down": down}
     if not rows:
-        yield Finding("adapters", "info", "no InfiniBand, RoCE, EFA or Slingshot", facts=facts)
+        yield HostFinding("adapters", "info", "no InfiniBand, RoCE, EFA or Slingshot", facts=facts)
     elif down:
         remedy = "see ibstat, or let the administrator look at cable and switch"
-        yield Finding(
+        yield HostFinding(
             "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", remedy, facts
         )
     else:
         seen = (host.root / "dev/infiniband").is_dir() or kinds == {"cxi"}
         remedy = "" if seen else "pass /dev/infiniband into this container"
         status: Status = "ok" if seen else "warn"
-        yield Finding(
+        yield HostFinding(
             "adapters",
             status,
             ", ".join(rows) + ("" if seen else "; /dev/infiniband is not here"),
@@ -140,13 +142,13 @@ def adapters(host: Host) -> Iterator[Finding]:
         )
 
 
-def libfabric(host: Host) -> Iterator[Finding]:
+def libfabric(host: Host) -> Iterator[HostFinding]:
     """The providers of the host's libfabric."""
     tool = find(
         "fi_info", host.variables, "/usr/sbin:/sbin:/opt/amazon/efa/bin:/opt/cray/libfabric/bin"
     )
     if tool is None:
-        yield Finding(
+        yield HostFinding(
             "libfabric",
             "info",
             "no fi_info; artifacts bring their own libfabric, but for Slingshot",
@@ -157,10 +159,10 @@ def libfabric(host: Host) -> Iterator[Finding]:
         line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")
     ]
     if code != 0:
-        yield Finding("libfabric", "warn", f"{tool}: {first_line(said)}")
+        yield HostFinding("libfabric", "warn", f"{tool}: {first_line(said)}")
         return
     facts = {"path": tool, "providers": providers}
-    yield Finding("libfabric", "ok", f"providers {', '.join(providers)} ({tool})", facts=facts)
+    yield HostFinding("libfabric", "ok", f"providers {', '.join(providers)} ({tool})", facts=facts)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -9,40 +9,40 @@ from typing import Any
 
 from envbuild import limits
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 from envbuild.progress import human_size
 
 _ENOUGH_MEMORY = 3 << 30
 _ENOUGH_SHM = 1 << 30
 
 
-def processors(host: Host) -> Iterator[Finding]:
+def processors(host: Host) -> Iterator[HostFinding]:
     """How many processors we may use."""
     ours, all_ = limits.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
     what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
-    yield Finding("processors", "ok", what, facts={"usable": ours, "all": all_})
+    yield HostFinding("processors", "ok", what, facts={"usable": ours, "all": all_})
 
 
-def memory(host: Host) -> Iterator[Finding]:
+def memory(host: Host) -> Iterator[HostFinding]:
     """How much memory we may use."""
     found = limits.memory(host.variables, root=host.root)
     if found is None:
-        yield Finding("memory", "info", "not known")
+        yield HostFinding("memory", "info", "not known")
         return
     few = found < _ENOUGH_MEMORY
-    yield Finding(
+    yield HostFinding(
         "memory", "warn" if few else "ok", f"{human_size(found)} available to us",
         "two ranks with torch need about 1.5 GB; ask for more in a job, or free some" if few else "",
         {"usable": found},
     )  # fmt: skip
 
 
-def shared_memory(host: Host) -> Iterator[Finding]:
+def shared_memory(host: Host) -> Iterator[HostFinding]:
     """/dev/shm, through which loaders of data and NCCL pass what they have."""
     try:
         about = os.statvfs(host.root / "dev/shm")
     except OSError as error:
-        yield Finding(
+        yield HostFinding(
             "/dev/shm",
             "warn",
             f"{error.strerror}",
@@ -51,19 +51,19 @@ def shared_memory(host: Host) -> Iterator[Finding]:
         return
     size = about.f_blocks * about.f_frsize
     if not size or not os.access(host.root / "dev/shm", os.W_OK):
-        yield Finding(
+        yield HostFinding(
             "/dev/shm", "warn", "cannot be written", "loaders of data and NCCL need it: mode 1777"
         )
         return
     small = size < _ENOUGH_SHM
-    yield Finding(
+    yield HostFinding(
         "/dev/shm", "warn" if small else "ok", human_size(size),
         "docker run --shm-size=8g, or in a pod an emptyDir of medium Memory ([kubernetes] shm)" if small else "",
         {"size": size},
     )  # fmt: skip
 
 
-def gpus(host: Host) -> Iterator[Finding]:
+def gpus(host: Host) -> Iterator[HostFinding]:
     """NVIDIA GPUs: the driver, what it lists, its library."""
     driver = _driver_version(host)
     tool = find("nvidia-smi", host.variables)
@@ -87,12 +87,14 @@ def gpus(host: Host) -> Iterator[Finding]:
         )
         facts["cuda"], text = _cuda(facts["driver"])
         if library:
-            yield Finding(
+            yield HostFinding(
                 "GPU", "ok", f"{names}, driver {facts['driver']}{text}, {library}", facts=facts
             )
         else:
             remedy = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
-            yield Finding("GPU", "warn", f"{names}, but libcuda.so.1 is not found", remedy, facts)
+            yield HostFinding(
+                "GPU", "warn", f"{names}, but libcuda.so.1 is not found", remedy, facts
+            )
     elif tool or driver or devices:
         parts = [f"driver {driver}" if driver else "no driver is loaded"]
         parts += [f"nvidia-smi: {trouble}"] if trouble else ([] if tool else ["no nvidia-smi"])
@@ -102,10 +104,10 @@ def gpus(host: Host) -> Iterator[Finding]:
             if driver and not devices
             else "load or repair NVIDIA's driver (dmesg tells why), or ask the job for GPUs"
         )
-        yield Finding("GPU", "warn", "; ".join(parts), remedy, facts)
+        yield HostFinding("GPU", "warn", "; ".join(parts), remedy, facts)
     else:
         what = "none: artifacts for CUDA can be built here, not verified"
-        yield Finding("GPU", "info", what, "verify them in a job on a node with GPUs", facts)
+        yield HostFinding("GPU", "info", what, "verify them in a job on a node with GPUs", facts)
 
 
 def _libcuda(host: Host) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.launch_trials import ANSWERS, COMPRESSORS, START
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 
 _CONFIGURED = {"gzip": "ZLIB", "lzo": "LZO", "xz": "XZ", "lz4": "LZ4", "zstd": "ZSTD"}
 # Of a trial that was not made: only root mounts images.
@@ -33,7 +33,7 @@ _SETTINGS = (
 )
 
 
-def launching(host: Host) -> Iterator[Finding]:
+def launching(host: Host) -> Iterator[HostFinding]:
     """How envbuild's own launch works here: which squashfs the kernel mounts, squashfuse, unpacking."""
     with tempfile.TemporaryDirectory(
         prefix="envbuild-doctor-", ignore_cleanup_errors=True
@@ -41,7 +41,7 @@ def launching(host: Host) -> Iterator[Finding]:
         _, trouble = ask([*START, folder], host.variables, _TRIALS_S)
         answers = _answers(Path(folder))
     if EXTRACTED not in answers:
-        yield Finding(
+        yield HostFinding(
             "own launch", "warn", f"could not be tried: {first_line(trouble)}", "", {"ways": []}
         )
         yield from _configured(host, "not tried")
@@ -49,7 +49,7 @@ def launching(host: Host) -> Iterator[Finding]:
     works, why, remedy = answers[EXTRACTED]
     if not works:
         facts = {"ways": [], "forbidden": _forbidden(host)}
-        yield Finding("own launch", "warn", why, remedy, facts)
+        yield HostFinding("own launch", "warn", why, remedy, facts)
         yield from _configured(host, "not tried")
         return
     mounted = [name for name in COMPRESSORS if answers.get(("mount", name), _NO)[0]]
@@ -59,14 +59,14 @@ def launching(host: Host) -> Iterator[Finding]:
     alone = len(ways) == 1
     slow = "install squashfuse, and let users open /dev/fuse: unpacking is slower"
     what = f"works by {', '.join(ways)}"
-    yield Finding(
+    yield HostFinding(
         "own launch", "info" if alone else "ok", what, slow if alone else "", {"ways": ways}
     )
     if mounted:
         lacking = [name for name in COMPRESSORS if name not in mounted]
         what = f"Linux {platform.release()} mounts {', '.join(mounted)}"
         what += f"; not {', '.join(lacking)}" if lacking else ""
-        yield Finding("squashfs", "ok", what, facts={"kernel": mounted, "by": "mounting"})
+        yield HostFinding("squashfs", "ok", what, facts={"kernel": mounted, "by": "mounting"})
     else:
         yield from _configured(host, answers.get(("mount", "gzip"), _NO)[1])
 
@@ -85,11 +85,11 @@ def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
     return found
 
 
-def _configured(host: Host, why: str) -> Iterator[Finding]:
+def _configured(host: Host, why: str) -> Iterator[HostFinding]:
     """What the kernel's configuration says of squashfs, where mounting could not be tried."""
     text = _kernel_config(host.root)
     if text is None:
-        yield Finding(
+        yield HostFinding(
             "squashfs", "info", f"not known ({why}; the kernel's configuration is not here)"
         )
         return
@@ -98,7 +98,7 @@ def _configured(host: Host, why: str) -> Iterator[Finding]:
     if "CONFIG_SQUASHFS" not in on:
         there = []
     what = f"Linux {platform.release()} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
-    yield Finding(
+    yield HostFinding(
         "squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"}
     )
 
@@ -121,11 +121,11 @@ def _forbidden(host: Host) -> dict[str, str]:
     return found
 
 
-def fuse(host: Host) -> Iterator[Finding]:
+def fuse(host: Host) -> Iterator[HostFinding]:
     """Whether we may open /dev/fuse."""
     device = host.root / "dev/fuse"
     if not device.exists():
-        yield Finding(
+        yield HostFinding(
             "/dev/fuse",
             "info",
             "not there: nothing is mounted by squashfuse",
@@ -135,20 +135,20 @@ def fuse(host: Host) -> Iterator[Finding]:
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
-        yield Finding(
+        yield HostFinding(
             "/dev/fuse",
             "info",
             f"{error.strerror}",
             "let the administrator run `chmod 0666 /dev/fuse`",
         )
         return
-    yield Finding("/dev/fuse", "ok", "can be opened", facts={"opens": True})
+    yield HostFinding("/dev/fuse", "ok", "can be opened", facts={"opens": True})
 
 
-def subordinate_ids(host: Host) -> Iterator[Finding]:
+def subordinate_ids(host: Host) -> Iterator[HostFinding]:
     """Subordinate user and group numbers, which rootless Docker, Podman and apptainer --fakeroot need."""
     if os.geteuid() == 0:
-        yield Finding("subuid", "info", "not needed by root")
+        yield HostFinding("subuid", "info", "not needed by root")
         return
     try:
         names = {getpass.getuser(), str(os.getuid())}
@@ -168,9 +168,9 @@ def subordinate_ids(host: Host) -> Iterator[Finding]:
             [f"{' and '.join(tools)} missing"] if tools else []
         )
         remedy = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
-        yield Finding("subuid", "info", "; ".join(parts), remedy, {"there": False})
+        yield HostFinding("subuid", "info", "; ".join(parts), remedy, {"there": False})
         return
-    yield Finding(
+    yield HostFinding(
         "subuid",
         "ok",
         "numbers for this user, newuidmap and newgidmap are here",

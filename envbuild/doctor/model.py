@@ -13,7 +13,7 @@ Status = Literal["ok", "info", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HostFinding:
     """One thing that was found. `status`: fine, worth knowing, a nuisance to some, or in the way. `what` is one line;
     `remedy` what to change, "" where nothing is to be; `facts` the same for programs (JSON)."""
 
@@ -48,9 +48,9 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HostProbe:
     """One check. Its function may yield several findings, and may raise or hang: see `run`."""
 
     area: str
     name: str
-    run: Callable[[Host], Iterable[Finding]]
+    run: Callable[[Host], Iterable[HostFinding]]

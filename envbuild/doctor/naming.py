@@ -13,13 +13,13 @@ from pathlib import Path
 
 import envbuild
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 
 # adjtimex(2): the state of a clock that nothing keeps right.
 _TIME_ERROR = 5
 
 
-def own_name(host: Host) -> Iterator[Finding]:
+def own_name(host: Host) -> Iterator[HostFinding]:
     """What this host's own name means: an address that others reach, or Debian's 127.0.1.1."""
     name = socket.gethostname()
     in_file = [
@@ -35,21 +35,23 @@ def own_name(host: Host) -> Iterator[Finding]:
             "harmless to jobs that envbuild writes, which pass addresses on; elsewhere torchrun's nodes "
             f"meet at {loops[0]} or hang: give {name} its own address in /etc/hosts"
         )
-        yield Finding("own name", "warn", what, remedy, facts)
+        yield HostFinding("own name", "warn", what, remedy, facts)
         return
     try:
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         remedy = f"give {name} its address in /etc/hosts or DNS: torchrun without --local-addr stops at once"
-        yield Finding("own name", "warn", f"{name} means no address: {why}", remedy, facts)
+        yield HostFinding("own name", "warn", f"{name} means no address: {why}", remedy, facts)
         return
     outer = [address for address in found if not _loopback(address)]
     if not outer:
         remedy = f"give {name} its own address in /etc/hosts or DNS"
-        yield Finding("own name", "warn", f"{name} means {', '.join(found)} alone", remedy, facts)
+        yield HostFinding(
+            "own name", "warn", f"{name} means {', '.join(found)} alone", remedy, facts
+        )
         return
-    yield Finding(
+    yield HostFinding(
         "own name", "ok", f"{name} means {', '.join(found)}", facts={**facts, "addresses": found}
     )
 
@@ -61,7 +63,7 @@ def _loopback(address: str) -> bool:
         return False
 
 
-def clock(host: Host) -> Iterator[Finding]:
+def clock(host: Host) -> Iterator[HostFinding]:
     """Whether the clock is plausible, and whether something keeps it right."""
     newest = max(
         (path.stat().st_mtime for path in Path(envbuild.__file__).parent.glob("*.py")), default=0.0
@@ -71,7 +73,7 @@ def clock(host: Host) -> Iterator[Finding]:
         remedy = (
             "set the clock (chrony, ntpd): certificates are refused and builds are dated wrongly"
         )
-        yield Finding("clock", "warn", f"{now} is before envbuild itself was written", remedy)
+        yield HostFinding("clock", "warn", f"{now} is before envbuild itself was written", remedy)
         return
     state = None
     function = getattr(ctypes.CDLL(None), "adjtimex", None)
@@ -79,7 +81,7 @@ def clock(host: Host) -> Iterator[Finding]:
         state = function(ctypes.create_string_buffer(512))  # struct timex, all 0: only asks
     if state == _TIME_ERROR:
         remedy = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
-        yield Finding(
+        yield HostFinding(
             "clock",
             "info",
             f"{now}; the kernel does not know it to be kept right",
@@ -87,17 +89,17 @@ def clock(host: Host) -> Iterator[Finding]:
             {"synchronised": False},
         )
         return
-    yield Finding("clock", "ok", now, facts={"synchronised": state is not None and state >= 0})
+    yield HostFinding("clock", "ok", now, facts={"synchronised": state is not None and state >= 0})
 
 
-def locale(host: Host) -> Iterator[Finding]:
+def locale(host: Host) -> Iterator[HostFinding]:
     """Whether names of files and output are UTF-8, and the locale that is named exists."""
     named = next(
         (host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), ""
     )
     encoding = sys.getfilesystemencoding()
     if encoding.lower() != "utf-8":
-        yield Finding(
+        yield HostFinding(
             "locale",
             "warn",
             f"{named or 'none'}: names of files are {encoding}",
@@ -112,9 +114,9 @@ def locale(host: Host) -> Iterator[Finding]:
         known = {_plain(line) for line in said.splitlines()} if code == 0 else set()
         if known and _plain(named) not in known | {"c", "posix"}:
             remedy = "export LC_ALL=C.UTF-8, or let the administrator generate it (locale-gen)"
-            yield Finding("locale", "warn", f"{first_line(named)} is not installed", remedy)
+            yield HostFinding("locale", "warn", f"{first_line(named)} is not installed", remedy)
             return
-    yield Finding("locale", "ok", f"{first_line(named) or 'none named'}, {encoding}")
+    yield HostFinding("locale", "ok", f"{first_line(named) or 'none named'}, {encoding}")
 
 
 def _plain(name: str) -> str:
@@ -128,10 +130,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def who(host: Host) -> Iterator[Finding]:
+def who(host: Host) -> Iterator[HostFinding]:
     """Who we are."""
     root = os.geteuid() == 0
-    yield Finding(
+    yield HostFinding(
         "user",
         "ok",
         "root" if root else f"user {os.getuid()}; nothing here needs root",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.doctor.ask import ask, find
-from envbuild.doctor.model import Finding, Host, Status
+from envbuild.doctor.model import Host, HostFinding, Status
 from envbuild.progress import human_size
 
 # Seen by several hosts, or served by one.
@@ -65,7 +65,7 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount | None:
     return best
 
 
-def store(host: Host) -> Iterator[Finding]:
+def store(host: Host) -> Iterator[HostFinding]:
     """The store's folder."""
     if host.environment is not None:
         held = _held(host.environment.site.store)
@@ -84,11 +84,11 @@ def _held(store: Path) -> dict[str, int]:
     return counts
 
 
-def home(host: Host) -> Iterator[Finding]:
+def home(host: Host) -> Iterator[HostFinding]:
     """$HOME, and its quota where `quota` or Lustre tell it."""
     named = host.variables.get("HOME")
     if not named:
-        yield Finding(
+        yield HostFinding(
             "home", "warn", "$HOME is not set", "export HOME=…: tools look for their settings there"
         )
         return
@@ -96,12 +96,12 @@ def home(host: Host) -> Iterator[Finding]:
     yield from _quota(Path(named), host)
 
 
-def temporary(host: Host) -> Iterator[Finding]:
+def temporary(host: Host) -> Iterator[HostFinding]:
     """The folder of temporary files."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
-        yield Finding(
+        yield HostFinding(
             "tmp",
             "fail",
             "no folder for temporary files can be written",
@@ -111,17 +111,19 @@ def temporary(host: Host) -> Iterator[Finding]:
     yield from _place("tmp", Path(folder), host)
 
 
-def current(host: Host) -> Iterator[Finding]:
+def current(host: Host) -> Iterator[HostFinding]:
     """The current folder, where artifacts are built."""
     try:
         folder = Path.cwd()
     except OSError:
-        yield Finding("current folder", "fail", "it does not exist any more", "cd to one that does")
+        yield HostFinding(
+            "current folder", "fail", "it does not exist any more", "cd to one that does"
+        )
         return
     yield from _place("current folder", folder, host, heavy=True)
 
 
-def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterator[Finding]:
+def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterator[HostFinding]:
     there = path
     while not os.path.exists(there) and there != there.parent:
         there = there.parent
@@ -142,7 +144,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
     status, more, remedy = judge_place(name, facts, heavy=heavy)
     if not facts["writable"]:
         more = f"{there} {more}"
-    yield Finding(name, status, f"{what}; {more}" if more else what, remedy, facts)
+    yield HostFinding(name, status, f"{what}; {more}" if more else what, remedy, facts)
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
@@ -174,7 +176,7 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
     return "ok", "", ""
 
 
-def _quota(folder: Path, host: Host) -> Iterator[Finding]:
+def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
     mount = mount_of(folder, host.root)
     if mount and mount.kind == "lustre" and (tool := find("lfs", host.variables)):
         command = [tool, "quota", "-q", "-h", "-u", str(os.getuid()), str(folder)]
@@ -184,16 +186,16 @@ def _quota(folder: Path, host: Host) -> Iterator[Finding]:
         return
     code, said = ask(command, host.variables)
     if code is None:
-        yield Finding("quota", "info", f"{tool}: {said}")
+        yield HostFinding("quota", "info", f"{tool}: {said}")
     elif "*" in said:
-        yield Finding(
+        yield HostFinding(
             "quota",
             "warn",
             f"over quota: {_row(said)}",
             "set ENVBUILD_STORE and caches to another file system",
         )
     elif row := _row(said):
-        yield Finding("quota", "info", row)
+        yield HostFinding("quota", "info", row)
 
 
 def _row(said: str) -> str:

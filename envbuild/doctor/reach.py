@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from envbuild.doctor.ask import ask, first_line
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.run import together
 from envbuild.environment import Environment
 from envbuild.errors import HostError
@@ -81,7 +81,7 @@ def reach(probe: Probe, environment: Environment) -> str | None:
     return None
 
 
-def package_index(host: Host) -> Iterator[Finding]:
+def package_index(host: Host) -> Iterator[HostFinding]:
     """The package indexes of pip's configuration, and its find-links."""
     environment = host.environment
     if environment is None:
@@ -90,7 +90,7 @@ def package_index(host: Host) -> Iterator[Finding]:
     links = [link for link in pip.find_links if "://" not in link]
     lost = [link for link in links if not Path(link).exists()]
     if lost:
-        yield Finding(
+        yield HostFinding(
             "find-links",
             "warn",
             f"no such place: {', '.join(map(redact, lost))}",
@@ -99,7 +99,7 @@ def package_index(host: Host) -> Iterator[Finding]:
     local = len(links) - len(lost)
     if host.offline or pip.no_index:
         why = "--offline" if host.offline else "pip's no-index"
-        yield Finding(
+        yield HostFinding(
             "package index",
             "info",
             f"not asked ({why}); {local} find-links",
@@ -140,14 +140,14 @@ def _default_index(environment: Environment) -> str:
     return url
 
 
-def sources(host: Host) -> Iterator[Finding]:
+def sources(host: Host) -> Iterator[HostFinding]:
     """What recipes take from elsewhere, by the site's mirrors: PyTorch's index, conda-forge, Debian, Docker Hub."""
     environment = host.environment
     if environment is None:
         return
     if host.offline:
         for name in ("conda-forge", "Debian's archive"):  # what verdicts on artifacts depend on
-            yield Finding(name, "info", "not asked (--offline)", facts={"asked": False})
+            yield HostFinding(name, "info", "not asked (--offline)", facts={"asked": False})
         return
     site = environment.site
     rows: list[tuple[str, list[Probe], str]] = []
@@ -197,7 +197,7 @@ def _debian(environment: Environment) -> list[Probe]:
 
 def _judged(
     name: str, urls: Sequence[str], answers: Sequence[str | None], remedy: str, *, needed: bool = True, local: int = 0
-) -> Finding:  # fmt: skip
+) -> HostFinding:  # fmt: skip
     """One finding of several addresses, of which one that answers is enough."""
     good = [url for url, answer in zip(urls, answers, strict=True) if answer is None]
     bad = [f"{redact(u)}: {a}" for u, a in zip(urls, answers, strict=True) if a is not None]
@@ -208,10 +208,10 @@ def _judged(
         "local": local,
     }
     if good and not bad:
-        return Finding(name, "ok", ", ".join(map(redact, good)), facts=facts)
+        return HostFinding(name, "ok", ", ".join(map(redact, good)), facts=facts)
     if good:
-        return Finding(name, "info", f"{redact(good[0])}; not {'; '.join(bad)}", facts=facts)
-    return Finding(
+        return HostFinding(name, "info", f"{redact(good[0])}; not {'; '.join(bad)}", facts=facts)
+    return HostFinding(
         name,
         "warn" if needed and not local else "info",
         "; ".join(bad) or "none is named",
@@ -220,12 +220,12 @@ def _judged(
     )
 
 
-def certificates(host: Host) -> Iterator[Finding]:
+def certificates(host: Host) -> Iterator[HostFinding]:
     """The file of certificate authorities that is in force."""
     pip = host.environment.pip if host.environment else PipConfig()
     named = ca_bundle(pip, host.variables)
     if named is None:
-        yield Finding(
+        yield HostFinding(
             "authorities",
             "ok",
             "those that come with Python's packages; none is named by pip's cert or a variable",
@@ -233,7 +233,7 @@ def certificates(host: Host) -> Iterator[Finding]:
         return
     remedy = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
     if os.path.isdir(named):
-        yield Finding("authorities", "ok", f"{named} (a folder)", facts={"path": named})
+        yield HostFinding("authorities", "ok", f"{named} (a folder)", facts={"path": named})
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
@@ -244,14 +244,14 @@ def certificates(host: Host) -> Iterator[Finding]:
             if error.errno and not isinstance(error, ssl.SSLError)
             else "holds no certificate"
         )
-        yield Finding("authorities", "fail", f"{named}: {why}", remedy, {"path": named})
+        yield HostFinding("authorities", "fail", f"{named}: {why}", remedy, {"path": named})
         return
     held = context.get_ca_certs()
     now = time.time()
     old = [c for c in held if ssl.cert_time_to_seconds(str(c["notAfter"])) < now]
     facts = {"path": named, "count": len(held), "expired": len(old)}
     if held and len(old) == len(held):
-        yield Finding(
+        yield HostFinding(
             "authorities",
             "fail",
             f"{named}: all {len(held)} certificates have expired",
@@ -259,7 +259,7 @@ def certificates(host: Host) -> Iterator[Finding]:
             facts,
         )
     elif old and len(held) < 10:
-        yield Finding(
+        yield HostFinding(
             "authorities",
             "warn",
             f"{named}: {len(old)} of {len(held)} certificates have expired",
@@ -267,16 +267,16 @@ def certificates(host: Host) -> Iterator[Finding]:
             facts,
         )
     else:
-        yield Finding("authorities", "ok", f"{named}: {len(held)} certificates", facts=facts)
+        yield HostFinding("authorities", "ok", f"{named}: {len(held)} certificates", facts=facts)
 
 
-def proxies(host: Host) -> Iterator[Finding]:
+def proxies(host: Host) -> Iterator[HostFinding]:
     """The proxies in force, passwords hidden."""
     found: dict[str, str] = {}
     for name in _PROXIES:
         values = {host.variables[n] for n in (name, name.upper()) if host.variables.get(n)}
         if len(values) > 1:
-            yield Finding(
+            yield HostFinding(
                 "proxies",
                 "warn",
                 f"{name} and {name.upper()} differ",
@@ -288,7 +288,7 @@ def proxies(host: Host) -> Iterator[Finding]:
         found["pip"] = redact(host.environment.pip.proxy)
     bare = [n for n, v in found.items() if n != "no_proxy" and "://" not in v]
     if bare:
-        yield Finding(
+        yield HostFinding(
             "proxies",
             "warn",
             f"{', '.join(bare)}: no scheme in {found[bare[0]]}",
@@ -297,4 +297,4 @@ def proxies(host: Host) -> Iterator[Finding]:
         )
         return
     text = ", ".join(f"{name} {value}" for name, value in found.items())
-    yield Finding("proxies", "ok" if found else "info", text or "none", facts=found)
+    yield HostFinding("proxies", "ok" if found else "info", text or "none", facts=found)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from envbuild.doctor import batch, fabric, hardware, kernel, naming, places, reach, tools
-from envbuild.doctor.model import Check, Host
+from envbuild.doctor.model import Host, HostProbe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
 from envbuild.site.pip_config import PipConfig, redact
@@ -14,37 +14,37 @@ from envbuild.site.settings import Site
 from envbuild.store.store import Store
 
 CHECKS = (
-    Check("envbuild", "envbuild", tools.envbuild_itself),
-    Check("envbuild", "configuration", tools.configuration),
-    Check("envbuild", "uv", tools.uv),
-    Check("tools", "programs", tools.programs),
-    Check("tools", "modules", tools.modules),
-    Check("tools", "docker daemon", batch.docker_daemon),
-    Check("kernel", "own launch", kernel.launching),
-    Check("kernel", "/dev/fuse", kernel.fuse),
-    Check("kernel", "subuid", kernel.subordinate_ids),
-    Check("machine", "user", naming.who),
-    Check("machine", "processors", hardware.processors),
-    Check("machine", "memory", hardware.memory),
-    Check("machine", "/dev/shm", hardware.shared_memory),
-    Check("machine", "GPU", hardware.gpus),
-    Check("machine", "clock", naming.clock),
-    Check("machine", "locale", naming.locale),
-    Check("file systems", "store", places.store),
-    Check("file systems", "home", places.home),
-    Check("file systems", "tmp", places.temporary),
-    Check("file systems", "current folder", places.current),
-    Check("network", "own name", naming.own_name),
-    Check("network", "interfaces", fabric.network),
-    Check("network", "adapters", fabric.adapters),
-    Check("network", "libfabric", fabric.libfabric),
-    Check("jobs", "Slurm", batch.slurm),
-    Check("jobs", "PBS", batch.pbs),
-    Check("jobs", "Kubernetes", batch.kubernetes),
-    Check("sources", "proxies", reach.proxies),
-    Check("sources", "authorities", reach.certificates),
-    Check("sources", "package index", reach.package_index),
-    Check("sources", "recipes' sources", reach.sources),
+    HostProbe("envbuild", "envbuild", tools.envbuild_itself),
+    HostProbe("envbuild", "configuration", tools.configuration),
+    HostProbe("envbuild", "uv", tools.uv),
+    HostProbe("tools", "programs", tools.programs),
+    HostProbe("tools", "modules", tools.modules),
+    HostProbe("tools", "docker daemon", batch.docker_daemon),
+    HostProbe("kernel", "own launch", kernel.launching),
+    HostProbe("kernel", "/dev/fuse", kernel.fuse),
+    HostProbe("kernel", "subuid", kernel.subordinate_ids),
+    HostProbe("machine", "user", naming.who),
+    HostProbe("machine", "processors", hardware.processors),
+    HostProbe("machine", "memory", hardware.memory),
+    HostProbe("machine", "/dev/shm", hardware.shared_memory),
+    HostProbe("machine", "GPU", hardware.gpus),
+    HostProbe("machine", "clock", naming.clock),
+    HostProbe("machine", "locale", naming.locale),
+    HostProbe("file systems", "store", places.store),
+    HostProbe("file systems", "home", places.home),
+    HostProbe("file systems", "tmp", places.temporary),
+    HostProbe("file systems", "current folder", places.current),
+    HostProbe("network", "own name", naming.own_name),
+    HostProbe("network", "interfaces", fabric.network),
+    HostProbe("network", "adapters", fabric.adapters),
+    HostProbe("network", "libfabric", fabric.libfabric),
+    HostProbe("jobs", "Slurm", batch.slurm),
+    HostProbe("jobs", "PBS", batch.pbs),
+    HostProbe("jobs", "Kubernetes", batch.kubernetes),
+    HostProbe("sources", "proxies", reach.proxies),
+    HostProbe("sources", "authorities", reach.certificates),
+    HostProbe("sources", "package index", reach.package_index),
+    HostProbe("sources", "recipes' sources", reach.sources),
 )
 
 

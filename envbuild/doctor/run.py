@@ -9,25 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from envbuild.doctor.model import Check, Finding, Host
+from envbuild.doctor.model import Host, HostFinding, HostProbe
 
 DEADLINE_S = 4.0
 
 
 @dataclass(slots=True)
 class _Answer:
-    findings: list[Finding]
+    findings: list[HostFinding]
     done: bool = False
 
 
 def run_checks(
-    checks: Sequence[Check], host: Host, deadline_s: float = DEADLINE_S
-) -> list[tuple[Check, list[Finding]]]:
+    checks: Sequence[HostProbe], host: Host, deadline_s: float = DEADLINE_S
+) -> list[tuple[HostProbe, list[HostFinding]]]:
     """Each check with its findings, in order. One that raises, or has not ended after `deadline_s` seconds, becomes a
     finding of its own, beside what it had found until then."""
     answers = [_Answer([]) for _ in checks]
 
-    def run(check: Check, answer: _Answer) -> None:
+    def run(check: HostProbe, answer: _Answer) -> None:
         try:
             for finding in check.run(host):
                 answer.findings.append(finding)
@@ -43,7 +43,7 @@ def run_checks(
         if not answer.done:
             what = f"no answer in {deadline_s:g} s"
             remedy = "a server, file system or tool does not answer; look at it by hand"
-            found.append(Finding(check.name, "warn", what, remedy, {"timeout": True}))
+            found.append(HostFinding(check.name, "warn", what, remedy, {"timeout": True}))
         results.append((check, found))
     return results
 
@@ -67,21 +67,25 @@ def together(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def facts_of(results: Sequence[tuple[Check, Sequence[Finding]]]) -> Mapping[str, Finding]:
+def facts_of(
+    results: Sequence[tuple[HostProbe, Sequence[HostFinding]]],
+) -> Mapping[str, HostFinding]:
     """The findings by name; of several with one name the first."""
-    found: dict[str, Finding] = {}
+    found: dict[str, HostFinding] = {}
     for _, findings in results:
         for finding in findings:
             found.setdefault(finding.name, finding)
     return found
 
 
-def _crashed(check: Check, error: Exception) -> Finding:
+def _crashed(check: HostProbe, error: Exception) -> HostFinding:
     from envbuild.errors import EnvbuildError
     from envbuild.site.pip_config import redact
 
     if isinstance(error, EnvbuildError):
-        return Finding(check.name, "warn", redact(error.message.splitlines()[0]), error.hint or "")
+        return HostFinding(
+            check.name, "warn", redact(error.message.splitlines()[0]), error.hint or ""
+        )
     text = redact(str(error).splitlines()[0] if str(error) else "")
     what = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
-    return Finding(check.name, "warn", what, "", {"crashed": True})
+    return HostFinding(check.name, "warn", what, "", {"crashed": True})

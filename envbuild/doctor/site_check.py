@@ -10,7 +10,7 @@ from pathlib import Path
 
 from envbuild.doctor import batch, places, reach
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Check, Finding, Host
+from envbuild.doctor.model import Host, HostFinding, HostProbe
 from envbuild.doctor.run import run_checks
 from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
@@ -27,7 +27,7 @@ _DEADLINE_S = 12.0
 
 def check_site(
     name: str | None, variables: Mapping[str, str], environment: Environment | None, *, offline: bool = False
-) -> list[Finding]:  # fmt: skip
+) -> list[HostFinding]:  # fmt: skip
     """What is to be said of the site called `name` (None: the one in force): mistakes of its files with positions,
     contradictions, and what this host shows to be wrong. Raises UsageError for an unknown name."""
     try:
@@ -35,26 +35,26 @@ def check_site(
     except EnvbuildError as error:
         if error.exit_code == 2 and ":" in error.message:
             lines = redact(error.message).splitlines()
-            return [Finding("file", "fail", line, error.hint or "") for line in lines]
+            return [HostFinding("file", "fail", line, error.hint or "") for line in lines]
         raise
     files = ", ".join(map(str, site.files)) or "no file: defaults are in force"
-    findings = [Finding("file", "ok" if site.files else "info", files)]
+    findings = [HostFinding("file", "ok" if site.files else "info", files)]
     findings += contradictions(site)
     host = Host(variables, environment, offline=offline)
     checks = [
-        Check("site", "[scheduler]", lambda _: judge_scheduler(site, variables)),
-        Check("site", "[modules]", lambda _: _modules(site, variables)),
-        Check("site", "[paths]", lambda _: _paths(site, variables)),
-        Check("site", "[container]", lambda _: _container(site, variables)),
-        Check("site", "[fabric]", lambda _: _interface(site)),
-        Check("site", "[mirrors]", lambda h: _mirrors(site, h)),
+        HostProbe("site", "[scheduler]", lambda _: judge_scheduler(site, variables)),
+        HostProbe("site", "[modules]", lambda _: _modules(site, variables)),
+        HostProbe("site", "[paths]", lambda _: _paths(site, variables)),
+        HostProbe("site", "[container]", lambda _: _container(site, variables)),
+        HostProbe("site", "[fabric]", lambda _: _interface(site)),
+        HostProbe("site", "[mirrors]", lambda h: _mirrors(site, h)),
     ]
     for _, found in run_checks(checks, host, _DEADLINE_S):
         findings += found
     return findings
 
 
-def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     table = site.modules
     if not (table.run or table.build or table.init):
         return
@@ -92,7 +92,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
                 "module avail, or module spider NAME",
             )
         else:
-            yield Finding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
+            yield HostFinding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
 
 
 def _why(said: str) -> str:
@@ -103,7 +103,7 @@ def _why(said: str) -> str:
     return first_line("\n".join(told or lines)) or "cannot be loaded"
 
 
-def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     here = on_site(site, variables)
     home = os.path.realpath(variables.get("HOME") or "/nonexistent")
     for key in ("shared", "scratch", "cache"):
@@ -134,14 +134,14 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
             remedy = (
                 "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
             )
-            yield Finding(
+            yield HostFinding(
                 name,
                 "warn",
                 f"{path} lies on {mount.kind}, a file system of this host alone",
                 remedy,
             )
         elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):
-            yield Finding(
+            yield HostFinding(
                 name,
                 "warn",
                 f"{path} is in the home folder, where quotas are small",
@@ -149,19 +149,19 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
             )
         else:
             kind = mount.kind if mount else "unknown file system"
-            yield Finding(
+            yield HostFinding(
                 name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made")
             )
 
 
-def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     runtime, here = site.container.runtime, on_site(site, variables)
     if runtime == "pyxis":
         found = batch.has_pyxis(variables)
         if found is None:
             yield elsewhere("[container] runtime", "no srun on this host")
         elif found:
-            yield Finding("[container] runtime", "ok", "srun has --container-image")
+            yield HostFinding("[container] runtime", "ok", "srun has --container-image")
         else:
             what = "srun has no --container-image, so no pyxis"
             remedy = 'runtime = "enroot", "apptainer" or "none"'
@@ -169,9 +169,9 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]
     elif runtime != "none":
         path = find(runtime, variables)
         if path:
-            yield Finding("[container] runtime", "ok", path)
+            yield HostFinding("[container] runtime", "ok", path)
         else:
-            yield Finding(
+            yield HostFinding(
                 "[container] runtime", "info", f"{runtime} is not on this host; nodes must have it"
             )
     for mount in site.container.mounts:
@@ -185,20 +185,20 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]
             )
 
 
-def _interface(site: JobSite) -> Iterator[Finding]:
+def _interface(site: JobSite) -> Iterator[HostFinding]:
     if not site.fabric.interface or site.scheduler.kind == "kubernetes":
         return
     known = [name for _, name in socket.if_nameindex()]
     for name in site.fabric.interface.split(","):
         if name.startswith(("^", "=")):
-            yield Finding(
+            yield HostFinding(
                 "[fabric] interface",
                 "fail",
                 f"{name!r}: a name is wanted, not NCCL's patterns",
                 f"one of this host: {', '.join(known)}",
             )
         elif name == "lo":
-            yield Finding(
+            yield HostFinding(
                 "[fabric] interface",
                 "fail",
                 "lo leads to no other node",
@@ -206,14 +206,14 @@ def _interface(site: JobSite) -> Iterator[Finding]:
             )
         elif name not in known:
             what = f"{name} is not on this host, which has {', '.join(known)}; nodes must have it"
-            yield Finding(
+            yield HostFinding(
                 "[fabric] interface", "info", what, "envbuild preflight on the nodes tells"
             )
         else:
-            yield Finding("[fabric] interface", "ok", name)
+            yield HostFinding("[fabric] interface", "ok", name)
 
 
-def _mirrors(site: JobSite, host: Host) -> Iterator[Finding]:
+def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
     rows: list[tuple[str, reach.Probe]] = []
     for file in site.files:
         settings = decode(read(file), SiteFile)
@@ -227,14 +227,16 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[Finding]:
     if not rows:
         return
     if host.offline or host.environment is None:
-        yield Finding("[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else ""))
+        yield HostFinding(
+            "[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else "")
+        )
         return
     answers = reach.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
         # A server that has not this page of ours answers all the same.
         good = answer is None or answer.startswith("it answers")
         what = redact(probe.url) + ("" if good else f": {answer}")
-        yield Finding(
+        yield HostFinding(
             name,
             "ok" if good else "fail",
             what,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from envbuild.doctor.model import Finding
+from envbuild.doctor.model import HostFinding
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.kubernetes import huge_pages_problem
@@ -27,7 +27,7 @@ _OWN_PBS = {
 }
 
 
-def contradictions(site: JobSite) -> Iterator[Finding]:
+def contradictions(site: JobSite) -> Iterator[HostFinding]:
     """What of `site` does not go together."""
     kind = site.scheduler.kind
     yield from _scheduler(site)
@@ -90,7 +90,7 @@ def contradictions(site: JobSite) -> Iterator[Finding]:
             "name modules in run and build, or remove it",
         )
     if site.modules.build != site.modules.run and site.modules.run:
-        yield Finding(
+        yield HostFinding(
             "[modules] build",
             "info",
             "differs from run",
@@ -99,7 +99,7 @@ def contradictions(site: JobSite) -> Iterator[Finding]:
     yield from _environment(site)
 
 
-def _scheduler(site: JobSite) -> Iterator[Finding]:
+def _scheduler(site: JobSite) -> Iterator[HostFinding]:
     scheduler, kind = site.scheduler, site.scheduler.kind
     if scheduler.launcher is not None and scheduler.launcher not in LAUNCHERS.get(kind, ()):
         known = ", ".join(LAUNCHERS.get(kind, ())) or "none"
@@ -127,7 +127,7 @@ def _scheduler(site: JobSite) -> Iterator[Finding]:
                 )
 
 
-def _directives(site: JobSite) -> Iterator[Finding]:
+def _directives(site: JobSite) -> Iterator[HostFinding]:
     kind = site.scheduler.kind
     for text in site.scheduler.directives:
         if text.startswith("#"):
@@ -157,7 +157,7 @@ def _slurm_option(text: str) -> str:
     return _SHORT.get(match[1], "") if match else ""
 
 
-def _environment(site: JobSite) -> Iterator[Finding]:
+def _environment(site: JobSite) -> Iterator[HostFinding]:
     named = site.environment
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in named:
@@ -194,9 +194,9 @@ def duration(text: str) -> int | None:
     return days * 86400 + hours * 3600 + minutes * 60 + last
 
 
-def _bad(name: str, what: str, remedy: str) -> Finding:
-    return Finding(name, "fail", what, remedy)
+def _bad(name: str, what: str, remedy: str) -> HostFinding:
+    return HostFinding(name, "fail", what, remedy)
 
 
-def _odd(name: str, what: str, remedy: str) -> Finding:
-    return Finding(name, "warn", what, remedy)
+def _odd(name: str, what: str, remedy: str) -> HostFinding:
+    return HostFinding(name, "warn", what, remedy)

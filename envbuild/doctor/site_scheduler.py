@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from envbuild.doctor import batch
 from envbuild.doctor.ask import ask, find
-from envbuild.doctor.model import Finding
+from envbuild.doctor.model import HostFinding
 from envbuild.doctor.site_rules import duration
 from envbuild.site.job_site import JobSite
 from envbuild.toml import closest
@@ -24,7 +24,7 @@ def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
     return kind == "none"
 
 
-def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     kind = site.scheduler.kind
     if kind == "slurm":
         yield from _slurm(site, variables)
@@ -35,13 +35,13 @@ def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[Fin
         elif site.scheduler.partition and site.scheduler.partition not in known:
             yield _unknown("queue", site.scheduler.partition, known)
         else:
-            yield Finding(
+            yield HostFinding(
                 "[scheduler] kind", "ok", f"PBS answers; queues {', '.join(known) or 'none'}"
             )
     elif kind == "kubernetes":
         yield from _kubernetes(site, variables)
     else:
-        yield Finding(
+        yield HostFinding(
             "[scheduler] kind",
             "info",
             "none: `envbuild job` needs --scheduler",
@@ -49,7 +49,7 @@ def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[Fin
         )
 
 
-def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     found = batch.partitions(variables)
     if found is None:
         yield elsewhere("[scheduler] kind", "no Slurm answers on this host")
@@ -61,7 +61,7 @@ def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
             yield _unknown("partition", wanted, [p.name for p in found])
         else:
             names = ", ".join(p.name for p in found)
-            yield Finding(
+            yield HostFinding(
                 "[scheduler] partition",
                 "fail",
                 "is not said, and Slurm has no default",
@@ -69,10 +69,10 @@ def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
             )
         return
     (partition,) = chosen
-    yield Finding("[scheduler] partition", "ok", f"{partition.name}, {partition.nodes} nodes")
+    yield HostFinding("[scheduler] partition", "ok", f"{partition.name}, {partition.nodes} nodes")
     most, asked = duration(partition.time), duration(site.scheduler.time)
     if most is not None and asked is not None and asked > most:
-        yield Finding(
+        yield HostFinding(
             "[scheduler] time",
             "fail",
             f"{site.scheduler.time} is more than {partition.name} allows, {partition.time}",
@@ -89,7 +89,7 @@ def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
         if value > has:
             said = memory if key == "memory" else value
             unit = " MB" if key == "memory" else ""
-            yield Finding(
+            yield HostFinding(
                 f"[node] {key}",
                 "fail",
                 f"{said} asked for; a node of {partition.name} has {has}{unit}",
@@ -97,7 +97,7 @@ def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding]:
+def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     tool = find("kubectl", variables)
     if tool is None:
         yield elsewhere("[scheduler] kind", "kubectl is not on this host")
@@ -113,7 +113,7 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding
     if code != 0 and "NotFound" not in said:
         yield elsewhere("[scheduler] kind", "no cluster answers to kubectl")
     elif code != 0:
-        yield Finding(
+        yield HostFinding(
             "[kubernetes] namespace",
             "fail",
             f"there is no namespace {site.kubernetes.namespace}",
@@ -123,28 +123,28 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[Finding
         code, said = ask([*base, f"persistentvolumeclaim/{claim}"], variables)
         lost = code != 0 and "NotFound" in said
         what = f"there is no claim {claim} in {site.kubernetes.namespace}" if lost else claim
-        yield Finding(
+        yield HostFinding(
             "[kubernetes] claim", "fail" if lost else "ok", what, "kubectl get pvc" if lost else ""
         )
 
 
-def missing(name: str, what: str, here: bool, remedy: str) -> Finding:
+def missing(name: str, what: str, here: bool, remedy: str) -> HostFinding:
     """What must be on nodes and is not on this host: wrong where this is one of the site's hosts."""
     if here:
-        return Finding(name, "fail", what, remedy)
-    return Finding(
+        return HostFinding(name, "fail", what, remedy)
+    return HostFinding(
         name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", remedy
     )
 
 
-def elsewhere(name: str, why: str) -> Finding:
-    return Finding(name, "info", f"cannot be judged here: {why}", "run this on a login node")
+def elsewhere(name: str, why: str) -> HostFinding:
+    return HostFinding(name, "info", f"cannot be judged here: {why}", "run this on a login node")
 
 
-def _unknown(what: str, name: str, known: list[str]) -> Finding:
+def _unknown(what: str, name: str, known: list[str]) -> HostFinding:
     near = closest(name, known)
     meant = f"; did you mean {near!r}?" if near else ""
-    return Finding(
+    return HostFinding(
         "[scheduler] partition",
         "fail",
         f"there is no {what} {name!r}{meant}",

@@ -11,7 +11,7 @@ from functools import partial
 
 import envbuild
 from envbuild.doctor.ask import ask, find, first_line
-from envbuild.doctor.model import Finding, Host
+from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.run import together
 from envbuild.site.settings import site_files
 
@@ -56,16 +56,16 @@ _MODULES = {
 _DISTRIBUTIONS = {"rattler": "py-rattler"}
 
 
-def envbuild_itself(host: Host) -> Iterator[Finding]:
+def envbuild_itself(host: Host) -> Iterator[HostFinding]:
     """The versions of envbuild and Python, and whether what envbuild imports is here."""
     version = f"envbuild {envbuild.__version__}, Python {platform.python_version()}"
-    yield Finding(
+    yield HostFinding(
         "envbuild", "ok", f"{version} ({sys.executable})",
         facts={"version": envbuild.__version__, "python": platform.python_version(), "machine": platform.machine()},
     )  # fmt: skip
     lacking = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     uses = ", ".join(sorted({_MODULES[name] for name in lacking}))
-    yield Finding(
+    yield HostFinding(
         "packages",
         "fail" if lacking else "ok",
         f"missing: {', '.join(lacking)} (for {uses})" if lacking else f"{len(_MODULES)} imported",
@@ -74,10 +74,10 @@ def envbuild_itself(host: Host) -> Iterator[Finding]:
     )
 
 
-def configuration(host: Host) -> Iterator[Finding]:
+def configuration(host: Host) -> Iterator[HostFinding]:
     """Whether site.toml and pip's configuration can be read."""
     if host.problem:
-        yield Finding(
+        yield HostFinding(
             "configuration",
             "fail",
             host.problem,
@@ -87,10 +87,10 @@ def configuration(host: Host) -> Iterator[Finding]:
     there = [str(path) for path in site_files(host.variables) if path.is_file()]
     what = ", ".join(there) if there else "none; defaults are in force"
     remedy = "" if there else "`envbuild site init` writes one for this host"
-    yield Finding("configuration", "ok" if there else "info", what, remedy, {"files": there})
+    yield HostFinding("configuration", "ok" if there else "info", what, remedy, {"files": there})
 
 
-def uv(host: Host) -> Iterator[Finding]:
+def uv(host: Host) -> Iterator[HostFinding]:
     """uv, which resolves and installs."""
     if host.environment is None:
         return
@@ -98,12 +98,12 @@ def uv(host: Host) -> Iterator[Finding]:
     code, said = ask([path, "--version"], host.variables)
     if code != 0:
         remedy = "pip install --force-reinstall uv"
-        yield Finding("uv", "fail", f"{path}: {first_line(said) or 'does not start'}", remedy)
+        yield HostFinding("uv", "fail", f"{path}: {first_line(said) or 'does not start'}", remedy)
         return
-    yield Finding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})
+    yield HostFinding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})
 
 
-def programs(host: Host) -> Iterator[Finding]:
+def programs(host: Host) -> Iterator[HostFinding]:
     """Every program of the list that is here, and one finding for those that are not."""
     found: dict[str, tuple[str, int | None, str]] = {}
 
@@ -122,21 +122,23 @@ def programs(host: Host) -> Iterator[Finding]:
         if code is None or code in _UNSTARTED or (code != 0 and match is None):
             remedy = f"repair or remove it; it {use}" if use.startswith("starts") else ""
             why = first_line(said) or f"exit {code}"
-            yield Finding(name, "warn", f"{path}: {why}", remedy, {"path": path, "works": False})
+            yield HostFinding(
+                name, "warn", f"{path}: {why}", remedy, {"path": path, "works": False}
+            )
         else:
             version = match[0] if match else first_line(said, 60)
             facts = {"path": path, "version": match and match[0], "works": True}
-            yield Finding(name, "ok", f"{version} ({path})", facts=facts)
+            yield HostFinding(name, "ok", f"{version} ({path})", facts=facts)
     absent = [name for name in _PROGRAMS if name not in found]
     if absent:
-        yield Finding("not installed", "info", ", ".join(absent), facts={"programs": absent})
+        yield HostFinding("not installed", "info", ", ".join(absent), facts={"programs": absent})
 
 
-def modules(host: Host) -> Iterator[Finding]:
+def modules(host: Host) -> Iterator[HostFinding]:
     """Environment modules: whether batch shells have `module`, and which file defines it."""
     bash = find("bash", host.variables)
     if bash is None:
-        yield Finding("modules", "warn", "bash is not installed", "job scripts need bash")
+        yield HostFinding("modules", "warn", "bash is not installed", "job scripts need bash")
         return
     init = module_init(host)
     code, said = ask([bash, "-c", "type -t module"], host.variables)
@@ -145,11 +147,13 @@ def modules(host: Host) -> Iterator[Finding]:
     login = code == 0 and "function" in said.split()
     facts = {"here": here, "login": login, "init": init}
     if not (here or login or init):
-        yield Finding("modules", "info", "none (neither Lmod nor Environment Modules)", facts=facts)
+        yield HostFinding(
+            "modules", "info", "none (neither Lmod nor Environment Modules)", facts=facts
+        )
         return
     shells = "all shells" if here else "login shells" if login else "no shell by itself"
     remedy = "" if here or not init else f'[modules] init = "{init}" for batch jobs'
-    yield Finding(
+    yield HostFinding(
         "modules", "ok", f"defined in {shells}; {init or 'its file was not found'}", remedy, facts
     )
 

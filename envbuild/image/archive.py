@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import decompressed, open_layer
-from envbuild.image.contents import Contents
+from envbuild.image.contents import ArchiveContents
 from envbuild.image.entry import Entry
 from envbuild.image.layer import header
 from envbuild.image.layout import from_index, same_tag
@@ -25,14 +25,15 @@ from envbuild.image.model import (
     OCI_CONFIG,
     OCI_MANIFEST,
     Descriptor,
-    Manifest,
+    ImageManifest,
     canonical,
     digest_of,
     is_digest,
     parse_config,
 )
 from envbuild.image.pulled import Pulled, check_image
-from envbuild.image.untar import Source, members
+from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.untar import members
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -79,8 +80,8 @@ def read_stream(
     stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None
 ) -> Pulled:
     """As `read_archive`, from a stream that need not seek; `where` names it in messages."""
-    found = Contents(where, blobs)
-    source = Source(decompressed(stream, where), where)
+    found = ArchiveContents(where, blobs)
+    source = PositionedStream(decompressed(stream, where), where)
     for member in members(source):
         found.take(member, source)
     source.finish()
@@ -169,7 +170,7 @@ def _unpacked(path: Path, name: str) -> tuple[str, int]:
     return f"sha256:{seen.hexdigest()}", size
 
 
-def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> Pulled:
+def _from_manifest_json(found: ArchiveContents, tag: str | None, arch: str | None) -> Pulled:
     where = f"{found.where}: manifest.json"
     image = pick_image(listed_images(found.small("manifest.json"), where), where, tag)
     raw = found.small(image.config)
@@ -188,7 +189,7 @@ def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> P
         }
     )
     found.blobs.add(manifest)
-    made = Manifest(manifest, OCI_MANIFEST, about, tuple(layers))
+    made = ImageManifest(manifest, OCI_MANIFEST, about, tuple(layers))
     check_image(made, config, arch, found.where)
     pulled = Pulled(made, config, found.blobs)
     _check_diff_ids(pulled, found.where)
@@ -196,7 +197,7 @@ def _from_manifest_json(found: Contents, tag: str | None, arch: str | None) -> P
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ManifestItem:
     """An item of manifest.json."""
 
     config: str
@@ -204,12 +205,12 @@ class Listed:
     layers: tuple[str, ...]
 
 
-def listed_images(raw: bytes, where: str) -> list[Listed]:
+def listed_images(raw: bytes, where: str) -> list[ManifestItem]:
     """The items of a manifest.json. Raises BuildError, naming `where`, when it is none."""
     try:
         listed = json.loads(raw)
         return [
-            Listed(
+            ManifestItem(
                 _string(item["Config"]),
                 tuple(map(_string, item.get("RepoTags") or ())),
                 tuple(map(_string, item["Layers"] or ())),
@@ -226,7 +227,7 @@ def _string(value: object) -> str:
     return value
 
 
-def pick_image(images: list[Listed], where: str, tag: str | None) -> Listed:
+def pick_image(images: list[ManifestItem], where: str, tag: str | None) -> ManifestItem:
     """The image that has `tag`, or with None the only one. Raises BuildError, naming what there is."""
     meant = [
         image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)

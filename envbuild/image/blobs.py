@@ -67,7 +67,7 @@ class Blobs:
         return place
 
     @contextlib.contextmanager
-    def new(self) -> Iterator[tuple[BinaryIO, _Place]]:
+    def new(self) -> Iterator[tuple[BinaryIO, _BlobPlace]]:
         """A file for a blob whose digest is known only once it is written, and what puts it in place."""
         folder = self.root / "sha256"
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,13 @@ class Blobs:
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as stream:
-                yield stream, _Place(self, temporary)
+                yield stream, _BlobPlace(self, temporary)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BlobPlace:
     blobs: Blobs
     temporary: Path
 

@@ -18,7 +18,7 @@ from envbuild.image.model import (
     OCI_LAYER_ZSTD,
     Descriptor,
 )
-from envbuild.image.untar import Member, Source
+from envbuild.image.tar_stream import Member, PositionedStream
 
 _CHUNK = 1 << 20
 _LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
@@ -28,7 +28,7 @@ _MAX_LINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ArchiveContents:
     """The files of the archive that `where` names, as blobs, by their names in it.
 
     Layers can only be told from configurations by manifest.json, which may come last; so all are kept.
@@ -39,7 +39,7 @@ class Contents:
     files: dict[str, Descriptor] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
-    def take(self, member: Member, source: Source) -> None:
+    def take(self, member: Member, source: PositionedStream) -> None:
         """Keep what `member` is: a file as a blob, a link as a link."""
         name = normal(member.name)
         self.files.pop(name, None)
@@ -70,7 +70,7 @@ class Contents:
         if not self.blobs.has(blob):
             raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
 
-    def _store(self, name: str, size: int, source: Source) -> Descriptor:
+    def _store(self, name: str, size: int, source: PositionedStream) -> Descriptor:
         seen = hashlib.sha256()
         head = b""
         left = size

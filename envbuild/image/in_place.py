@@ -18,7 +18,8 @@ from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import from_index
 from envbuild.image.model import MAX_MANIFEST, Descriptor, digest_of, is_digest, parse_config
 from envbuild.image.pulled import Pulled, check_architecture
-from envbuild.image.untar import Source, members
+from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.untar import members
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class _Index:
 def _index(stream: BinaryIO, where: str) -> _Index:
     ranges: dict[str, tuple[int, int]] = {}
     links: dict[str, str] = {}
-    source = Source(stream, where)
+    source = PositionedStream(stream, where)
     for member in members(source):
         name = normal(member.name)
         ranges.pop(name, None)

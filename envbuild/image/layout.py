@@ -21,8 +21,8 @@ from envbuild.image.model import (
     MAX_MANIFEST,
     OCI_INDEX,
     Descriptor,
-    Index,
-    Manifest,
+    ImageIndex,
+    ImageManifest,
     canonical,
     choose,
     json_object,
@@ -63,13 +63,13 @@ def from_index(
 ) -> Pulled:
     """The image that `index.json`, whose bytes are `raw`, has under `tag`. Raises BuildError."""
     index = parse(raw, f"{where}: index.json", OCI_INDEX)
-    if not isinstance(index, Index):
+    if not isinstance(index, ImageIndex):
         raise BuildError(f"{where}: index.json is not an image index")
     found = _pick(index, where, tag, arch)
     for _ in range(_DEPTH):
         _bring_small(found, where, bring)
         manifest = parse(blobs.read(found.digest), f"{where}: {found.digest}", found.media_type)
-        if isinstance(manifest, Manifest):
+        if isinstance(manifest, ImageManifest):
             _bring_small(manifest.config, where, bring)
             raw_config = blobs.read(manifest.config.digest)
             config = parse_config(raw_config, f"{where}: {manifest.config.digest}")
@@ -121,7 +121,7 @@ def _short(name: str) -> str:
     return name.removeprefix("docker.io/").removeprefix("library/")
 
 
-def _pick(index: Index, where: str, tag: str | None, arch: str | None) -> Descriptor:
+def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> Descriptor:
     """The entry of `index.json` that is meant."""
     named = index.manifests
     if tag is not None:
@@ -132,7 +132,7 @@ def _pick(index: Index, where: str, tag: str | None, arch: str | None) -> Descri
         return next(iter(distinct.values()))
     of_arch = [item for item in distinct.values() if arch and item.arch == GOARCH[arch]]
     if named and all(item.arch for item in named) and len(of_arch) < 2:
-        return _of_arch(Index(index.raw, index.media_type, named), where, arch)
+        return _of_arch(ImageIndex(index.raw, index.media_type, named), where, arch)
     names = sorted({name for item in index.manifests for name in _names(item)})
     has = f"it has {', '.join(names) or 'none with a tag'}"
     if tag is not None and not named:
@@ -151,7 +151,7 @@ def _called(item: Descriptor, tag: str) -> bool:
     return any(same_tag(tag, name) for name in _names(item))
 
 
-def _of_arch(index: Index, where: str, arch: str | None) -> Descriptor:
+def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
     if arch is not None:
         return choose(index, arch, where)
     # Attestations are listed beside images, for a platform that is unknown.
@@ -212,7 +212,7 @@ def _link_all(folder: Path, blobs: Blobs, image: Descriptor) -> None:
         blob = todo.pop()
         _link(folder, blobs, blob)
         manifest = parse(blobs.read(blob.digest), blob.digest, blob.media_type)
-        if isinstance(manifest, Index):
+        if isinstance(manifest, ImageIndex):
             todo += manifest.manifests
         else:
             for part in (manifest.config, *manifest.layers):

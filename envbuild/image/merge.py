@@ -12,8 +12,9 @@ from typing import BinaryIO
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.sparse import Unpacked
-from envbuild.image.tree import Node, Root
-from envbuild.image.untar import Member, Part, Source, members
+from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.tree import MergedTree, Node
+from envbuild.image.untar import Slice, members
 
 # A layer's name, for messages, and what opens its uncompressed tar at the start; it is closed after use.
 LayerSource = tuple[str, Callable[[], BinaryIO]]
@@ -66,11 +67,11 @@ class Merged:
                 places = sorted(place for place in known if place[0] == layer)
                 name, start = self._sources[layer]
                 with start() as stream:
-                    source = Source(stream, name)
+                    source = PositionedStream(stream, name)
                     for place in places:
                         member = self._members[place]
                         source.go(member.offset)
-                        part = Part(source, member.stored)
+                        part = Slice(source, member.stored)
                         content: Readable = part
                         if member.pieces is not None:
                             content = Unpacked(part, member.size, member.pieces)
@@ -93,7 +94,7 @@ class Merging:
     """Layers that are merged one after another, the lowest first."""
 
     def __init__(self) -> None:
-        self._root = Root()
+        self._root = MergedTree()
         self.files: dict[tuple[int, int], Member] = {}
         """After `entries`: the members that files come from, by layer and number."""
 
@@ -123,7 +124,7 @@ class Merging:
 
 def _members(name: str, start: Callable[[], BinaryIO]) -> Iterator[Member]:
     with start() as stream:
-        source = Source(stream, name)
+        source = PositionedStream(stream, name)
         yield from members(source)
         source.finish()
 

@@ -79,7 +79,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ImageManifest:
     """An image for one platform; `raw` are its bytes as they were published."""
 
     raw: bytes
@@ -97,7 +97,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class ImageIndex:
     """The manifests of a multi-platform image."""
 
     raw: bytes
@@ -130,7 +130,7 @@ def canonical(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | Index:
+def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifest | ImageIndex:
     """A manifest or an index from its bytes; `media_type` is what the server called it, if it said so.
 
     Raises BuildError, naming `where`, for anything that is neither, or that is not what it says it is.
@@ -144,10 +144,10 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | I
         kind = _guess(data) or kind
     if kind in INDEXES:
         listed = _list(data, "manifests", where)
-        return Index(raw, kind, tuple(_descriptor(item, where) for item in listed))
+        return ImageIndex(raw, kind, tuple(_descriptor(item, where) for item in listed))
     if kind in MANIFESTS:
         layers = tuple(_descriptor(item, where) for item in _list(data, "layers", where))
-        return Manifest(raw, kind, _descriptor(data.get("config"), where), layers)
+        return ImageManifest(raw, kind, _descriptor(data.get("config"), where), layers)
     hint = None
     if "schemaVersion" in data and data["schemaVersion"] == 1:
         hint = (
@@ -156,7 +156,7 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> Manifest | I
     raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
 
 
-def docker_manifest(manifest: Manifest) -> Manifest:
+def docker_manifest(manifest: ImageManifest) -> ImageManifest:
     """`manifest` in Docker's form (image manifest V2 schema 2), which has no annotations; its blobs stay the same."""
 
     def named(blob: Descriptor) -> Descriptor:
@@ -171,10 +171,10 @@ def docker_manifest(manifest: Manifest) -> Manifest:
             "layers": [layer.as_json() for layer in layers],
         }
     )
-    return Manifest(raw, DOCKER_MANIFEST, config, layers)
+    return ImageManifest(raw, DOCKER_MANIFEST, config, layers)
 
 
-def choose(index: Index, arch: str, where: str) -> Descriptor:
+def choose(index: ImageIndex, arch: str, where: str) -> Descriptor:
     """The manifest of `index` for linux on `arch` (x86_64, aarch64). Raises BuildError when it has none."""
     wanted = GOARCH[arch]
     for item in index.manifests:

@@ -7,19 +7,21 @@ from typing import Any
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import GOARCH, Manifest
+from envbuild.image.model import GOARCH, ImageManifest
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """An image that was read: `config` is its configuration, `blobs` hold every blob it names."""
 
-    manifest: Manifest
+    manifest: ImageManifest
     config: dict[str, Any]
     blobs: Blobs
 
 
-def check_image(manifest: Manifest, config: dict[str, Any], arch: str | None, where: str) -> None:
+def check_image(
+    manifest: ImageManifest, config: dict[str, Any], arch: str | None, where: str
+) -> None:
     """Raise BuildError when the image is for another architecture than `arch` (x86_64, aarch64; None:
     any), or when its configuration counts other layers than its manifest."""
     check_architecture(config, arch, where)

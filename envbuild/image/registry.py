@@ -27,7 +27,7 @@ from envbuild.image.registry_http import Transport, Wire
 from envbuild.image.registry_pull import Advance
 from envbuild.image.registry_push import Pushed
 from envbuild.image.registry_upload import CHUNK
-from envbuild.image.retry import Failed
+from envbuild.image.retry import RequestFailed
 
 _WORKERS = 4
 # A mirror is a help: one that falters must not hold up the registry itself.
@@ -139,7 +139,7 @@ def _told(registry: Registry, what: str) -> Iterator[None]:
     """A failure inside becomes an error for a user."""
     try:
         yield
-    except Failed as error:
+    except RequestFailed as error:
         raise complain(what, [(registry.endpoint, error)]) from None
 
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from envbuild.image.credentials import Credentials
 from envbuild.image.registry_http import Wire, failure, read_all, split
-from envbuild.image.retry import Failed, patiently
+from envbuild.image.retry import RequestFailed, patiently
 
 _MAX_TOKEN = 1 << 20
 _CLIENT = "envbuild"
@@ -118,9 +118,9 @@ class Login:
             else:
                 fields += [("scope", scope) for scope in scopes]
                 data = patiently(lambda: self._get(realm, fields, known, stop), self.retries, stop)
-        except Failed as error:
+        except RequestFailed as error:
             who = f" with the credentials from {known.source}" if known else ""
-            raise Failed(
+            raise RequestFailed(
                 f"no token from {server or 'a server that it does not name'}{who}: {error}",
                 status=error.status,
             ) from None
@@ -163,7 +163,7 @@ def _token(data: bytes, server: str) -> tuple[str, float]:
     except (ValueError, AttributeError, TypeError):
         token, life = None, 0.0
     if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable():
-        raise Failed(f"the answer of {server} holds no token")
+        raise RequestFailed(f"the answer of {server} holds no token")
     # A little less than it says, for the time that a request is under way.
     return f"Bearer {token}", time.monotonic() + max(life, 10.0) * 0.9
 

@@ -12,7 +12,7 @@ from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES
 from envbuild.image.registry_auth import Login
 from envbuild.image.registry_http import Body, Wire, failure, origin, split
-from envbuild.image.retry import Failed, patiently
+from envbuild.image.retry import RequestFailed, patiently
 
 if TYPE_CHECKING:
     import requests
@@ -34,7 +34,7 @@ class Endpoint:
     login: Login
     retries: int
     # Why no request can succeed; set for a mirror that does not answer, so that it is asked once only.
-    dead: Failed | None = None
+    dead: RequestFailed | None = None
 
     def url(self, path: str) -> str:
         """The URL of `path` below the repository."""
@@ -70,7 +70,7 @@ class Endpoint:
         """The URL that an answer's Location names. Raises Failed when it has none."""
         location = response.headers.get("Location")
         if not location:
-            raise Failed(f"its answer HTTP {response.status_code} lacks a Location")
+            raise RequestFailed(f"its answer HTTP {response.status_code} lacks a Location")
         split(location)  # urljoin has errors of its own for what is none
         target = split(urljoin(response.url, location))
         own = split(self.base)
@@ -122,17 +122,17 @@ class Endpoint:
                 return response
             with response:
                 url = self.follow(response)
-        raise Failed(f"redirected more than {_MOST_REDIRECTS} times")
+        raise RequestFailed(f"redirected more than {_MOST_REDIRECTS} times")
 
 
-def complain(what: str, failures: Sequence[tuple[Endpoint, Failed]]) -> BuildError:
+def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
     """The error for a user, who wanted `what`: what each source answered, and what to do about the last."""
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
     return BuildError(f"{what}: {answers}", _hint(endpoint, last))
 
 
-def _hint(endpoint: Endpoint, error: Failed) -> str | None:
+def _hint(endpoint: Endpoint, error: RequestFailed) -> str | None:
     text = str(error).lower()
     host = endpoint.name
     if error.status in (401, 403):

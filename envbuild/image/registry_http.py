@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from envbuild.image.retry import PASSING, Failed, Stopped, retry_after
+from envbuild.image.retry import PASSING, RequestFailed, Stopped, retry_after
 
 if TYPE_CHECKING:
     import requests
@@ -82,13 +82,15 @@ class Wire:
         """
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Failed("it names an address that is neither http nor https")
+            raise RequestFailed("it names an address that is neither http nor https")
         if (
             parts.scheme == "http"
             and not self.plain
             and not self.transport.is_insecure(parts.netloc)
         ):
-            raise Failed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
+            raise RequestFailed(
+                f"it leads to plain HTTP at {parts.netloc}, which is not named insecure"
+            )
         try:
             response = self._opened().request(
                 method,
@@ -106,7 +108,7 @@ class Wire:
             if _is_small(response):
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' own are OSErrors, bad URLs ValueErrors
-            raise Failed(reason_of(error), passing=_passing(error, self._alive)) from None
+            raise RequestFailed(reason_of(error), passing=_passing(error, self._alive)) from None
         self._alive = True
         return response
 
@@ -142,7 +144,7 @@ def _session() -> requests.Session:
     import requests
     from requests.adapters import HTTPAdapter
 
-    class Adapter(HTTPAdapter):
+    class LargeBlockAdapter(HTTPAdapter):
         """Reads bodies to send in larger blocks than http.client's 16 KiB."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
@@ -155,8 +157,8 @@ def _session() -> requests.Session:
             return None
 
     session = Session()
-    session.mount("https://", Adapter())
-    session.mount("http://", Adapter())
+    session.mount("https://", LargeBlockAdapter())
+    session.mount("http://", LargeBlockAdapter())
     session.headers["User-Agent"] = "envbuild"
     session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     return session
@@ -173,7 +175,7 @@ def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes
         try:
             block = next(stream, b"")
         except RequestException as error:
-            raise Failed(reason_of(error), passing=True) from None
+            raise RequestFailed(reason_of(error), passing=True) from None
         if not block:
             return
         yield block
@@ -185,18 +187,18 @@ def read_all(response: requests.Response, limit: int, stop: threading.Event) -> 
     for block in blocks(response, stop):
         data += block
         if len(data) > limit:
-            raise Failed(f"it sent more than {limit} bytes where so much cannot be")
+            raise RequestFailed(f"it sent more than {limit} bytes where so much cannot be")
     return bytes(data)
 
 
-def failure(response: requests.Response) -> Failed:
+def failure(response: requests.Response) -> RequestFailed:
     """What an answer with an error status says."""
     code = response.status_code
     text = f"HTTP {code} {response.reason or ''}".strip()
     if said := _said(response):
         text += f": {said}"
     wait = retry_after(response.headers.get("Retry-After"))
-    return Failed(text, status=code, passing=code in PASSING, wait_s=wait)
+    return RequestFailed(text, status=code, passing=code in PASSING, wait_s=wait)
 
 
 def split(url: str) -> SplitResult:
@@ -205,7 +207,7 @@ def split(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port  # read here, since it is checked only when it is read
     except ValueError:
-        raise Failed("it names an address that is no URL") from None
+        raise RequestFailed("it names an address that is no URL") from None
     return parts
 
 
@@ -263,7 +265,7 @@ def _said(response: requests.Response) -> str:
         parts = [part for part in (first.get("code"), first.get("message")) if part]
         if isinstance(first.get("detail"), str):
             parts.append(first["detail"])
-    except (Failed, ValueError, LookupError, TypeError, AttributeError):
+    except (RequestFailed, ValueError, LookupError, TypeError, AttributeError):
         return ""
     text = " ".join(": ".join(map(str, parts)).split())[:300]
     return _USERINFO.sub("****@", text)

@@ -28,7 +28,7 @@ from envbuild.image.model import (
 )
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_http import BLOCK, blocks, read_all
-from envbuild.image.retry import Failed, Stopped, patiently, pause
+from envbuild.image.retry import RequestFailed, Stopped, patiently, pause
 
 T = TypeVar("T")
 Advance = Callable[[int], None]
@@ -112,7 +112,7 @@ def _first(sources: Sequence[Endpoint], get: Callable[[Endpoint], T], what: str)
             if source.dead is not None:
                 raise source.dead
             return get(source)
-        except Failed as error:
+        except RequestFailed as error:
             failures.append((source, error))
             if error.status is None and not error.passing and source is not sources[-1]:
                 source.dead = source.dead or error
@@ -133,7 +133,7 @@ def _manifest(source: Endpoint, pointer: str, stop: threading.Event) -> tuple[by
     return raw, media_type.partition(";")[0].strip()
 
 
-class Wrong(Failed):
+class Wrong(RequestFailed):
     """Content that is not what was asked for. The server answers, so that it is not dead."""
 
     def __init__(self, reason: str) -> None:
@@ -166,7 +166,7 @@ class _Download:
         while self.have < self.blob.size or not self._is_right():
             try:
                 self._receive(source)
-            except Failed as error:
+            except RequestFailed as error:
                 most, tries = (self.have, 0) if self.have > most else (most, tries + 1)
                 if not error.passing or tries > source.retries:
                     self.inherited = self.have > 0
@@ -194,7 +194,7 @@ class _Download:
             if self.have and start != self.have:
                 self._rewind()
                 if start != 0:
-                    raise Failed("it does not send the rest of the blob", passing=True)
+                    raise RequestFailed("it does not send the rest of the blob", passing=True)
             if total not in (None, self.blob.size):
                 self._rewind()
                 raise Wrong(f"its blob has {total} bytes, not {self.blob.size}")
@@ -206,7 +206,7 @@ class _Download:
                 self._note(block)
         if self.have < self.blob.size:
             text = f"its answer ended after {self.have} of {self.blob.size} bytes"
-            raise Failed(text, passing=True)
+            raise RequestFailed(text, passing=True)
 
     def _note(self, block: bytes) -> None:
         self._sha.update(block)

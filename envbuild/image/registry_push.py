@@ -17,7 +17,7 @@ from envbuild.image.model import Descriptor, digest_of
 from envbuild.image.parallel import each
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, push_blob
-from envbuild.image.retry import Failed
+from envbuild.image.retry import RequestFailed
 
 Advance = Callable[[int], None]
 _WORKERS = 4
@@ -42,12 +42,12 @@ def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -
             if answer.status_code == 201:
                 return True
             location = endpoint.follow(answer)  # it began an upload in place of a mount
-    except Failed as error:
+    except RequestFailed as error:
         if error.status in (400, 401, 403, 404, 405):
             return False
         raise
     ok = (204, 202, 200)
-    with contextlib.suppress(Failed):  # the registry forgets it after a while
+    with contextlib.suppress(RequestFailed):  # the registry forgets it after a while
         endpoint.request("DELETE", location, stop, scopes=scopes[:1], ok=ok, retries=0).close()
     return False
 
@@ -67,7 +67,7 @@ def put_manifest(
     ) as answer:
         digest = digest_of(raw)
         if answer.headers.get("Docker-Content-Digest", digest) != digest:
-            raise Failed(f"it took the manifest {digest} for another one", status=200)
+            raise RequestFailed(f"it took the manifest {digest} for another one", status=200)
         return digest
 
 
@@ -91,7 +91,7 @@ def push(
             else:
                 push_blob(endpoint, blob, blobs.path(blob.digest), moved, stop)
                 return "uploaded"
-        except Failed as error:
+        except RequestFailed as error:
             raise complain(f"{what}: pushing blob {blob.digest}", [(endpoint, error)]) from None
         except OSError as error:
             raise BuildError(f"{blobs.path(blob.digest)}: {error.strerror}") from error

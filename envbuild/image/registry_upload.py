@@ -18,7 +18,7 @@ from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
 from envbuild.image.registry_http import BLOCK, Body
-from envbuild.image.retry import Failed, Stopped, pause
+from envbuild.image.retry import RequestFailed, Stopped, pause
 
 if TYPE_CHECKING:
     import requests
@@ -80,7 +80,7 @@ class _Upload:
         while not self.done:
             try:
                 self._step()
-            except Failed as error:
+            except RequestFailed as error:
                 if self._in_another_way(error):
                     continue
                 tries += 1
@@ -105,7 +105,7 @@ class _Upload:
         small = self.offset == 0 and self.blob.size <= self.chunk
         return self.whole or small or self.offset == self.blob.size
 
-    def _in_another_way(self, error: Failed) -> bool:
+    def _in_another_way(self, error: RequestFailed) -> bool:
         """Set right what `error` leaves behind; raises it when trying again will not help.
 
         Returns whether to go on at once, since it was not a fault but a way that the registry lacks.
@@ -161,7 +161,9 @@ class _Upload:
             offset = _received(answer.headers.get("Range"), end)
             self._moved_to(answer)
         if not start < offset <= end:
-            raise Failed(f"it says that it has {offset} bytes after {end} were sent", passing=True)
+            raise RequestFailed(
+                f"it says that it has {offset} bytes after {end} were sent", passing=True
+            )
         self.offset = offset
         self._tell(offset)
 

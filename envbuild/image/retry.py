@@ -15,7 +15,7 @@ _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 60.0
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A request that was not served; the text says why, without credentials.
 
     `status` is None when there was no answer; `passing` when another try may help, after `wait_s`
@@ -46,14 +46,14 @@ def patiently(action: Callable[[], T], retries: int, stop: threading.Event) -> T
     while True:
         try:
             return action()
-        except Failed as error:
+        except RequestFailed as error:
             if not error.passing or attempt >= retries:
                 raise
             pause(attempt, error, stop)
             attempt += 1
 
 
-def pause(attempt: int, error: Failed, stop: threading.Event) -> None:
+def pause(attempt: int, error: RequestFailed, stop: threading.Event) -> None:
     """Wait before another try: as the server said, else twice as long each time, less some chance."""
     wait = error.wait_s
     if wait is None:

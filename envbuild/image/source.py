@@ -19,7 +19,7 @@ _USER = re.compile(r"[^@/#:\s]+(?=@)")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImageSource:
     """An image: `form` is docker (a registry's), docker-daemon, docker-archive or oci; `rest` is what
     follows it. `user` is whose credentials are to be used, "" for whoever's are found."""
 
@@ -63,7 +63,7 @@ class Source:
         return (stem or "image",)
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> ImageSource:
     """The image that `text` spells. Raises UsageError, saying how it should be written."""
     scheme, slashes, rest = text.partition("://")
     if not slashes:
@@ -71,9 +71,9 @@ def parse_source(text: str) -> Source:
         if colon and form in ("oci", "docker-archive", "docker-daemon"):
             return _of_form(form, path, text)
         if os.path.isdir(text):
-            return Source("oci", text)
+            return ImageSource("oci", text)
         if os.path.isfile(text):
-            return Source("docker-archive", text)
+            return ImageSource("docker-archive", text)
         scheme, rest = "docker", text
     if scheme == "docker":
         return _of_registry(rest, text)
@@ -89,14 +89,14 @@ def parse_source(text: str) -> Source:
     raise UsageError(f"--from {text!r}: unknown kind of source {scheme!r}", f"write {_HINT}")
 
 
-def _of_form(form: str, rest: str, text: str) -> Source:
+def _of_form(form: str, rest: str, text: str) -> ImageSource:
     if not rest:
         raise UsageError(f"--from {text!r}: nothing follows {form}:", f"write {_HINT}")
     if form == "docker-daemon":
         parse_reference(rest)
     elif not (folder_and_tag(rest)[0] if form == "oci" else Path(rest)).exists():
         raise UsageError(f"--from {text!r}: {rest} does not exist", f"write {_HINT}")
-    return Source(form, rest)
+    return ImageSource(form, rest)
 
 
 def folder_and_tag(text: str) -> tuple[Path, str | None]:
@@ -109,7 +109,7 @@ def folder_and_tag(text: str) -> tuple[Path, str | None]:
     return Path(text), None
 
 
-def _of_registry(rest: str, text: str) -> Source:
+def _of_registry(rest: str, text: str) -> ImageSource:
     user = ""
     match = _USER.match(rest)
     # A digest has an @ too, but behind a colon or a slash it never is a user.
@@ -126,4 +126,4 @@ def _of_registry(rest: str, text: str) -> Source:
         parse_reference(rest)
     except UsageError as error:
         raise UsageError(f"--from {error.message}", f"write {_HINT}") from None
-    return Source("docker", rest, user)
+    return ImageSource("docker", rest, user)

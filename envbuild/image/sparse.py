@@ -6,15 +6,11 @@ Source: GNU tar manual, appendix "Storing Sparse Files": the old GNU form (S), p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import Readable
+from envbuild.image.tar_stream import Member, Pieces, PositionedStream
 
-if TYPE_CHECKING:
-    from envbuild.image.untar import Member, Source
-
-Pieces = tuple[tuple[int, int], ...]  # (offset in the file, length), both in bytes
 _MAX_PIECES = 1 << 20
 _MAX_SIZE = (
     16 << 40
@@ -24,7 +20,10 @@ _CHUNK = 1 << 20
 
 
 def gnu_pieces(
-    block: bytes, source: Source, name: str, number: Callable[[bytes, Source], int]
+    block: bytes,
+    source: PositionedStream,
+    name: str,
+    number: Callable[[bytes, PositionedStream], int],
 ) -> tuple[int, Pieces]:
     """The real size and the map of an S member, whose map may go on in the blocks that follow."""
     size = number(block[483:495], source)
@@ -48,7 +47,7 @@ def gnu_pieces(
 
 
 def pax_pieces(
-    member: Member, pairs: list[tuple[str, bytes]], source: Source, name: str
+    member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream, name: str
 ) -> bytes | None:
     """Put the map and the real size that pax records tell into `member`; returns the real name if told."""
     values = dict(pairs)
@@ -116,7 +115,7 @@ def _chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
             position += len(data)
 
 
-def _stored_map(stored: int, source: Source, name: str) -> tuple[list[int], int]:
+def _stored_map(stored: int, source: PositionedStream, name: str) -> tuple[list[int], int]:
     """pax 1.0: the map stands before the data, one number a line, filled up to whole blocks."""
     numbers: list[int] = []
     text, taken, wanted = b"", 0, 1
@@ -140,7 +139,9 @@ def _stored_map(stored: int, source: Source, name: str) -> tuple[list[int], int]
     return numbers[1:], taken
 
 
-def _checked(numbers: list[int], size: int, stored: int, source: Source, name: str) -> Pieces:
+def _checked(
+    numbers: list[int], size: int, stored: int, source: PositionedStream, name: str
+) -> Pieces:
     pieces = tuple(zip(numbers[::2], numbers[1::2], strict=False))
     position = total = 0
     for offset, length in pieces:
@@ -153,11 +154,11 @@ def _checked(numbers: list[int], size: int, stored: int, source: Source, name: s
     return pieces
 
 
-def _natural(text: bytes, source: Source, name: str) -> int:
+def _natural(text: bytes, source: PositionedStream, name: str) -> int:
     if not text.isdigit() or len(text) > _DIGITS:
         raise _damaged(source, name)
     return int(text)
 
 
-def _damaged(source: Source, name: str) -> BuildError:
+def _damaged(source: PositionedStream, name: str) -> BuildError:
     return BuildError(f"{source.where}: {name}: the map of a sparse file is damaged")

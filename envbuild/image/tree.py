@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, HARDLINK, SYMLINK
-from envbuild.image.untar import Member
+from envbuild.image.tar_stream import Member
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
@@ -37,7 +37,7 @@ class Node:
         return member.link if member is not None and member.kind == SYMLINK else None
 
 
-class Root:
+class MergedTree:
     """The tree as the layers so far have made it."""
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
-from envbuild.image.sparse import Pieces, gnu_pieces, pax_pieces
+from envbuild.image.sparse import gnu_pieces, pax_pieces
+from envbuild.image.tar_stream import Member, PositionedStream
 
 _KINDS = {
     b"0": FILE,
@@ -30,78 +30,9 @@ _KINDS = {
 }
 _XATTR = "SCHILY.xattr."
 _ZEROS = bytes(512)
-_SKIP = 1 << 20
 # A name or a pax header is at most this long (bytes), as in Go's archive/tar.
 _MAX_SPECIAL = 1 << 20
 _MAX_SIZE = 1 << 62
-
-
-@dataclass(slots=True)
-class Member:
-    """One member as its headers describe it; names are as they stand there, in surrogate-escaped UTF-8.
-
-    `size` is what a reader of the file sees, in bytes; `stored` bytes lie in the archive at `offset`.
-    They differ for sparse files, of which `pieces` tells where the stored bytes belong.
-    """
-
-    name: str
-    kind: str
-    mode: int
-    uid: int
-    gid: int
-    mtime: int
-    size: int
-    link: str
-    device: tuple[int, int]
-    offset: int = 0
-    stored: int = 0
-    pieces: Pieces | None = None
-    xattrs: tuple[tuple[str, bytes], ...] = ()
-
-
-class Source:
-    """A stream with its position: seeks where it can, else reads and discards."""
-
-    def __init__(self, stream: BinaryIO, where: str) -> None:
-        self.where = where
-        self._stream = stream
-        self.position = 0
-        self._end: int | None = None
-        if stream.seekable():
-            self._end = stream.seek(0, 2)
-            stream.seek(0)
-
-    def read(self, size: int) -> bytes:
-        """`size` bytes, or less at the end."""
-        data = self._stream.read(size)
-        while len(data) < size and (more := self._stream.read(size - len(data))):
-            data += more
-        self.position += len(data)
-        return data
-
-    def exactly(self, size: int) -> bytes:
-        data = self.read(size)
-        if len(data) < size:
-            raise self.cut()
-        return data
-
-    def go(self, position: int) -> None:
-        """Pass over what lies before `position`. Raises BuildError when the stream ends sooner."""
-        if self._end is not None:
-            if position > self._end:
-                raise self.cut()
-            self._stream.seek(position)
-            self.position = position
-        while self.position < position:
-            self.exactly(min(position - self.position, _SKIP))
-
-    def finish(self) -> None:
-        """Read on to the end where there is no seeking: a checksum of the compressed data stands there."""
-        while self._end is None and self.read(_SKIP):
-            pass
-
-    def cut(self) -> BuildError:
-        return BuildError(f"{self.where}: the tar archive is cut short")
 
 
 @dataclass(slots=True)
@@ -114,7 +45,7 @@ class _Records:
     link: bytes | None = None
 
 
-def members(source: Source) -> Iterator[Member]:
+def members(source: PositionedStream) -> Iterator[Member]:
     """The members in their order; a member's data may be read from `source` before the next is asked for.
 
     Raises BuildError for what is not a tar archive, is cut short or holds members of unknown kinds.
@@ -156,14 +87,14 @@ def members(source: Source) -> Iterator[Member]:
         raise source.cut()
 
 
-def _no_tar(size: int, source: Source) -> BuildError:
+def _no_tar(size: int, source: PositionedStream) -> BuildError:
     return BuildError(
         f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512"
     )
 
 
 def _member(
-    block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: Source
+    block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream
 ) -> Member:
     name, link = _text(block[0:100]), _text(block[157:257])
     posix = block[257:263] == b"ustar\0"
@@ -214,7 +145,7 @@ def _member(
     return member
 
 
-def _special(source: Source, size: int) -> bytes:
+def _special(source: PositionedStream, size: int) -> bytes:
     if size > _MAX_SPECIAL:
         raise BuildError(f"{source.where}: an extended tar header of {size} bytes")
     data = source.exactly(size)
@@ -222,7 +153,7 @@ def _special(source: Source, size: int) -> bytes:
     return data
 
 
-def _records(data: bytes, source: Source) -> list[tuple[str, bytes]]:
+def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
     """The `length key=value` records of a pax header; a record without value says nothing."""
     found: list[tuple[str, bytes]] = []
     position = 0
@@ -239,7 +170,7 @@ def _records(data: bytes, source: Source) -> list[tuple[str, bytes]]:
     return found
 
 
-def _check_sum(block: bytes, source: Source) -> None:
+def _check_sum(block: bytes, source: PositionedStream) -> None:
     said = _number(block[148:156], source)
     rest = block[:148] + b" " * 8 + block[156:]
     if said != sum(rest):
@@ -253,7 +184,7 @@ def _text(raw: bytes) -> bytes:
     return raw.partition(b"\0")[0]
 
 
-def _number(raw: bytes, source: Source) -> int:
+def _number(raw: bytes, source: PositionedStream) -> int:
     """A header's number: octal digits with spaces and NULs around them, or base 256."""
     if raw[0] & 0x80:
         bits = 8 * len(raw) - 1
@@ -270,7 +201,7 @@ def _number(raw: bytes, source: Source) -> int:
     raise BuildError(f"{source.where}: not a tar archive, or damaged: {raw!r} is not a number")
 
 
-def _decimal(raw: bytes, source: Source) -> int:
+def _decimal(raw: bytes, source: PositionedStream) -> int:
     """A pax record's number; of a time its whole seconds, rounded down."""
     whole, _, fraction = raw.partition(b".")
     digits = whole.removeprefix(b"-")
@@ -279,10 +210,10 @@ def _decimal(raw: bytes, source: Source) -> int:
     return int(whole) - (whole.startswith(b"-") and fraction.strip(b"0") != b"")
 
 
-class Part:
+class Slice:
     """The next `size` bytes of a layer."""
 
-    def __init__(self, source: Source, size: int) -> None:
+    def __init__(self, source: PositionedStream, size: int) -> None:
         self._source, self._left = source, size
 
     def read(self, size: int = -1, /) -> bytes:

@@ -27,7 +27,7 @@ _PLACES: dict[Kind, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class JobInputs:
     """An artifact and what planning asks of it besides: its source-built `layers`, the version of its `nccl` ("" for
     torch's own), the recipe's [verify] table, and `packages`, None where nothing tells."""
 
@@ -45,7 +45,7 @@ def open_artifact(
     *,
     shared: str = "",
     unverified: bool = False,
-) -> Opened:
+) -> JobInputs:
     """The artifact that `named` means: a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a
     recipe, of which the first of `kinds` that was built is taken: in the current folder, or in `shared` ([paths]
     shared of the site), where jobs build.
@@ -68,7 +68,7 @@ def open_artifact(
 
 def _built(
     recipe: str, kinds: tuple[Kind, ...], target: str | None, shared: str, unverified: bool
-) -> Opened:
+) -> JobInputs:
     """The artifact of `recipe` where builds leave it."""
     tops = [Path("build") / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
@@ -106,7 +106,7 @@ def _places(
     return found
 
 
-def _local(path: Path, target: str | None, unverified: bool) -> Opened:
+def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     """A folder or an image file on this host, at a path that nodes see too."""
     from envbuild.image.blobs import file_digest
     from envbuild.verify.image_file import ENROOT, image_state, is_image_file, open_image_file
@@ -141,10 +141,10 @@ def _local(path: Path, target: str | None, unverified: bool) -> Opened:
         verified_at=receipt["verified_at"] if receipt else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
-    return Opened(artifact, state.layers, nccl_version(state), state.verify, packages)
+    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages)
 
 
-def _pushed(place: Path, target: str, unverified: bool) -> Opened:
+def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
     """The image whose receipt lies beside `place`, as envbuild pushed it."""
     receipt = _receipt(receipt_path(place))
     pushed = receipt["artifact"].get("pushed")
@@ -159,7 +159,7 @@ def _pushed(place: Path, target: str, unverified: bool) -> Opened:
 
 def _image(
     named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None
-) -> Opened:
+) -> JobInputs:
     """An image in a registry, by its digest; its receipt is looked for where builds leave it."""
     from envbuild.image.reference import parse_reference
 
@@ -195,7 +195,7 @@ def _image(
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
     told = (receipt or {}).get("packages")
     packages = frozenset(told) if isinstance(told, list) else None
-    return Opened(artifact, layers, nccl, (receipt or {}).get("settings"), packages)
+    return JobInputs(artifact, layers, nccl, (receipt or {}).get("settings"), packages)
 
 
 def _receipt_of(digest: str | None, target: str | None) -> dict[str, Any] | None:

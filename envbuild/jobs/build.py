@@ -8,8 +8,8 @@ from pathlib import PurePosixPath
 
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import work_key
-from envbuild.jobs.model import JobArtifact, JobPlan
-from envbuild.jobs.plan import JobRequest, scheduler_of
+from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
+from envbuild.jobs.plan import scheduler_of
 from envbuild.jobs.quote import path_word, word, words
 from envbuild.jobs.script import opening
 from envbuild.site.job_site import JobSite

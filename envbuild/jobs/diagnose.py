@@ -19,9 +19,9 @@ from envbuild.jobs.diagnose_exception import Exceptions
 from envbuild.jobs.diagnose_rules import (
     KINDS,
     Count,
+    DiagnosisRule,
     Kind,
-    Pattern,
-    Rule,
+    LinePattern,
     attempts,
     failures,
     progress,
@@ -56,7 +56,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DiagnosisFinding:
     """A rule that holds, with what it means here and the lines that show it."""
 
     id: str
@@ -83,7 +83,7 @@ class Diagnosis:
     """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
     `exception` is the program's first exception and where it was, told where no finding says as much."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DiagnosisFinding, ...]
     last: tuple[Evidence, ...]
     lines: int
     exception: tuple[Evidence, ...] = ()
@@ -137,9 +137,11 @@ class _Course:
         return self.trained[0] > order
 
 
-def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -> Diagnosis:
+def diagnose(
+    logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]
+) -> Diagnosis:
     """What the `logs`, (name, lines) each, tell by `rules`."""
-    seen: dict[Pattern, _Seen] = {}
+    seen: dict[LinePattern, _Seen] = {}
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
     counted = {count.line for rule in rules for count in rule.counts}
@@ -147,7 +149,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Rule]) -
     total = 0
     for name, lines in logs:
         course.logs += 1
-        here: dict[Pattern, _Seen] = {}
+        here: dict[LinePattern, _Seen] = {}
         for number, text in enumerate(lines, start=1):
             total += 1
             course.see(text, total)
@@ -223,8 +225,8 @@ def _shown(text: str, around: int = 0) -> str:
 
 
 def _found(
-    rule: Rule, seen: Mapping[Pattern, _Seen], course: _Course
-) -> tuple[int, Finding] | None:
+    rule: DiagnosisRule, seen: Mapping[LinePattern, _Seen], course: _Course
+) -> tuple[int, DiagnosisFinding] | None:
     """The finding of a rule that holds, with the number of its first line."""
     if any(pattern in seen for pattern in rule.none):
         return None
@@ -257,7 +259,7 @@ def _found(
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
-    return min((seen[pattern].order for pattern in shown), default=0), Finding(
+    return min((seen[pattern].order for pattern in shown), default=0), DiagnosisFinding(
         rule.id,
         rule.kind,
         redact(_filled(rule.cause, groups)) + alone,

@@ -29,14 +29,14 @@ _LONG = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobLogs:
     """Logs that belong together; `number` is the job's where that is known."""
 
     number: str
     logs: tuple[str, ...]
 
 
-def jobs_of(paths: Sequence[str]) -> list[Job]:
+def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
     """The logs by jobs: in a folder all jobs may lie that ran from there, told apart by the number in a log's name.
     Logs that are named one by one belong together.
 
@@ -48,8 +48,8 @@ def jobs_of(paths: Sequence[str]) -> list[Job]:
         for file in _files([path]):
             found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
     if len(found.keys() - {""}) < 2:
-        return [Job("", tuple(_files(paths)))]
-    return [Job(number, tuple(files)) for number, files in found.items()]
+        return [JobLogs("", tuple(_files(paths)))]
+    return [JobLogs(number, tuple(files)) for number, files in found.items()]
 
 
 def job_number(name: str) -> str:

@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class LinePattern:
     """A regular expression that is searched in lines; `needle` is in every line that it matches."""
 
     regex: re.Pattern[str]
@@ -34,7 +34,7 @@ class Count:
     another pattern of the rule that matched a number. With `distinct`, the different values of that group are counted.
     """
 
-    line: Pattern
+    line: LinePattern
     at_least: int = 0
     at_most: int = 1 << 60
     fewer_than: str = ""
@@ -43,7 +43,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DiagnosisRule:
     """One diagnosis. The higher its `rank`, the nearer to the root of the trouble; a symptom follows from a cause, a
     note is no failure. `source` names what prints its lines; `provoked` tells whether its test's log comes from a real
     failure.
@@ -59,18 +59,18 @@ class Rule:
     remedy: str
     source: str
     provoked: bool
-    all: tuple[Pattern, ...] = ()
-    any: tuple[Pattern, ...] = ()
-    none: tuple[Pattern, ...] = ()
-    also: tuple[Pattern, ...] = ()
-    ended: tuple[Pattern, ...] = ()
-    before: tuple[Pattern, ...] = ()
+    all: tuple[LinePattern, ...] = ()
+    any: tuple[LinePattern, ...] = ()
+    none: tuple[LinePattern, ...] = ()
+    also: tuple[LinePattern, ...] = ()
+    ended: tuple[LinePattern, ...] = ()
+    before: tuple[LinePattern, ...] = ()
     passes: bool = False
     alone: str = ""
     counts: tuple[Count, ...] = ()
 
     @property
-    def patterns(self) -> tuple[Pattern, ...]:
+    def patterns(self) -> tuple[LinePattern, ...]:
         """All that must be looked for."""
         return (
             *self.all,
@@ -90,39 +90,39 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
-def attempts() -> tuple[Pattern, ...]:
+def attempts() -> tuple[LinePattern, ...]:
     """What shows that a log goes on with another attempt of its job."""
     return tuple(_pattern(text) for text in _data()["attempts"])
 
 
 @functools.cache
-def progress() -> tuple[Pattern, ...]:
+def progress() -> tuple[LinePattern, ...]:
     """What shows that training goes on."""
     return tuple(_pattern(text) for text in _data()["progress"])
 
 
 @functools.cache
-def failures() -> tuple[Pattern, ...]:
+def failures() -> tuple[LinePattern, ...]:
     """What shows that a process ended with an error."""
     return tuple(_pattern(text) for text in _data()["failures"])
 
 
 @functools.cache
-def load_rules() -> tuple[Rule, ...]:
+def load_rules() -> tuple[DiagnosisRule, ...]:
     """The rules of data/diagnoses.toml, by rank."""
     rules = [_rule(row) for row in _data()["rules"]]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
 @functools.cache
-def _pattern(text: str) -> Pattern:
-    return Pattern(re.compile(text), needle(text))
+def _pattern(text: str) -> LinePattern:
+    return LinePattern(re.compile(text), needle(text))
 
 
-def _rule(row: Mapping[str, Any]) -> Rule:
+def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
     values = {**row, "kind": row.get("kind", "cause"), "provoked": row.get("provoked", True)}
     for key in ("all", "any", "none", "also", "ended", "before"):
         values[key] = tuple(map(_pattern, row.get(key, ())))
     counts = row.get("counts", ())
     values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)
-    return Rule(**values)
+    return DiagnosisRule(**values)

@@ -6,15 +6,16 @@ import shlex
 
 from envbuild import torchrun
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import Kind, Opened
-from envbuild.jobs.plan import JobRequest, command_of, setting
+from envbuild.jobs.artifact import JobInputs, Kind
+from envbuild.jobs.model import JobRequest
+from envbuild.jobs.plan import command_of, setting
 from envbuild.site.job_site import JobSite
 
 # What runs on a host without a daemon, best first.
 KINDS: tuple[Kind, ...] = ("venv", "conda", "enroot", "apptainer")
 
 
-def no_scheduler(request: JobRequest, opened: Opened, site: JobSite) -> UsageError:
+def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
     """The error of a job for a site that names no scheduler, with the command that trains here."""
     hint = "name a cluster's site (--site SITE, `envbuild site list`) or --scheduler slurm|pbs|kubernetes"
     if opened.artifact.kind != "docker":
@@ -22,7 +23,7 @@ def no_scheduler(request: JobRequest, opened: Opened, site: JobSite) -> UsageErr
     return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
 
 
-def _command(request: JobRequest, opened: Opened) -> str:
+def _command(request: JobRequest, opened: JobInputs) -> str:
     """One node of the job, by torchrun (or what the strategy starts) in the artifact."""
     artifact = opened.artifact
     command, _, _ = command_of(request, opened, "slurm")

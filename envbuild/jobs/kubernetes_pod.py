@@ -14,7 +14,7 @@ from typing import Any
 from envbuild.errors import UsageError
 from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_security import pod_security
-from envbuild.jobs.kubernetes_yaml import Script, checked, literal
+from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.site.jobs import job_variable_problem
 from envbuild.site.kubernetes import huge_pages_problem, quantity
@@ -154,7 +154,7 @@ def training(plan: JobPlan, pods: Pods) -> list[str]:
     return [literal(plan.script_word(word), "the training's command") for word in words]
 
 
-def start(plan: JobPlan, *more: str) -> list[str | Script]:
+def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:
     """The container's command: makes the run's folder, runs the checks of this pod and then what args say.
 
     `more` are lines of shell of our own, before the end.
@@ -166,7 +166,7 @@ def start(plan: JobPlan, *more: str) -> list[str | Script]:
     lines += more
     if plan.preflight:
         lines += _preflight(plan)
-    return ["/bin/sh", "-c", Script("\n".join([*lines, *run(plan), ""])), "envbuild"]
+    return ["/bin/sh", "-c", YamlScript("\n".join([*lines, *run(plan), ""])), "envbuild"]
 
 
 def _preflight(plan: JobPlan) -> list[str]:

@@ -65,7 +65,7 @@ def _quoted(value: Any) -> Any:
 
     if isinstance(value, Mapping):
         return {_quoted(key): _quoted(one) for key, one in value.items()}
-    if isinstance(value, Script):
+    if isinstance(value, YamlScript):
         return LiteralScalarString(value.text)
     if isinstance(value, list | tuple):
         return [_quoted(one) for one in value]
@@ -74,7 +74,7 @@ def _quoted(value: Any) -> Any:
     return value
 
 
-class Script:
+class YamlScript:
     """Shell text of our own, written as a block that people can read."""
 
     def __init__(self, text: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envbuild.errors import UsageError
-from envbuild.jobs.lint_script import Found, Script, read_script
+from envbuild.jobs.lint_script import Found, ParsedScript, read_script
 from envbuild.site.pip_config import redact
 
 Level = Literal["error", "warning", "hint"]
@@ -27,7 +27,7 @@ _IGNORED = re.compile(r"#.*lint-job: ignore(?: (?P<ids>[\w, -]+))?\s*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class LintRule:
     """What is known of one fault, from the data."""
 
     id: str
@@ -41,7 +41,7 @@ class Fault:
 class Problem:
     """A fault in a line of a script."""
 
-    fault: Fault
+    fault: LintRule
     file: str
     line: int
     text: str
@@ -62,10 +62,10 @@ class Problem:
 
 
 @functools.cache
-def load_faults() -> dict[str, Fault]:
+def load_faults() -> dict[str, LintRule]:
     """All faults of data/job_faults.toml by their id."""
     text = resources.files("envbuild.data").joinpath("job_faults.toml").read_text(encoding="utf-8")
-    return {name: Fault(name, **row) for name, row in tomllib.loads(text).items()}
+    return {name: LintRule(name, **row) for name, row in tomllib.loads(text).items()}
 
 
 def lint_file(path: Path) -> list[Problem]:
@@ -119,7 +119,7 @@ def _ignored(line: str, fault: str) -> bool:
     return match is not None and (not match["ids"] or fault in re.split(r"[ ,]+", match["ids"]))
 
 
-def _rules(script: Script) -> Iterator[Found]:
+def _rules(script: ParsedScript) -> Iterator[Found]:
     from envbuild.jobs.lint_rules import RULES
 
     for rule in RULES:

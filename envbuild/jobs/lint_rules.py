@@ -6,7 +6,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 
-from envbuild.jobs.lint_script import Found, Launch, Script
+from envbuild.jobs.lint_script import Found, Launch, ParsedScript
 from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
 
@@ -20,7 +20,7 @@ _INSTALL = re.compile(
 )
 
 
-def of_launches(script: Script) -> Iterator[Found]:
+def of_launches(script: ParsedScript) -> Iterator[Found]:
     """torchrun on the head only, or doubled; its endpoint, id and port."""
     for one in script.launches:
         yield from _nodes(script, one)
@@ -35,7 +35,7 @@ def of_launches(script: Script) -> Iterator[Found]:
             yield Found("mpi-binding", one.command.line)
 
 
-def _nodes(script: Script, one: Launch) -> Iterator[Found]:
+def _nodes(script: ParsedScript, one: Launch) -> Iterator[Found]:
     """Whether each node gets its torchrun, and whether all of them make one job."""
     several, line, options = script.several, one.command.line, one.options
     # Given a node's number, it is meant to be started by hand on each.
@@ -59,11 +59,11 @@ def _nodes(script: Script, one: Launch) -> Iterator[Found]:
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
 
 
-def _on_nodes(script: Script, one: Launch) -> bool:
+def _on_nodes(script: ParsedScript, one: Launch) -> bool:
     return script.everywhere or one.launcher != "" or _carried(script, one)
 
 
-def _launches(script: Script) -> bool:
+def _launches(script: ParsedScript) -> bool:
     """Whether anything is started on other nodes."""
     return any(
         command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
@@ -71,7 +71,7 @@ def _launches(script: Script) -> bool:
     )
 
 
-def _carried(script: Script, one: Launch) -> bool:
+def _carried(script: ParsedScript, one: Launch) -> bool:
     """Whether the function or the file in which this torchrun stands is started by a launcher."""
     name = one.command.function
     return bool(name) and any(
@@ -81,7 +81,7 @@ def _carried(script: Script, one: Launch) -> bool:
     )
 
 
-def _endpoint(script: Script, one: Launch) -> Iterator[Found]:
+def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
     given = [(n, one.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in one.options]
     for name, value in given:
         raw = script.where(name.replace("-", "_"), one.command.line)
@@ -98,7 +98,7 @@ def _endpoint(script: Script, one: Launch) -> Iterator[Found]:
             yield Found("fixed-port", script.where(number, at), number)
 
 
-def _identity(script: Script, one: Launch) -> Iterator[Found]:
+def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
     value = one.options.get("rdzv-id", "")
     name = "rdzv_id" if any("rdzv_id" in line for line in script.lines) else "rdzv-id"
     at = script.where(name, one.command.line)
@@ -113,13 +113,13 @@ def _identity(script: Script, one: Launch) -> Iterator[Found]:
             yield Found("local-address", one.command.line)
 
 
-def _there(script: Script, one: Launch, text: str) -> bool:
+def _there(script: ParsedScript, one: Launch, text: str) -> bool:
     """Whether `text`, an expansion in a torchrun's words, is expanded on each node."""
     escaped = any(f"\\{text}" in line for line in script.lines)
     return one.launcher != "" and (one.command.per_node or escaped)
 
 
-def _doubled(script: Script, one: Launch) -> Iterator[Found]:
+def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     tasks = one.option("--ntasks", "-n")
     nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
     if tasks.isdecimal() and nodes.isdecimal() and int(tasks) <= int(nodes):
@@ -134,13 +134,13 @@ def _doubled(script: Script, one: Launch) -> Iterator[Found]:
         yield Found("tasks-per-node", given[0], given[1])
 
 
-def _words_have(script: Script, one: Launch, option: str, value: str) -> bool:
+def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> bool:
     words = [*one.around, *expanded(one.command.words, script.values)]
     text = " ".join(words)
     return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
 
-def of_lines(script: Script) -> Iterator[Found]:
+def of_lines(script: ParsedScript) -> Iterator[Found]:
     """What the directives say; what is missing altogether."""
     for number, words in script.directives:
         text = " ".join(words)
@@ -161,7 +161,7 @@ def of_lines(script: Script) -> Iterator[Found]:
         yield Found("requeue", script.directives[0][0])
 
 
-def of_commands(script: Script) -> Iterator[Found]:
+def of_commands(script: ParsedScript) -> Iterator[Found]:
     """Modules, conda, containers, images, installing, addresses."""
     purged, set_up = False, False
     for command in script.commands:
@@ -191,7 +191,7 @@ def of_commands(script: Script) -> Iterator[Found]:
         yield from _images(script, command)
 
 
-def _images(script: Script, command: Command) -> Iterator[Found]:
+def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
     words = expanded(command.words, script.values)
     name = posixpath.basename(words[0]) if words else ""
     for number, word in enumerate(words):
@@ -221,6 +221,6 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
         yield Found("image-tag", line, image)
 
 
-RULES: tuple[Callable[[Script], Iterator[Found]], ...] = (
+RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_launches, of_variables, of_fallbacks, of_lines, of_commands,
 )  # fmt: skip

@@ -56,7 +56,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Script:
+class ParsedScript:
     """A script, read. `directives` are (line, words); `values` the words of all assignments to a variable; `everywhere`
     tells that each node runs it."""
 
@@ -140,7 +140,7 @@ def _given(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             yield word[2:]
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str) -> ParsedScript:
     """A script, understood as far as the rules need it."""
     lines = text.splitlines()
     directives, kind = [], "shell"
@@ -154,7 +154,7 @@ def read_script(text: str) -> Script:
         for name, words in command.assignments:
             values[name.rstrip("+")] = (*values.get(name.rstrip("+"), ()), *words)
     kinds: dict[str, Literal["slurm", "pbs", "shell"]] = {"slurm": "slurm", "pbs": "pbs"}
-    return Script(kinds.get(kind, "shell"), tuple(lines), tuple(directives), commands, values)
+    return ParsedScript(kinds.get(kind, "shell"), tuple(lines), tuple(directives), commands, values)
 
 
 def _split(text: str) -> list[str]:

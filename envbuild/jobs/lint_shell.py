@@ -83,7 +83,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _CommandPlace:
     """Where commands stand: the fields of Command of these names, and the depth of shells."""
 
     started_by: tuple[str, ...] = ()
@@ -95,10 +95,10 @@ class _Place:
 
 def parse(text: str, line: int = 1) -> list[Command]:
     """The commands of a script whose first line is number `line`. Those in other shells and in `$(…)` follow theirs."""
-    return list(_commands(Reader(text, line), _Place()))
+    return list(_commands(Reader(text, line), _CommandPlace()))
 
 
-def _commands(reader: Reader, place: _Place) -> Iterator[Command]:
+def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
     function, braces = "", 0
     while reader.at < len(reader.text):
         begun = reader.line
@@ -128,7 +128,7 @@ def _nested(
     command: Command,
     words: list[tuple[str, bool]],
     bodies: list[tuple[int, str, bool]],
-    place: _Place,
+    place: _CommandPlace,
     late: bool,
 ) -> Iterator[Command]:
     """What other shells are given by a command: strings after -c, here-documents, ssh's last word."""
@@ -162,7 +162,7 @@ def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
 def _made(
     line: int,
     words: list[tuple[str, bool]],
-    place: _Place,
+    place: _CommandPlace,
     function: str,
 ) -> tuple[Command | None, list[tuple[str, bool]]]:
     rest = list(words)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from envbuild.jobs.lint_script import Found, Script
+from envbuild.jobs.lint_script import Found, ParsedScript
 from envbuild.jobs.lint_shell import Command
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
@@ -27,7 +27,7 @@ _DEBUG = {
 }
 
 
-def of_variables(script: Script) -> Iterator[Found]:
+def of_variables(script: ParsedScript) -> Iterator[Found]:
     """MASTER_ADDR, interfaces, providers, library paths, debugging."""
     for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
         for command, value in script.exported(variable):
@@ -65,7 +65,7 @@ def of_variables(script: Script) -> Iterator[Found]:
                 yield Found("network-disabled", command.line, f"{variable}=1")
 
 
-def of_fallbacks(script: Script) -> Iterator[Found]:
+def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
     """Fallbacks to localhost of what becomes the rendezvous' endpoint."""
     names = _rendezvous_names(script) if script.several else frozenset()
     for command in script.commands if script.several else ():
@@ -83,7 +83,7 @@ def of_fallbacks(script: Script) -> Iterator[Found]:
                     yield Found("localhost-fallback", script.where(first, command.line))
 
 
-def _rendezvous_names(script: Script) -> frozenset[str]:
+def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
     """The variables that an endpoint is made of."""
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     names: set[str] = set()

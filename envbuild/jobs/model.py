@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from envbuild import torchrun
@@ -99,3 +100,29 @@ class JobPlan:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.nproc_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the caller asks of a job; None leaves a value to the site, the recipe or the default.
+
+    `script` is a training script, None for the bundled trainer; `arguments` are its own. `work` is the folder where
+    the job runs, `current` the caller's.
+    """
+
+    scheduler: Scheduler | None = None
+    nodes: int | None = None
+    nproc_per_node: int | None = None
+    script: str | None = None
+    arguments: tuple[str, ...] = ()
+    strategy: Strategy = "ddp"
+    name: str | None = None
+    time: str | None = None
+    launcher: Launcher | None = None
+    max_restarts: int | None = None
+    rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
+    endpoint: str = ""
+    preflight: bool = False
+    work: str | None = None
+    current: Path = Path()
+    envbuild: str = "envbuild"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import Kind, Opened
-from envbuild.jobs.model import JobPlan, Runtime, Scheduler, Strategy
+from envbuild.jobs.artifact import JobInputs, Kind
+from envbuild.jobs.model import JobPlan, JobRequest, Runtime, Scheduler
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
@@ -17,32 +15,6 @@ from envbuild.site.jobs import LAUNCHERS, Launcher, time_problem
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class JobRequest:
-    """What the caller asks of a job; None leaves a value to the site, the recipe or the default.
-
-    `script` is a training script, None for the bundled trainer; `arguments` are its own. `work` is the folder where
-    the job runs, `current` the caller's.
-    """
-
-    scheduler: Scheduler | None = None
-    nodes: int | None = None
-    nproc_per_node: int | None = None
-    script: str | None = None
-    arguments: tuple[str, ...] = ()
-    strategy: Strategy = "ddp"
-    name: str | None = None
-    time: str | None = None
-    launcher: Launcher | None = None
-    max_restarts: int | None = None
-    rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
-    endpoint: str = ""
-    preflight: bool = False
-    work: str | None = None
-    current: Path = Path()
-    envbuild: str = "envbuild"
 
 
 def scheduler_of(request: JobRequest, site: JobSite) -> Scheduler:
@@ -70,7 +42,7 @@ def wanted_kinds(scheduler: Scheduler, site: JobSite) -> tuple[Kind, ...]:
     return (*images.get(site.container.runtime, ()), "venv", "conda")
 
 
-def plan_job(request: JobRequest, opened: Opened, site: JobSite) -> JobPlan:
+def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     """Decide every value of the job. Raises UsageError naming what does not go together and what to change."""
     artifact = opened.artifact
     scheduler = scheduler_of(request, site)
@@ -175,7 +147,7 @@ def _from(given: object, else_: str, option: str) -> str:
     return else_ if given is None else option
 
 
-def setting(opened: Opened, key: str) -> int | None:
+def setting(opened: JobInputs, key: str) -> int | None:
     """A number of the recipe's [verify] table, None where it says nothing."""
     value = (opened.verify or {}).get(key)
     return int(value) if value else None
@@ -208,7 +180,7 @@ def _runtime(kind: Kind, scheduler: Scheduler, site: JobSite) -> Runtime:
     return "own"
 
 
-def _ranks(request: JobRequest, opened: Opened, site: JobSite) -> tuple[int, str]:
+def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, str]:
     """Ranks of a node, and who says so."""
     if request.nproc_per_node is not None:
         return request.nproc_per_node, "--nproc-per-node"
@@ -258,7 +230,7 @@ def _launcher(
 
 
 def command_of(
-    request: JobRequest, opened: Opened, scheduler: Scheduler
+    request: JobRequest, opened: JobInputs, scheduler: Scheduler
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str]:
     """What runs, its options that name files of the run, and who says so."""
     if request.script is not None:

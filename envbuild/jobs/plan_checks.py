@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import Opened
+from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
-from envbuild.jobs.model import JobArtifact, JobPlan, Scheduler
+from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, Scheduler
 from envbuild.site.job_site import JobSite
-
-if TYPE_CHECKING:
-    from envbuild.jobs.plan import JobRequest
 
 # Where each node has a disk or memory of its own (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
-def check_strategy(request: JobRequest, opened: Opened) -> None:
+def check_strategy(request: JobRequest, opened: JobInputs) -> None:
     """Raises UsageError for Horovod's strategy with an artifact that has none."""
     packages = opened.packages
     # An image that brings torch may bring the Horovod that was built with it; nothing tells.
@@ -32,7 +28,7 @@ def check_strategy(request: JobRequest, opened: Opened) -> None:
         )
 
 
-def check_rendezvous(request: JobRequest, opened: Opened, scheduler: Scheduler) -> None:
+def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: Scheduler) -> None:
     """Raises UsageError for a rendezvous that cannot take place."""
     if request.rendezvous == "c10d":
         if request.endpoint:

@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 from envbuild.artifacts.conda_activate import set_variables
-from envbuild.jobs.artifact import Opened
+from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
 from envbuild.site.job_site import JobSite
 from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_variables
 
 
 def variables_of(
-    opened: Opened, site: JobSite, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
+    opened: JobInputs,
+    site: JobSite,
+    runtime: Runtime,
+    nproc: int,
+    cpus: int,
+    origins: dict[str, str],
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """The variables of every process, in order, and the folders before LD_LIBRARY_PATH.
 

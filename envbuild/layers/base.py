@@ -18,7 +18,7 @@ from envbuild.image.layer import Layer
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import PREFIX, Part, key_of
+from envbuild.layers.compose import PREFIX, LayerRequest, key_of
 from envbuild.layers.made import M, Maker
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
@@ -94,7 +94,7 @@ def _debian(
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
-    made = maker.part(Part(title, key_of("debian", key), tree))
+    made = maker.part(LayerRequest(title, key_of("debian", key), tree))
     return BaseImage(f"debian:{lock.suite}", "", (made,), path, version)
 
 

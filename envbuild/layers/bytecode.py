@@ -32,8 +32,11 @@ from envbuild.workers import Answer, Workers
 _MAX_SOURCE = 4 << 20
 # Modules in one process: enough to make its start cheap, few enough to keep all processors busy.
 _SHARE, _SHARE_BYTES = 200, 4 << 20
-# One reader of archives does not keep more busy; shares under way are held in memory.
-_MOST_PROCESSES = 8
+_MOST_PROCESSES = 8  # one reader keeps no more busy, and shares under way are held in memory
+_IDENTITY = """
+import sys, importlib.util as u
+print(sys.implementation.cache_tag, ".".join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())
+"""
 _WORKER = r"""
 import marshal, sys
 read, write, flush = sys.stdin.buffer.read, sys.stdout.buffer.write, sys.stdout.buffer.flush
@@ -49,9 +52,8 @@ while head := read(8):
     flush()
 """
 
-# (path, source) of modules; (path, size of the source, code) of each.
-_Share = list[tuple[str, bytes]]
-_Compiled = list[tuple[str, int, bytes]]
+_Share = list[tuple[str, bytes]]  # (path, source)
+_Compiled = list[tuple[str, int, bytes]]  # (path, size of the source, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,7 @@ class Compiler:
 
 def find_compiler(python: str) -> Compiler:
     """Ask the interpreter at `python` what it is. Raises HostError when it does not run."""
-    script = (
-        "import sys, importlib.util as u;"
-        "print(sys.implementation.cache_tag, '.'.join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())"
-    )
-    done = process.run([python, "-S", "-c", script], check=False, env=_environment())
+    done = process.run([python, "-S", "-c", _IDENTITY], check=False, env=_environment())
     words = done.stdout.split()
     if done.returncode != 0 or len(words) != 3:
         raise HostError(f"{python} does not run:\n{process.tail(done)}")
@@ -85,8 +83,8 @@ def find_compiler(python: str) -> Compiler:
 def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], mtime: int) -> Tree:
     """`tree`, then the bytecode of every module under the folders `below`.
 
-    Without a compiler `tree` as it is. A module that does not compile (tests of other Python versions,
-    templates) has no bytecode. Raises HostError when the interpreter dies, BuildError when there is no room.
+    Without a compiler, `tree` alone. A module that does not compile (tests of other Python versions, templates) has no
+    bytecode. Raises HostError when the interpreter dies, BuildError when there is no room.
     """
     if compiler is None:
         yield from tree

@@ -47,7 +47,7 @@ class WheelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerRequest:
     """One layer to be made: its title, a digest of all that decides its bytes, and its content."""
 
     title: str
@@ -98,7 +98,7 @@ def wheel_parts(
     compiler: Compiler | None,
     mtime: int,
     most: int = MOST_LARGE,
-) -> list[Part]:
+) -> list[LayerRequest]:
     """The layers of `wheels`: each large one but no more than `most`, largest first, then the others together."""
     large = sum(wheel.size >= LARGE for wheel in wheels)
     return [
@@ -108,7 +108,7 @@ def wheel_parts(
 
 def _wheel_part(
     group: list[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int
-) -> Part:
+) -> LayerRequest:
     title = title_of([(wheel.name, wheel.version) for wheel in group])
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [[w.name, w.version, w.sha256] for w in group]
@@ -117,7 +117,7 @@ def _wheel_part(
         files = _without_overwritten(group, scheme, mtime)
         return with_parents(with_bytecode(files, compiler, [scheme.site_packages], mtime), mtime)
 
-    return Part(title, key_of("wheels", key), tree)
+    return LayerRequest(title, key_of("wheels", key), tree)
 
 
 def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> Tree:
@@ -145,7 +145,7 @@ def environment_part(
     system_packages: bool,
     conda: bool = False,
     folders: Sequence[str] = (),
-) -> Part:
+) -> LayerRequest:
     """The last layer: the environment's frame, the trainer and the record of what was built.
 
     `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's
@@ -181,7 +181,9 @@ def environment_part(
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]
     key += ["conda"] if conda else []
-    return Part(f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree)
+    return LayerRequest(
+        f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree
+    )
 
 
 def _frame(

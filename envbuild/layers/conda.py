@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
-from envbuild.image.untar import Member
-from envbuild.layers.conda_package import Info, Listed, agrees, package_files, read_info
+from envbuild.image.tar_stream import Member
+from envbuild.layers.conda_package import Info, PackagePath, agrees, package_files, read_info
 from envbuild.layers.conda_paths import CondaFile, entry_points, is_bytecode, place_of
 from envbuild.layers.prefixes import replaced_binary, replaced_text
 from envbuild.layers.wheel import Scheme
@@ -122,7 +122,9 @@ class _Tree:
         record = self._record(info)
         yield self._whole(f"{META}/{self._file.package.stem}.json", record, 0o644)
 
-    def _member(self, listed: Listed, member: Member, content: Readable | None, info: Info) -> Tree:
+    def _member(
+        self, listed: PackagePath, member: Member, content: Readable | None, info: Info
+    ) -> Tree:
         where = f"{self._name}: {member.name}"
         if not agrees(listed, member):
             raise BuildError(f"{where}: a {member.kind}, which info/paths.json does not list")
@@ -151,7 +153,12 @@ class _Tree:
             raise BuildError(f"{where}: a member of kind {member.kind!r}")
 
     def _content(
-        self, listed: Listed, member: Member, content: Readable, place: str, row: dict[str, Any]
+        self,
+        listed: PackagePath,
+        member: Member,
+        content: Readable,
+        place: str,
+        row: dict[str, Any],
     ) -> Tree:
         """A file, with the prefix put in where one is due; its row tells the digest that results."""
         where = f"{self._name}: {member.name}"
@@ -182,7 +189,7 @@ class _Tree:
         row["prefix_placeholder"] = listed.placeholder
 
     def _hard_link(
-        self, listed: Listed, member: Member, info: Info, place: str, row: dict[str, Any]
+        self, listed: PackagePath, member: Member, info: Info, place: str, row: dict[str, Any]
     ) -> Tree:
         """A second name of a file; where that file is not in the tree as it is here, a file of its own."""
         name = member.link.removeprefix("./")

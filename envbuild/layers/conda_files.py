@@ -16,9 +16,9 @@ def locate_conda(
 
     Raises BuildError for those that no source has.
     """
-    from envbuild.store.conda_fetch import Archive, fetch_archives
+    from envbuild.store.conda_fetch import CondaArchive, fetch_archives
 
-    wanted = [Archive(package.url, package.sha256) for package in plan.conda]
+    wanted = [CondaArchive(package.url, package.sha256) for package in plan.conda]
     found = fetch_archives(
         wanted, environment.store, environment.pip, environment.site,
         offline=offline, env=environment.variables,

@@ -23,7 +23,7 @@ from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, Readable
 from envbuild.image.squashfs.segment import tar_items
-from envbuild.image.untar import Member
+from envbuild.image.tar_stream import Member
 
 # They are read whole; torch's paths.json has 4 MiB.
 _MAX_INFO = 64 << 20
@@ -36,7 +36,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, O
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class PackagePath:
     """A path that a package installs, as its paths.json lists it.
 
     `kind` is "hardlink", "softlink", "directory", or "" where the package is too old to say. `sha256` is
@@ -59,7 +59,7 @@ class Info:
     archive, and the entry points ("NAME = MODULE:FUNCTION") of a noarch Python package."""
 
     index: dict[str, Any]
-    paths: dict[str, Listed]
+    paths: dict[str, PackagePath]
     entry_points: tuple[str, ...] = field(default=())
 
     @property
@@ -215,7 +215,7 @@ def _json(found: dict[str, bytes], name: str, package: str) -> dict[str, Any]:
     return data
 
 
-def _listed(row: Any, package: str) -> Listed:
+def _listed(row: Any, package: str) -> PackagePath:
     path = row.get("_path") if isinstance(row, dict) else None
     if not isinstance(path, str) or not path or clean(path, package) != path:
         raise BuildError(f"{package}: info/paths.json: {path!r} is not a path inside of a package")
@@ -230,10 +230,10 @@ def _listed(row: Any, package: str) -> Listed:
     if not isinstance(placeholder, str) or mode not in ("text", "binary"):
         raise BuildError(f"{package}: info/paths.json: {path}: unknown file_mode {mode!r}")
     mode = mode if placeholder else ""
-    return Listed(path, kind, digest, size, placeholder, mode, row.get("no_link") is True)
+    return PackagePath(path, kind, digest, size, placeholder, mode, row.get("no_link") is True)
 
 
-def _old_paths(found: dict[str, bytes], package: str) -> list[Listed]:
+def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
     """The paths of a package from before paths.json; shlex reads has_prefix as conda does."""
     if "files" not in found:
         raise BuildError(f"{package}: not a conda package: it has no info/paths.json")
@@ -256,12 +256,12 @@ def _old_paths(found: dict[str, bytes], package: str) -> list[Listed]:
         if clean(path, package) != path or mode not in ("", "text", "binary"):
             raise BuildError(f"{package}: info/files: {path!r}: a path or a mode that cannot be")
         listed.append(
-            Listed(path, "", placeholder=placeholder, mode=mode, no_link=path in unlinked)
+            PackagePath(path, "", placeholder=placeholder, mode=mode, no_link=path in unlinked)
         )
     return listed
 
 
-def agrees(listed: Listed, member: Member) -> bool:
+def agrees(listed: PackagePath, member: Member) -> bool:
     """Whether what stands in the archive is of the kind that the package lists, and of its size."""
     if listed.kind == "directory":
         return member.kind == DIR

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from envbuild.image.entry import Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import Part, groups, key_of, title_of
+from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
 from envbuild.layers.conda import conda_tree
 from envbuild.layers.conda_paths import CondaFile
 from envbuild.layers.conda_shared import Shared
@@ -21,7 +21,7 @@ def conda_parts(
     compiler: Compiler | None,
     mtime: int,
     alone: int,
-) -> list[Part]:
+) -> list[LayerRequest]:
     """The layers of `files`: the `alone` largest each, largest first, then the others together."""
     return [_part(group, shared, scheme, compiler, mtime) for group in groups(files, alone)]
 
@@ -32,7 +32,7 @@ def _part(
     scheme: Scheme,
     compiler: Compiler | None,
     mtime: int,
-) -> Part:
+) -> LayerRequest:
     without = [shared.without.get(file.name, ()) for file in group]
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     for file, lost in zip(group, without, strict=True):
@@ -50,4 +50,6 @@ def _part(
         modules = [f"{scheme.prefix}/lib/python{scheme.python}"]
         return with_parents(with_bytecode(files(), compiler, modules, mtime), mtime)
 
-    return Part(title_of([(f.name, f.package.version) for f in group]), key_of("conda", key), tree)
+    return LayerRequest(
+        title_of([(f.name, f.package.version) for f in group]), key_of("conda", key), tree
+    )

@@ -19,7 +19,7 @@ from envbuild import process
 from envbuild.errors import HostError
 
 if TYPE_CHECKING:
-    from envbuild.plan.sources import SourceLayer
+    from envbuild.recipe.sources import SourceLayer
 
 # What a build gets of the caller's variables: where programs are, and what environment modules set for compilers.
 # Tokens, proxies and flags stay out: they would be in logs, or decide the result unseen.

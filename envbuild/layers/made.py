@@ -22,7 +22,7 @@ from envbuild.files import write_atomically
 from envbuild.image.entry import Tree, closing
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
-from envbuild.layers.compose import PREFIX, Part
+from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
 from envbuild.record import conda_digest, record_digest
 from envbuild.store.store import Store
@@ -35,7 +35,7 @@ _RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CachedLayer:
     """A layer in the store as a compressed tar, its title and what it installs."""
 
     layer: Layer
@@ -60,7 +60,7 @@ class Maker(Protocol[M_co]):
     @property
     def say(self) -> Callable[[str], None]: ...
 
-    def part(self, part: Part) -> M_co:
+    def part(self, part: LayerRequest) -> M_co:
         """The layer of `part`. Raises BuildError when it cannot be made."""
         ...
 
@@ -76,7 +76,7 @@ class Tars:
     store: Store
     say: Callable[[str], None]
 
-    def part(self, part: Part) -> Made:
+    def part(self, part: LayerRequest) -> CachedLayer:
         """See `Maker`."""
         made = known_part(part, self.store)
         if made is not None:
@@ -90,15 +90,15 @@ class Tars:
                 self.say(f"  layer: {short(part.title)}")
                 found: list[tuple[str, str, str]] = []
                 layer = write_layer(recorded(part.tree(), found), self.store.blobs)
-                made = Made(layer, part.title, tuple(sorted(found)))
+                made = CachedLayer(layer, part.title, tuple(sorted(found)))
                 write_atomically(note, _render(made))
         except OSError as error:
             raise self.store.unwritable(error) from error
         return made
 
-    def blob(self, layer: Layer, title: str) -> Made:
+    def blob(self, layer: Layer, title: str) -> CachedLayer:
         """See `Maker`."""
-        return Made(layer, title)
+        return CachedLayer(layer, title)
 
 
 def short(title: str) -> str:
@@ -138,7 +138,7 @@ def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return record["name"], record["version"], conda_digest(rows)
 
 
-def _render(made: Made) -> str:
+def _render(made: CachedLayer) -> str:
     layer = made.layer
     return json.dumps(
         {
@@ -152,7 +152,7 @@ def _render(made: Made) -> str:
     )
 
 
-def known_part(part: Part, store: Store) -> Made | None:
+def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
     """The tar of `part` if the store has it whole: what is noted of it is only a cache."""
     blobs = store.blobs
     try:
@@ -165,7 +165,7 @@ def known_part(part: Part, store: Store) -> Made | None:
         return None
     if blob.media_type not in COMPRESSION or not is_digest(digest) or not is_digest(diff_id):
         return None
-    return Made(layer, part.title, found) if blobs.has(blob) else None
+    return CachedLayer(layer, part.title, found) if blobs.has(blob) else None
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
@@ -173,7 +173,7 @@ def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
     return tuple((str(name), str(version), str(record)) for name, version, record in rows)
 
 
-def _note(part: Part, store: Store) -> Path:
+def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.source_elf import MACHINES, is_elf, read_elf
-from envbuild.layers.source_steps import PREFIX
+from envbuild.layers.source_job import PREFIX
 
 _CHUNK = 1 << 20
 _TEXT = 1 << 22

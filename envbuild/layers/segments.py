@@ -21,8 +21,8 @@ from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
-from envbuild.image.untar import Member
-from envbuild.layers.compose import Part
+from envbuild.image.tar_stream import Member
+from envbuild.layers.compose import LayerRequest
 from envbuild.layers.made import (
     Distributions,
     alone,
@@ -54,7 +54,7 @@ class Segments:
     workers: int
     say: Callable[[str], None]
 
-    def part(self, part: Part) -> MadeSegment:
+    def part(self, part: LayerRequest) -> MadeSegment:
         """See `Maker`. Where the store has the layer as a tar, that is read: it holds the same files, and
         their bytecode."""
         found: list[tuple[str, str, str]] = []
@@ -135,7 +135,7 @@ def _known(place: Path, title: str) -> MadeSegment | None:
         return None
 
 
-def _of_part(part: Part, found: list[tuple[str, str, str]]) -> Items:
+def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
     with closing(recorded(part.tree(), found)) as tree:
         for entry, content in tree:
             yield of_entry(entry), content

@@ -25,13 +25,19 @@ from envbuild.errors import BuildError
 from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_fetch import fetch_source, fetch_wheels
-from envbuild.layers.source_manifest import Manifest, list_files, read_manifest, write_manifest
-from envbuild.layers.source_steps import Job, StepError, make_layer
+from envbuild.layers.source_job import SourceBuild, StepError
+from envbuild.layers.source_manifest import (
+    SourceManifest,
+    list_files,
+    read_manifest,
+    write_manifest,
+)
+from envbuild.layers.source_steps import make_layer
 from envbuild.layers.source_unpack import unpack_cuda
 from envbuild.layers.source_wheel import environment_of, renew_records, unpack_tools
 from envbuild.layers.workshop import Workshop
 from envbuild.limits import workers
-from envbuild.plan.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store, alone, remove_tree
 
 # Raised whenever the same inputs would give other files: what older versions built is not taken then.
@@ -167,7 +173,7 @@ def _build(
             unpack_tools(tools, work)
         patches = [Path(patch.path) for patch in layer.patches]
         _check_patches(layer)
-        job = Job(
+        job = SourceBuild(
             layer, archive, shop, {**places, **own}, patches, workers(environment.variables), say
         )
         try:
@@ -200,7 +206,9 @@ def _finish(
     made.mkdir()
     os.rename(staged, made / "tree")
     glibc = ".".join(map(str, done.glibc)) if done.glibc != (0, 0) else ""
-    write_manifest(made, Manifest(layer.name, layer.version, list_files(made / "tree"), glibc))
+    write_manifest(
+        made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc)
+    )
     return made
 
 

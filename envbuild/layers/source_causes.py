@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.layers.source_steps import StepError
+from envbuild.layers.source_job import StepError
 
 TAIL_LINES = 25
 # The end of a log tells why; a compiler's messages may be long.

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.plan.sources import BuildWheel, SourceLayer
+from envbuild.recipe.sources import BuildWheel, SourceLayer
 from envbuild.site.pip_config import redact
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def fetch_wheels(
     """Wheels that a build reads or runs, by hash. Raises BuildError naming those that no source has."""
     if not wheels:
         return []
-    from envbuild.store.fetch import Wanted, locate_wheels
+    from envbuild.store.fetch import WantedWheel, locate_wheels
 
-    wanted = [Wanted(one.name, one.version, frozenset(one.hashes)) for one in wheels]
+    wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
     found = locate_wheels(
         wanted,
         environment.store,
@@ -95,7 +95,7 @@ def _urls(
         yield from environment.site.mirrored(layer.url)
         return
     from envbuild.store.client import Unreachable
-    from envbuild.store.sources import Source, remote_sources
+    from envbuild.store.sources import PackageSource, remote_sources
 
     project = layer.url.removeprefix(_INDEX)
     for entry in environment.pip.find_links:
@@ -103,7 +103,7 @@ def _urls(
         if "://" not in entry or entry.startswith("file:"):
             names = sorted(folder.glob(f"{project}-{layer.version}.*")) if folder.is_dir() else []
             yield from (path.absolute().as_uri() for path in names)
-    pages: list[Source] = remote_sources(
+    pages: list[PackageSource] = remote_sources(
         environment.pip, environment.site, (), offline, environment.default_index
     )
     for page in pages:

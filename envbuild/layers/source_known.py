@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import RecipeError
-from envbuild.layers.source_steps import PLACE
-from envbuild.plan.sources import BuildWheel, HostLayer, Patch, SourceLayer
+from envbuild.layers.source_job import PLACE
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import BuildWheel, HostLayer, Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.toml import nearest
 

@@ -13,7 +13,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class SourceManifest:
     """`files` are (path, sha256 or "-> target" of a link, size in bytes) in the order of paths; `glibc` is the newest
     one that they need, "" for none."""
 
@@ -44,7 +44,7 @@ def list_files(tree: Path) -> tuple[tuple[str, str, int], ...]:
     return tuple(sorted(found))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: SourceManifest) -> None:
     """Write `manifest` into `folder`."""
     data = {
         "format": _FORMAT, "name": manifest.name, "version": manifest.version, "glibc": manifest.glibc,
@@ -54,7 +54,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / NAME).chmod(0o644)
 
 
-def read_manifest(tree: Path) -> Manifest | None:
+def read_manifest(tree: Path) -> SourceManifest | None:
     """The manifest of the layer whose files are in `tree`; None when there is none, or a file is gone or cut."""
     try:
         data = json.loads((tree.parent / NAME).read_text(encoding="utf-8"))
@@ -65,6 +65,6 @@ def read_manifest(tree: Path) -> Manifest | None:
             stat = os.lstat(tree / path)
             if not what.startswith("-> ") and stat.st_size != size:
                 return None
-        return Manifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
+        return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

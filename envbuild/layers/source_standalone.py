@@ -1,4 +1,4 @@
-"""`python -m envbuild.layers.source_steps DESCRIPTION ARCHIVES PREFIX`: layers without a store, in a Dockerfile.
+"""`python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX`: layers without a store, in a Dockerfile.
 
 DESCRIPTION is a JSON file that `describe` wrote: layers in their order. ARCHIVES is a folder with their source
 archives, patches, and the wheels with CUDA's headers; they are found by sha256. All are installed into PREFIX.
@@ -20,9 +20,10 @@ from envbuild.errors import BuildError, EnvbuildError
 from envbuild.layers.host_workshop import host_workshop
 from envbuild.layers.relocate import host_libraries, relocate
 from envbuild.layers.source_causes import failure
-from envbuild.layers.source_steps import Job, StepError, make_layer
+from envbuild.layers.source_job import SourceBuild, StepError
+from envbuild.layers.source_steps import make_layer
 from envbuild.layers.source_unpack import unpack_cuda
-from envbuild.plan.sources import BuildWheel, Patch, SourceLayer
+from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
 _FORMAT = 1
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     """Build what the description says; the exit status."""
     if len(arguments) != 3:
         print(
-            "usage: python -m envbuild.layers.source_steps DESCRIPTION ARCHIVES PREFIX",
+            "usage: python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX",
             file=sys.stderr,
         )
         return 2
@@ -119,7 +120,7 @@ def build_one(
         unpack_cuda(wheels, work / "cuda")
         places["cuda"] = work / "cuda"
     with host_workshop(work, os.environ) as shop:
-        job = Job(
+        job = SourceBuild(
             layer,
             _by_hash(archives, [layer.sha256], f"{layer.name} {layer.version}"),
             shop,
@@ -146,3 +147,7 @@ def _by_hash(folder: Path, hashes: Sequence[str], what: str) -> Path:
             if hashlib.file_digest(stream, "sha256").hexdigest() in hashes:
                 return path
     raise BuildError(f"{what}: no file in {folder} has sha256 {' or '.join(hashes)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

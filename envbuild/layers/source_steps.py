@@ -1,7 +1,7 @@
 """The steps that make files of a source archive: unpack, patch, configure, make, install, tidy.
 
 Nothing but the standard library, errors and the description of a layer is imported here, so that a stage of a
-Dockerfile can run `python -m envbuild.layers.source_steps` (source_standalone.py). Sources: the GNU Coding Standards
+Dockerfile can run `python -m envbuild.layers.source_standalone`. Sources: the GNU Coding Standards
 (configure, DESTDIR, standard targets), reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 """
 
@@ -9,138 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
 from envbuild.layers.source_elf import is_elf
+from envbuild.layers.source_job import PREFIX, SourceBuild
 
 if TYPE_CHECKING:
-    from envbuild.layers.workshop import Workshop
-    from envbuild.plan.sources import SourceLayer
+    pass
 
-# Where every layer is told that it will be: what a layer compiles in must not depend on where it is built.
-PREFIX = "/opt/env"
-# Seconds since 1970 for what writes the time into its output: 1980-01-01, the earliest that zip files know.
-EPOCH = 315532800
-# A place in an option; "${x}" is a shell's or a Makefile's.
-PLACE = re.compile(r"(?<!\$)\{([a-z0-9][a-z0-9_.+-]*)\}")
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")
 # Says which programs are missing, all of them, before anything is built.
 _LOOK = (
     'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; }; done; exit ${m:-0}'
 )
-_QUIET = ("programs", "strip")
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
-class StepError(Exception):
-    """A command that failed: which step, its exit status, what it printed, and logs that say more."""
-
-    def __init__(
-        self, step: str, command: Sequence[str], status: int, log: Path, more: Sequence[Path] = ()
-    ) -> None:
-        super().__init__(step)
-        self.step, self.command, self.status, self.log, self.more = step, command, status, log, more
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One layer to be made in `workshop`.
-
-    `places` says where the layers that it requires, hosts' folders and CUDA ("cuda") are, as commands see them.
-    `patches` are files on this host, in order. `jobs` is how many compilers may run at once. `say` takes one line for
-    the reader.
-    """
-
-    layer: SourceLayer
-    archive: Path
-    workshop: Workshop
-    places: Mapping[str, PurePath] = field(default_factory=dict)
-    patches: Sequence[Path] = ()
-    jobs: int = 1
-    say: Callable[[str], None] = lambda _line: None
-
-    @property
-    def log(self) -> Path:
-        """What all commands printed."""
-        return self.workshop.work / "build.log"
-
-    @property
-    def source(self) -> Path:
-        """The unpacked source, as this host sees it."""
-        return self.workshop.work / "source"
-
-    @property
-    def stage(self) -> PurePath:
-        """DESTDIR, as commands see it."""
-        return self.workshop.inside / "stage"
-
-    @property
-    def staged(self) -> Path:
-        """What lies below the prefix after the install, as this host sees it."""
-        return self.workshop.work / "stage" / PREFIX.lstrip("/")
-
-    def options(self) -> list[str]:
-        """The layer's options with all places filled in."""
-        known = {"prefix": PREFIX, "install": f"{self.stage}{PREFIX}"}
-        known |= {name: str(place) for name, place in self.places.items()}
-        return [
-            PLACE.sub(lambda match: known.get(match[1], match[0]), option)
-            for option in self.layer.configure
-        ]
-
-    def run(
-        self,
-        step: str,
-        command: Sequence[str],
-        variables: Mapping[str, str] | None = None,
-        more: Sequence[str] = (),
-    ) -> None:
-        """Run one step in the source's folder. Raises StepError when it fails; `more` names its own logs there."""
-        inside = self.workshop.inside
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"$ {' '.join(command)}\n")
-        begun = time.monotonic()
-        if step not in _QUIET:
-            self.say(f"{self.layer.name} {self.layer.version}: {step}")
-        status = self.workshop.run(
-            command, inside / "source", {**self.variables(), **(variables or {})}, self.log
-        )
-        if status:
-            logs = [self.source / name for name in more if (self.source / name).is_file()]
-            raise StepError(step, command, status, self.log, logs)
-        seconds = time.monotonic() - begun
-        if seconds >= 2:
-            self.say(f"{self.layer.name} {self.layer.version}: {step} took {seconds:.0f} s")
-
-    def variables(self) -> dict[str, str]:
-        """The variables for every command: nothing that differs from build to build gets into the result."""
-        inside = self.workshop.inside
-        required = [place for name, place in self.places.items() if name != "cuda"]
-        return {
-            "LC_ALL": "C",
-            "TZ": "UTC",
-            "HOME": str(inside),
-            "TMPDIR": str(inside / "tmp"),
-            "SOURCE_DATE_EPOCH": str(EPOCH),
-            "CONFIG_SITE": "/dev/null",
-            "NOCONFIGURE": "1",
-            "CPPFLAGS": f"-ffile-prefix-map={inside}=/usr/src/{self.layer.name}",
-            # It is a digest of what the linker wrote, with the build's folder where relocate.py writes over it.
-            "LDFLAGS": "-Wl,--build-id=none",
-            "PKG_CONFIG_PATH": ":".join(
-                str(place / folder / "pkgconfig") for place in required for folder in ("lib", "lib64")
-            ),
-        }  # fmt: skip
-
-
-def make_layer(job: Job) -> Path:
+def make_layer(job: SourceBuild) -> Path:
     """Build and install `job`'s layer; returns the folder with what belongs below the prefix (on this host).
 
     Raises StepError for a command that fails, BuildError for an archive or a result that cannot be used.
@@ -174,7 +63,7 @@ def make_layer(job: Job) -> Path:
     return job.staged
 
 
-def _autotools(job: Job) -> None:
+def _autotools(job: SourceBuild) -> None:
     if not (job.source / "configure").is_file():
         # The archive of a tag does not know its version: where gnulib's git-version-gen and aws-ofi-nccl look for it.
         for name in (".tarball-version", ".release_version"):
@@ -202,25 +91,25 @@ def _autotools(job: Job) -> None:
     job.run("make install", ["make", "install", f"DESTDIR={job.stage}"])
 
 
-def _make(job: Job) -> None:
+def _make(job: SourceBuild) -> None:
     # What comes later on a command line wins: a layer's own PREFIX={install} is for Makefiles without DESTDIR.
     named = [f"PREFIX={PREFIX}", f"DESTDIR={job.stage}", *job.options()]
     job.run("make", ["make", f"-j{job.jobs}", *named])
     job.run("make install", ["make", "install", *named])
 
 
-def _wheel(job: Job) -> None:
+def _wheel(job: SourceBuild) -> None:
     from envbuild.layers.source_wheel import build_wheel
 
     build_wheel(job)
 
 
-_SYSTEMS: Mapping[str, Callable[[Job], None]] = {
+_SYSTEMS: Mapping[str, Callable[[SourceBuild], None]] = {
     "autotools": _autotools, "make": _make, "wheel": _wheel,
 }  # fmt: skip
 
 
-def _licences(job: Job) -> None:
+def _licences(job: SourceBuild) -> None:
     """Keep the licence texts of the source beside what was made of it."""
     for patterns in (job.layer.licences, _LICENCES):
         found = sorted(
@@ -262,7 +151,7 @@ def tidy(tree: Path) -> None:
                 os.rmdir(here)  # empty ones only
 
 
-def _strip(job: Job) -> None:
+def _strip(job: SourceBuild) -> None:
     """Drop debugging information; it is most of a library's size."""
     root = job.workshop.work
     found = []
@@ -273,11 +162,3 @@ def _strip(job: Job) -> None:
                 found.append(str(job.workshop.inside / path.relative_to(root)))
     if found:
         job.run("strip", ["strip", "--strip-debug", *sorted(found)])
-
-
-if __name__ == "__main__":
-    import sys
-
-    from envbuild.layers.source_standalone import main
-
-    sys.exit(main(sys.argv[1:]))

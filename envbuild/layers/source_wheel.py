@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
 from envbuild.layers.entry_points import entry_point_scripts
-from envbuild.layers.source_steps import PREFIX
+from envbuild.layers.source_job import PREFIX
 from envbuild.layers.source_unpack import unpack_wheel, unzip
 
 if TYPE_CHECKING:
-    from envbuild.layers.source_steps import Job
+    from envbuild.layers.source_job import SourceBuild
 
 # Where the wheels of SourceLayer.build lie, below the folder of the build.
 TOOLS = "tools"
@@ -54,7 +54,7 @@ def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
         shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)
 
 
-def build_wheel(job: Job) -> None:
+def build_wheel(job: SourceBuild) -> None:
     """Build the project of `job` for the interpreter `job.places["python"]` and lay its wheel out in `job.staged`.
 
     The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError for a project that gives
@@ -111,7 +111,7 @@ def _programs(work: Path, inside: PurePath) -> str:
     return ":".join(str(inside / path.relative_to(work)) for path in found)
 
 
-def _variables(job: Job, python: PurePath) -> dict[str, str]:
+def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
     """The variables of the build: nothing of the host's pip and Python, no path of a folder that will be gone."""
     inside, ours = job.workshop.inside, job.variables()
     maps = ours["CPPFLAGS"]

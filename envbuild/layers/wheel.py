@@ -112,7 +112,7 @@ def _damaged(name: str, error: Exception) -> BuildError:
     return BuildError(f"{name}: not a wheel, or damaged: {error or type(error).__name__}")
 
 
-class _Content:
+class _TreeContent:
     """What a file of a tree is read from: `start`, then `stream`. Hashes it for a row of RECORD if wanted."""
 
     def __init__(self, stream: IO[bytes], wheel: str, start: bytes, hashed: bool) -> None:
@@ -214,7 +214,7 @@ class _Wheel:
         start, size = self._script_start(info, stream) if script else (b"", info.file_size)
         if script or (recorded and recorded[1] != str(size)):
             recorded = None
-        content = _Content(stream, self._file, start, hashed=recorded is None)
+        content = _TreeContent(stream, self._file, start, hashed=recorded is None)
         mode = info.external_attr >> 16
         # As installers have it: links, which would be a risk, are plain files holding their target.
         executable = script or (stat.S_ISREG(mode) and mode & 0o111)

@@ -20,9 +20,9 @@ def locate(
 
     Raises BuildError for one that no source has, and for one that is not for the plan's target.
     """
-    from envbuild.store.fetch import Wanted, locate_wheels
+    from envbuild.store.fetch import WantedWheel, locate_wheels
 
-    wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
+    wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
     found = locate_wheels(
         wanted, environment.store, environment.pip, environment.site, plan.indexes,
         offline=offline, env=environment.variables, default_index=environment.default_index,

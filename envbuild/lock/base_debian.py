@@ -13,7 +13,7 @@ from envbuild.debian.defaults import (
     suites_by_python,
 )
 from envbuild.debian.lock import DebianLock
-from envbuild.debian.sources import Archive, archives, debian_client
+from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.recipe.model import Recipe
@@ -47,7 +47,7 @@ def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> 
     )
 
 
-def site_archives(suite: str, date: str, environment: Environment) -> list[Archive]:
+def site_archives(suite: str, date: str, environment: Environment) -> list[DebianSuite]:
     """Where this site has the packages of `suite`, in order; snapshots of `date` come last."""
     site = environment.site.debian
     return archives(

@@ -9,7 +9,7 @@ from envbuild.errors import BuildError, LockError
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Blobs
 from envbuild.image.layout import read_layout
-from envbuild.image.model import Index, Manifest, choose, parse, parse_config
+from envbuild.image.model import ImageIndex, ImageManifest, choose, parse, parse_config
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
@@ -100,15 +100,15 @@ def _fetch(
     return Pulled(manifest, config, blobs)
 
 
-def _manifest(registry: Registry, digest: str | None, arch: str) -> Manifest:
+def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifest:
     raw, media_type = registry.manifest(digest)
     where = str(registry.reference)
     found = parse(raw, where, media_type)
-    if isinstance(found, Index):
+    if isinstance(found, ImageIndex):
         chosen = choose(found, arch, where)
         raw, media_type = registry.manifest(chosen.digest)
         found = parse(raw, where, media_type)
-    if not isinstance(found, Manifest):
+    if not isinstance(found, ImageManifest):
         raise BuildError(f"{where}: an index inside of an index")
     return found
 
@@ -137,7 +137,7 @@ def _stored(digest: str, blobs: Blobs) -> Pulled | None:
     if not blobs.path(digest).is_file():
         return None
     manifest = parse(blobs.read(digest), digest)
-    if not isinstance(manifest, Manifest):
+    if not isinstance(manifest, ImageManifest):
         return None
     if not all(blobs.has(blob) for blob in (manifest.config, *manifest.layers)):
         return None

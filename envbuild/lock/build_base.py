@@ -16,8 +16,8 @@ from envbuild.errors import UsageError
 from envbuild.lock.image import ImageLock, read_image
 from envbuild.lock.image_manage import current_lock, put_image_lock, resolve_base
 from envbuild.lock.state import LockState, inspect_lock_file, lock_folders
-from envbuild.plan.sources import SourceLayer
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import Lock
-from envbuild.lock.resolve import Resolution, Wanted, resolve_wanted
+from envbuild.lock.resolve import Resolution, ResolveRequest, resolve_wanted
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -76,7 +76,7 @@ def resolve_pip(
         stubs = Path(folder)
         for name, version in there.items():
             _stub(stubs, name, version)
-        wanted = Wanted(
+        wanted = ResolveRequest(
             recipe.recipe.conda.requirements,
             recipe.recipe.constraints,
             recipe.conda_digest(target),

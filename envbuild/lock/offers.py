@@ -37,7 +37,7 @@ class OfferedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ProjectRelease:
     """A version of a project: its files, less what was yanked, and when the first was uploaded if that is known."""
 
     version: Version
@@ -66,9 +66,9 @@ class Offers:
     environment: Environment
     indexes: Sequence[str]
     offline: bool
-    _known: dict[str, list[Release]] = field(default_factory=dict)
+    _known: dict[str, list[ProjectRelease]] = field(default_factory=dict)
 
-    def releases(self, names: Iterable[str]) -> dict[str, list[Release]]:
+    def releases(self, names: Iterable[str]) -> dict[str, list[ProjectRelease]]:
         """The releases of each of `names` (normalised), oldest version first."""
         missing = [name for name in dict.fromkeys(names) if name not in self._known]
         if missing:
@@ -107,7 +107,7 @@ class Offers:
         return found
 
 
-def releases_of(name: str, links: Iterable[Link]) -> list[Release]:
+def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
     """The releases of the project `name` among `links`, oldest version first; other projects' files are left out."""
     files: defaultdict[Version, list[OfferedFile]] = defaultdict(list)
     times: dict[Version, datetime] = {}
@@ -120,7 +120,8 @@ def releases_of(name: str, links: Iterable[Link]) -> list[Release]:
         if (time := _time(link.uploaded)) is not None:
             times[version] = min(time, times.get(version, time))
     return [
-        Release(version, tuple(files[version]), times.get(version)) for version in sorted(files)
+        ProjectRelease(version, tuple(files[version]), times.get(version))
+        for version in sorted(files)
     ]
 
 

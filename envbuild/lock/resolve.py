@@ -34,7 +34,7 @@ class Resolution:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResolveRequest:
     """What uv is to resolve: requirements and constraints, and `digest`, the new lock's recipe_digest.
 
     `provided` are distributions that something else installs, by version; `stubs` is the folder with wheels that
@@ -65,7 +65,7 @@ def resolve(
     cannot replace torch's NCCL.
     """
     table = recipe.recipe.targets[target.name]
-    wanted = Wanted(
+    wanted = ResolveRequest(
         (*recipe.recipe.requirements, *table.requirements),
         recipe.recipe.constraints,
         recipe.resolution_digest(target),
@@ -82,7 +82,7 @@ def resolve(
 
 
 def resolve_wanted(
-    wanted: Wanted,
+    wanted: ResolveRequest,
     recipe: LoadedRecipe,
     target: Target,
     environment: Environment,

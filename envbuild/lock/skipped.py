@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from envbuild.errors import LockError
-from envbuild.lock.offers import Offers, Release
+from envbuild.lock.offers import Offers, ProjectRelease
 from envbuild.names import normalise
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class SkippedRelease:
     itself or a dependency of it."""
 
     name: str
-    chosen: Release
-    newest: Release
+    chosen: ProjectRelease
+    newest: ProjectRelease
     without_wheel: str
 
     @property
@@ -94,7 +94,8 @@ def skipped_releases(
             cause = without_wheel(_pin(name, newest, lines[0].extras))
         if cause is not None:
             chosen = next(
-                (one for one in releases[name] if one.version == version), Release(version, ())
+                (one for one in releases[name] if one.version == version),
+                ProjectRelease(version, ()),
             )
             found.append(SkippedRelease(name, chosen, newest, cause))
     return found
@@ -117,8 +118,8 @@ def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> t
 
 
 def allowed_releases(
-    releases: Iterable[Release], lines: Sequence[Requirement], python: str
-) -> list[Release]:
+    releases: Iterable[ProjectRelease], lines: Sequence[Requirement], python: str
+) -> list[ProjectRelease]:
     """Those of `releases` that all of `lines` allow and that are for `python`, wheel or not, as uv chooses them:
     pre-releases only where a line names one, or where there is nothing else."""
     from packaging.specifiers import SpecifierSet
@@ -160,6 +161,6 @@ def _is_pin(line: Requirement) -> bool:
     )
 
 
-def _pin(name: str, release: Release, extras: Iterable[str] = ()) -> str:
+def _pin(name: str, release: ProjectRelease, extras: Iterable[str] = ()) -> str:
     chosen = ",".join(sorted(extras))
     return f"{name}[{chosen}]=={release.version}" if chosen else f"{name}=={release.version}"

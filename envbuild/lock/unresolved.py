@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from envbuild.lock.offers import Offers, Release
+from envbuild.lock.offers import Offers, ProjectRelease
 from envbuild.lock.skipped import allowed_releases
 from envbuild.names import normalise
 from envbuild.recipe.model import PYTHONS
@@ -84,7 +84,7 @@ class FailedResolution:
             return f"change the requirement of {name}; {there}"
         return f"{self._pythons(name, specifier, releases)}; {there}"
 
-    def _pythons(self, name: str, specifier: str, releases: Sequence[Release]) -> str:
+    def _pythons(self, name: str, specifier: str, releases: Sequence[ProjectRelease]) -> str:
         """Which Pythons the newest release that is asked for has wheels for."""
         from packaging.requirements import Requirement
 
@@ -135,7 +135,7 @@ def _names(requirements: Sequence[str]) -> set[str]:
     return {requirement_parts(text)[0] for text in requirements}
 
 
-def _newest(releases: Sequence[Release]) -> str:
+def _newest(releases: Sequence[ProjectRelease]) -> str:
     if not releases:
         return "none"
     names = ", ".join(str(one.version) for one in releases[: -_SHOWN - 1 : -1])

@@ -11,15 +11,16 @@ from typing import Any
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.plan.sources import HostLayer, SourceLayer
-from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
+from envbuild.recipe.image import ImageTable
+from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Step:
     """One ordered part of an artifact. `digest` covers all that determines its bytes.
 
     `kind` is "python" (an interpreter of version `version`), "base" (what an image is built on),
@@ -53,7 +54,7 @@ class Plan:
     platform: str
     indexes: tuple[str, ...]
     packages: tuple[LockedPackage, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[Step, ...]
     verify: VerifyTable
     compile_bytecode: bool = False
     base: ImageLock | None = None
@@ -144,28 +145,28 @@ def make_plan(
     layers = _base_layers(image) if image else []
     if not conda and image is None:
         python = _digest(["python", wheels.python, wheels.platform])
-        layers = [Layer("python", "python", wheels.python, python)]
+        layers = [Step("python", "python", wheels.python, python)]
     layers += [
-        Layer(
+        Step(
             "conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}"
         )
         for package in conda
     ]
     layers += [
-        Layer("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
+        Step("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
         for package in wheels.packages
     ]
-    layers += [Layer("source", one.name, one.version, one.digest) for one in sources]
+    layers += [Step("source", one.name, one.version, one.digest) for one in sources]
     layers += [
-        Layer("host", one.name, one.version, _digest(["host", one.name, one.version, one.path]))
+        Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path]))
         for one in host_layers
     ]
     if recipe.fabric != "any":  # what is built says which network it is for
-        layers.append(Layer("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
-    layers.append(Layer("trainer", "ddp-train", trainer_version, trainer_digest))
+        layers.append(Step("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
+    layers.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
-        layers.append(Layer("config", "image", "", _digest([*settings, image.mtime])))
+        layers.append(Step("config", "image", "", _digest([*settings, image.mtime])))
     table = recipe.targets[target.name]
     return Plan(
         recipe=recipe.name,
@@ -192,17 +193,17 @@ def make_plan(
     )
 
 
-def _base_layers(image: ImageInputs) -> list[Layer]:
+def _base_layers(image: ImageInputs) -> list[Step]:
     base = image.base.base
     if isinstance(base, OciLock):
-        first = Layer("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
+        first = Step("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
     else:
         version = f"{len(base.packages)} packages"
-        first = Layer("base", f"debian {base.suite}", version, image.base.digest)
+        first = Step("base", f"debian {base.suite}", version, image.base.digest)
     if image.compiler is None:
         return [first]
     tag, version, _ = image.compiler.split(" ")
-    return [first, Layer("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
+    return [first, Step("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
 
 
 def _digest(value: object) -> str:

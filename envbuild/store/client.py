@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
+from envbuild.store.credentials import split_credentials
 
 if TYPE_CHECKING:
     import requests
@@ -189,7 +190,7 @@ class Client:
 
             decide = self._verify
 
-            class Adapter(HTTPAdapter):
+            class RedirectAdapter(HTTPAdapter):
                 """Judges each hop by its own host: trust must not follow a redirect elsewhere."""
 
                 def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
@@ -198,7 +199,7 @@ class Client:
                     )
 
             session = requests.Session()
-            session.mount("https://", Adapter())
+            session.mount("https://", RedirectAdapter())
             session.headers["User-Agent"] = "envbuild"
             if self.pip.client_cert:
                 session.cert = self.pip.client_cert
@@ -248,25 +249,6 @@ def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Callable[[
         partial.unlink(missing_ok=True)
         raise Mismatch(digest.hexdigest())
     return digest.hexdigest()
-
-
-def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
-    """`url` without its user part, and that part as (user, password), decoded."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url, None
-    user, _, host = parts.netloc.rpartition("@")
-    name, _, password = user.partition(":")
-    return urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password))
-
-
-def with_credentials_of(url: str, index: str) -> str:
-    """`url` with the user part of `index` when both are on one server: links on a page carry none."""
-    mine, theirs = urlsplit(url), urlsplit(index)
-    user, at, host = theirs.netloc.rpartition("@")
-    if at and "@" not in mine.netloc and (mine.scheme, mine.netloc) == (theirs.scheme, host):
-        return urlunsplit(mine._replace(netloc=f"{user}@{host}"))
-    return url
 
 
 def _passing(error: Exception) -> bool:

@@ -19,7 +19,7 @@ KIND = "conda/archives"
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class CondaArchive:
     """A locked conda package: its canonical URL, the sha256 (hex) that it must have, its size in bytes if known."""
 
     url: str
@@ -49,22 +49,22 @@ class _Refusals:
 
 
 def fetch_archives(
-    wanted: Sequence[Archive],
+    wanted: Sequence[CondaArchive],
     store: Store,
     pip: PipConfig,
     site: Site,
     *,
     offline: bool,
     env: Mapping[str, str],
-) -> dict[Archive, Path]:
+) -> dict[CondaArchive, Path]:
     """A file with the right content for each of `wanted`: store, then its mirrors, then its channel.
 
     What a file: URL names is used where it lies. Offline, only what is on this machine's disks. pip's proxy,
     certificates, timeout and retries hold here too. Raises BuildError naming each package that no source has,
     with what every source answered.
     """
-    found: dict[Archive, Path] = {}
-    answers: dict[Archive, list[str]] = {archive: [] for archive in wanted}
+    found: dict[CondaArchive, Path] = {}
+    answers: dict[CondaArchive, list[str]] = {archive: [] for archive in wanted}
     for archive in wanted:
         path = store.find_archive(archive.sha256, archive.name) or _on_disk(
             archive, store, site, answers[archive]
@@ -80,7 +80,7 @@ def fetch_archives(
     return {archive: found[archive] for archive in wanted}
 
 
-def _on_disk(archive: Archive, store: Store, site: Site, answers: list[str]) -> Path | None:
+def _on_disk(archive: CondaArchive, store: Store, site: Site, answers: list[str]) -> Path | None:
     for url in site.mirrored(archive.url):
         if not url.startswith("file:"):
             continue
@@ -97,17 +97,17 @@ def _on_disk(archive: Archive, store: Store, site: Site, answers: list[str]) -> 
 
 
 def _fetch_all(
-    missing: Sequence[Archive],
+    missing: Sequence[CondaArchive],
     store: Store,
     client: Client,
     site: Site,
-    answers: Mapping[Archive, list[str]],
-) -> dict[Archive, Path]:
+    answers: Mapping[CondaArchive, list[str]],
+) -> dict[CondaArchive, Path]:
     store.folder("partial")
     store.clean_stale()
     refusals = _Refusals()
 
-    def fetch(archive: Archive, moved: Advance) -> Path | None:
+    def fetch(archive: CondaArchive, moved: Advance) -> Path | None:
         return _fetch_one(archive, store, client, site, refusals, answers[archive], moved)
 
     sizes = [archive.size for archive in missing]
@@ -117,7 +117,7 @@ def _fetch_all(
 
 
 def _fetch_one(
-    archive: Archive,
+    archive: CondaArchive,
     store: Store,
     client: Client,
     site: Site,
@@ -158,7 +158,7 @@ def _channel(url: str) -> str:
 
 
 def _not_found(
-    missing: Sequence[Archive], answers: Mapping[Archive, list[str]], offline: bool
+    missing: Sequence[CondaArchive], answers: Mapping[CondaArchive, list[str]], offline: bool
 ) -> BuildError:
     lines = []
     for archive in missing:

@@ -16,7 +16,7 @@ from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
-from envbuild.store.sources import Link, Source, local_files, matches, remote_sources
+from envbuild.store.sources import Link, PackageSource, local_files, matches, remote_sources
 from envbuild.store.store import Store, alone
 
 _PARALLEL = 8
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedWheel:
     """A locked wheel: normalised name, version, and the sha256 (hex) that it may have."""
 
     name: str
@@ -38,7 +38,7 @@ class Wanted:
 
 
 def locate_wheels(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedWheel],
     store: Store,
     pip: PipConfig,
     site: Site,
@@ -47,15 +47,15 @@ def locate_wheels(
     offline: bool,
     env: Mapping[str, str],
     default_index: Callable[[], str],
-) -> dict[Wanted, Path]:
+) -> dict[WantedWheel, Path]:
     """A file with the right content for each of `wanted`: store, then find-links, then indexes.
 
     Files in local find-links folders are used where they lie. An index that cannot be reached is an
     error only when a wheel was found nowhere; where pip names none, `default_index` gives the URL.
     Raises BuildError naming each such wheel with what every source answered.
     """
-    found: dict[Wanted, Path] = {}
-    answers: dict[Wanted, list[str]] = {wheel: [] for wheel in wanted}
+    found: dict[WantedWheel, Path] = {}
+    answers: dict[WantedWheel, list[str]] = {wheel: [] for wheel in wanted}
     folders = local_files(pip)
     for wheel in wanted:
         path = _in_store(wheel, store) or _in_folders(wheel, folders, store, answers[wheel])
@@ -75,7 +75,7 @@ def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
     """None when the package index at `url` answers at all, else why it does not."""
     if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
         return "no such folder"
-    source = Source(url, is_index=True)
+    source = PackageSource(url, is_index=True)
     # One try: an index that is down is left out of a resolution, and said.
     impatient = Client(_once(pip), env)
     try:
@@ -91,7 +91,7 @@ def _once(pip: PipConfig) -> PipConfig:
     return replace(pip, retries=0)
 
 
-def _in_store(wheel: Wanted, store: Store) -> Path | None:
+def _in_store(wheel: WantedWheel, store: Store) -> Path | None:
     for digest in sorted(wheel.hashes):
         if path := store.find_wheel(digest):
             return path
@@ -99,7 +99,7 @@ def _in_store(wheel: Wanted, store: Store) -> Path | None:
 
 
 def _in_folders(
-    wheel: Wanted, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
+    wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
 ) -> Path | None:
     for folder, names in folders:
         candidates = [name for name in names if matches(name, wheel.name, wheel.version)]
@@ -118,18 +118,18 @@ def _in_folders(
 
 
 def _fetch_all(
-    missing: Sequence[Wanted],
-    sources: Sequence[Source],
+    missing: Sequence[WantedWheel],
+    sources: Sequence[PackageSource],
     client: Client,
     store: Store,
-    answers: Mapping[Wanted, list[str]],
-) -> dict[Wanted, Path]:
+    answers: Mapping[WantedWheel, list[str]],
+) -> dict[WantedWheel, Path]:
     if not sources:
         return {}
     store.folder("partial")
     store.clean_stale()
 
-    def fetch(wheel: Wanted, moved: Advance) -> Path | None:
+    def fetch(wheel: WantedWheel, moved: Advance) -> Path | None:
         return _fetch_one(wheel, sources, client, store, answers[wheel], moved)
 
     return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
@@ -192,8 +192,8 @@ def fetch_each(
 
 
 def _fetch_one(
-    wheel: Wanted,
-    sources: Sequence[Source],
+    wheel: WantedWheel,
+    sources: Sequence[PackageSource],
     client: Client,
     store: Store,
     answers: list[str],
@@ -225,7 +225,7 @@ def _fetch_one(
     return None
 
 
-def _download(link: Link, wheel: Wanted, client: Client, store: Store, moved: Advance) -> Path:
+def _download(link: Link, wheel: WantedWheel, client: Client, store: Store, moved: Advance) -> Path:
     key = (
         link.sha256
         or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
@@ -263,7 +263,7 @@ def download(
 
 
 def _not_found(
-    missing: Sequence[Wanted], answers: Mapping[Wanted, list[str]], offline: bool
+    missing: Sequence[WantedWheel], answers: Mapping[WantedWheel, list[str]], offline: bool
 ) -> BuildError:
     lines = []
     for wheel in missing:

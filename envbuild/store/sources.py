@@ -14,7 +14,8 @@ from urllib.parse import unquote, urljoin, urlsplit
 from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Down, NotFound, Unreachable, with_credentials_of
+from envbuild.store.client import Client, Down, NotFound, Unreachable
+from envbuild.store.credentials import with_credentials_of
 
 _BASE = re.compile(r"""<base\s[^>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)
@@ -37,7 +38,7 @@ class Link:
 
 
 @dataclass
-class Source:
+class PackageSource:
     """A page of links for each project (an index), or one page for all (find-links).
 
     Pages are asked for once and kept. A server that is down is not asked again, and one that failed
@@ -176,7 +177,7 @@ def remote_sources(
     indexes: Sequence[str],
     offline: bool,
     default_index: Callable[[], str],
-) -> list[Source]:
+) -> list[PackageSource]:
     """All sources but local folders, in the order to ask: find-links pages, the recipe's indexes through
     the site's mirrors, pip's index, pip's further ones. Offline, those on this machine's disks only.
     """
@@ -185,9 +186,9 @@ def remote_sources(
         path = _local_path(entry)
         if path is None or (path.is_file() and path.suffix != ".whl"):
             url = entry if "://" in entry else Path(entry).absolute().as_uri()
-            sources.append(Source(url, is_index=False))
+            sources.append(PackageSource(url, is_index=False))
     if not pip.no_index:
         named = [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
         urls = dict.fromkeys(url for index in named for url in site.mirrored(index))
-        sources += [Source(url, is_index=True) for url in urls]
+        sources += [PackageSource(url, is_index=True) for url in urls]
     return [source for source in sources if not offline or source.url.startswith("file:")]

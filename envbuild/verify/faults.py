@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envbuild.verify.launch import Job, Outcome, Running
+from envbuild.verify.launch import Outcome, Running, TrainingJob
 from envbuild.verify.model import Check, judge
 
 RESTART_TITLE = "a killed rank: restart and finish from the snapshot"
@@ -34,7 +34,7 @@ class Killer:
 
 
 def check_restart(
-    job: Job,
+    job: TrainingJob,
     outcome: Outcome,
     killed: Mapping[str, Any],
     reference: Sequence[float],

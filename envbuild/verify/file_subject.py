@@ -22,7 +22,7 @@ from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes
 from envbuild.verify.image_file import Runtime, image_state, open_image_file
-from envbuild.verify.run import Settings
+from envbuild.verify.model import Settings
 from envbuild.verify.runtimes import runtime_for
 from envbuild.verify.subject import Subject
 

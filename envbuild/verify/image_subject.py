@@ -9,7 +9,7 @@ from envbuild.artifacts.state import State
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.verify.containers import ContainerNodes, container_nodes
-from envbuild.verify.run import Settings
+from envbuild.verify.model import Settings
 from envbuild.verify.subject import Subject
 
 # Launches of one verification: reference beside training, resume, faults; and time to start them.

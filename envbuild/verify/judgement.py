@@ -8,7 +8,7 @@ from pathlib import Path
 
 from envbuild.verify import fabric_checks, network_checks
 from envbuild.verify import training_checks as training
-from envbuild.verify.launch import Job, Outcome
+from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, blocked
 from envbuild.verify.network import Network
 from envbuild.verify.subject import Subject
@@ -21,9 +21,9 @@ class Launches:
 
     subject: Subject
     work: Path
-    job: Job
+    job: TrainingJob
     first: Outcome
-    resumed: Job
+    resumed: TrainingJob
     second: Outcome
     reference: Outcome
     half: int

@@ -27,7 +27,7 @@ _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.fre
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What to train: the trainer's arguments, on `nodes` × `nproc_per_node` ranks. With `lean`, torchrun's module is
     started instead of its script, without the garbage collection that takes a quarter of its start."""
 
@@ -64,7 +64,7 @@ class Outcome:
 class Running:
     """A job under way; `wait` ends it, and leaving it as a context stops what still runs."""
 
-    job: Job
+    job: TrainingJob
     run_id: str
     work: Path
     started: float
@@ -140,7 +140,7 @@ class Running:
 
 
 def start_job(
-    job: Job,
+    job: TrainingJob,
     nodes: Nodes,
     work: Path,
     of_node: Callable[[int], Mapping[str, str]] = lambda _: {},
@@ -173,7 +173,7 @@ def start_job(
     return running
 
 
-def _agent(job: Job, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
+def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
     limit = int(job.timeout_s)
     return [
         f"--nnodes={job.nodes}",

@@ -29,7 +29,7 @@ _FUSE_WAIT_S = 15.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Failed(Exception):
+class MountFailed(Exception):
     """An image that this host cannot mount in the way that was tried; why."""
 
 
@@ -38,12 +38,12 @@ def by_kernel(spec: dict[str, Any], place: str) -> None:
     try:
         loop, device = _loop(spec["image"], spec["offset"])
     except OSError as error:
-        raise Failed(f"no loop device: {error.strerror}") from error
+        raise MountFailed(f"no loop device: {error.strerror}") from error
     try:
         mount(device, place, "squashfs", RDONLY | NOSUID | NODEV)
     except OSError as error:
         why = "" if error.errno != errno.EINVAL else f", squashfs with {spec['compressor']} perhaps"
-        raise Failed(f"the kernel refuses it{why}: {error.strerror}") from error
+        raise MountFailed(f"the kernel refuses it{why}: {error.strerror}") from error
     finally:
         os.close(loop)
 
@@ -107,7 +107,7 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
         child.wait()
         log.seek(0)
         said = log.read(4096).decode(errors="replace").strip()
-    raise Failed(said or "squashfuse mounted nothing")
+    raise MountFailed(said or "squashfuse mounted nothing")
 
 
 def as_extracted(spec: dict[str, Any], place: str) -> None:

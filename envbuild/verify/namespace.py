@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from envbuild.verify import binding, mounting, supervise
-from envbuild.verify.mounting import Failed, call, die_with, mount
+from envbuild.verify.mounting import MountFailed, call, die_with, mount
 
 # What the processes of the image see of the host: the work folder, and the libraries of its GPU driver.
 WORK = "/envbuild-verify"
@@ -115,7 +115,7 @@ def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
         # An exec or a change of credentials may have cleared what the parent arranged.
         die_with(parent, at_its_end)
         _build(spec)
-    except Failed as error:
+    except MountFailed as error:
         return {"failed": "image", "why": str(error)}
     except binding.Unfit as error:
         return {"failed": "bind", "why": str(error)}

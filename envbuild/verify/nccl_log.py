@@ -116,7 +116,7 @@ _KNOWN = tuple((pattern, re.compile(pattern.regex)) for pattern in PATTERNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class NcclFault:
     """A line that tells of a failure: the line's text, and what is behind it ("" if nobody knows)."""
 
     kind: Kind
@@ -139,10 +139,10 @@ class NcclLog:
     transports: tuple[str, ...]
     plugins: tuple[str, ...]
     providers: tuple[str, ...]
-    faults: tuple[Fault, ...]
+    faults: tuple[NcclFault, ...]
     lines: int
 
-    def having(self, *kinds: Kind) -> list[Fault]:
+    def having(self, *kinds: Kind) -> list[NcclFault]:
         """The faults of these kinds, in their order."""
         return [fault for kind in kinds for fault in self.faults if fault.kind == kind]
 
@@ -155,12 +155,12 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 def _read(lines: Iterable[str]) -> NcclLog:
     found: dict[Kind, list[str]] = {}
-    faults: dict[tuple[Kind, str], Fault] = {}
+    faults: dict[tuple[Kind, str], NcclFault] = {}
     count = 0
     for kind, value, cause in _events(lines):
         count += 1
         if kind in FAULTS:
-            faults.setdefault((kind, value), Fault(kind, value, cause))
+            faults.setdefault((kind, value), NcclFault(kind, value, cause))
         elif value not in found.setdefault(kind, []):
             found[kind].append(value)
     versions = found.get("version", [""])

@@ -106,10 +106,11 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
 def extract(image: ImageFile, into: Path) -> None:
     """Unpack `image` into the folder `into`. Raises BuildError."""
     from envbuild.image.squashfs.read import open_squashfs
+    from envbuild.image.squashfs.unpack import unpack
 
     with writing(into), image.path.open("rb") as stream:
         into.mkdir(exist_ok=True)
-        open_squashfs(stream, image.offset, str(image.path)).extract(into, owners=False)
+        unpack(open_squashfs(stream, image.offset, str(image.path)), into, owners=False)
 
 
 def spec_of(

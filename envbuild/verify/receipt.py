@@ -12,8 +12,8 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.files import write_atomically
+from envbuild.verify.model import Verdict
 from envbuild.verify.network_checks import nccl_version
-from envbuild.verify.run import Verdict
 from envbuild.verify.subject import Subject
 
 FORMAT = 1

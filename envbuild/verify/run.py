@@ -16,8 +16,8 @@ from envbuild.verify import training_checks as training
 from envbuild.verify.cuda_checks import check_accelerator
 from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
 from envbuild.verify.judgement import Launches, judge_launches
-from envbuild.verify.launch import Job, Outcome, Running, start_job
-from envbuild.verify.model import FAIL, Check, blocked
+from envbuild.verify.launch import Outcome, Running, TrainingJob, start_job
+from envbuild.verify.model import FAIL, Check, Settings, Verdict, blocked
 from envbuild.verify.network import Network, network_of
 from envbuild.verify.network_checks import check_layer
 from envbuild.verify.nodes import Nodes
@@ -33,35 +33,6 @@ RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
 # Seconds for the all-reduces that are timed. NCCL's go up to 1 GiB; gloo's get the longer time only where a floor
 # judges them.
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to verify: the recipe's [verify] table, or the command line's word over it."""
-
-    nodes: int = 2
-    nproc_per_node: int = 2
-    epochs: int = 6
-    batch_size: int = 32
-    model: str = "mlp"
-    timeout_s: float = 600
-    loss_tolerance: float = 1e-4
-    faults: bool = False
-    busbw_floor: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """All checks, in order. `logs` is the folder of the nodes' logs, kept only after a failure."""
-
-    checks: tuple[Check, ...]
-    settings: Settings
-    seconds: float
-    logs: Path | None
-
-    @property
-    def passed(self) -> bool:
-        return all(check.status == "pass" for check in self.checks)
 
 
 def verify(
@@ -126,7 +97,7 @@ class _Bench:
         arguments += ("--backend", "nccl" if self.network.cuda else "gloo")
         if bandwidth_s:
             arguments += ("--bandwidth", bandwidth_s)
-        job = Job(
+        job = TrainingJob(
             name,
             arguments,
             nodes=nodes,

@@ -10,7 +10,7 @@ from typing import Any
 
 from envbuild import process
 from envbuild.verify.diagnose import usual_cause
-from envbuild.verify.launch import Job, Outcome
+from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
 
@@ -43,7 +43,7 @@ def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
     )
 
 
-def check_world(job: Job, reports: Sequence[Report]) -> Check:
+def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:
     """The ranks form exactly the world that was asked for: one world, every rank once, nodes as asked."""
     worlds: list[dict[str, Any]] = [
         {
@@ -165,7 +165,7 @@ def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
     )
 
 
-def check_resume(job: Job, reports: Sequence[Report], epoch: int, total: int) -> Check:
+def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total: int) -> Check:
     """A second launch, of another number of ranks (`job`), continued at `epoch` from the first one's snapshot and went
     to `total`, as one world."""
     report = reports[0]

@@ -22,7 +22,7 @@ from envbuild.image.model import (
     OCI_CONFIG,
     OCI_MANIFEST,
     Descriptor,
-    Index,
+    ImageIndex,
     canonical,
     digest_of,
     parse,
@@ -175,7 +175,7 @@ def multi(blobs: Blobs, images: Sequence[Descriptor]) -> Descriptor:
     """An index of images for several platforms."""
     raw = json.dumps({"schemaVersion": 2, "manifests": [i.as_json() for i in images]}).encode()
     index = parse(raw, "lab")
-    assert isinstance(index, Index)
+    assert isinstance(index, ImageIndex)
     blobs.add(raw)
     return index.descriptor
 

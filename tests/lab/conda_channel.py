@@ -27,7 +27,7 @@ from lab.conda_wheels import wheel_package
 
 from envbuild.environment import Environment
 from envbuild.lock.format import read
-from envbuild.store.fetch import Wanted, locate_wheels
+from envbuild.store.fetch import WantedWheel, locate_wheels
 
 __all__ = ["Channel", "build_channel", "missing"]
 
@@ -75,11 +75,11 @@ def build_channel(folder: Path, environment: Environment) -> Channel:
 
 
 def _wheel_packages(folder: Path, environment: Environment) -> None:
-    done: set[Wanted] = set()
+    done: set[WantedWheel] = set()
     for subdir, arch in PLATFORMS.items():
         lock = read(_RECIPE / f"cpu-{arch}.requirements.txt")
         assert lock is not None
-        wanted = [Wanted(p.name, p.version, frozenset(p.hashes)) for p in lock.packages]
+        wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in lock.packages]
         found = locate_wheels(
             wanted, environment.store, environment.pip, environment.site, _INDEXES,
             offline=False, env=environment.variables, default_index=environment.default_index,

@@ -18,7 +18,7 @@ from envbuild.image.model import (
     DOCKER_LAYER_GZIP,
     DOCKER_MANIFEST,
     Descriptor,
-    Manifest,
+    ImageManifest,
     canonical,
     digest_of,
     parse,
@@ -46,7 +46,7 @@ class _Scheme(Scheme):
         return "opt/conda/lib/python3.11/dist-packages"
 
 
-def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[Manifest, list[Descriptor]]:
+def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, list[Descriptor]]:
     """The image's manifest, and the blobs to push with it. `variables` name the store to take packages from."""
     environment = load_environment(variables)
     loaded = load_recipe(_RECIPES / "pt_minimal" / "recipe.toml")
@@ -73,7 +73,7 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[Manifest, list[D
         }
     )
     manifest = parse(raw, "the lab's image")
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, ImageManifest)
     return manifest, [head, *described]
 
 

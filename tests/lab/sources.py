@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lab.apt import no_archive, settings
 
-from envbuild.plan.sources import Patch, SourceLayer
+from envbuild.recipe.sources import Patch, SourceLayer
 
 AUTOTOOLS = Path(__file__).resolve().parent / "autotools"
 # What `apt-get source` of trixie checks it by, too: https://tracker.debian.org/pkg/libfabric, 2.1.0-1.1.

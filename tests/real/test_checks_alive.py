@@ -22,10 +22,11 @@ import pytest
 from envbuild.artifacts import venv
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
-from envbuild.verify.model import Check
+from envbuild.verify.model import Check, Settings
 from envbuild.verify.nodes import Nodes
-from envbuild.verify.run import Settings, verify
-from envbuild.verify.subject import Subject, open_subject
+from envbuild.verify.open import open_subject
+from envbuild.verify.run import verify
+from envbuild.verify.subject import Subject
 
 from .conftest import Command, link_tree
 
@@ -162,7 +163,9 @@ def test_nodes_that_meet_only_themselves(
 ) -> None:
     agent = launch._agent
 
-    def alone(job: launch.Job, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
+    def alone(
+        job: launch.TrainingJob, node: int, endpoint: str, run_id: str, address: str
+    ) -> list[str]:
         with socket.create_server((address, 0)) as probe:
             own = f"{address}:{probe.getsockname()[1]}"
         return agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}", address)
@@ -177,7 +180,7 @@ def test_no_restart_is_seen(
 ) -> None:
     agent = launch._agent
 
-    def final(job: launch.Job, *rest: Any) -> list[str]:
+    def final(job: launch.TrainingJob, *rest: Any) -> list[str]:
         return agent(dataclasses.replace(job, max_restarts=0), *rest)
 
     monkeypatch.setattr(launch, "_agent", final)

@@ -137,7 +137,8 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     pt_docker: dict[str, Any], docker_daemon: Lab, session_store: Path
 ) -> None:
     from envbuild.verify.image_subject import image_subject
-    from envbuild.verify.run import Settings, verify
+    from envbuild.verify.model import Settings
+    from envbuild.verify.run import verify
 
     image, client, environment = _assembled(docker_daemon, session_store)
     script = (

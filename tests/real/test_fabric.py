@@ -18,10 +18,11 @@ from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
-from envbuild.store.fetch import Wanted, locate_wheels
+from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
-from envbuild.verify.subject import Subject, open_subject
+from envbuild.verify.open import open_subject
+from envbuild.verify.subject import Subject
 
 from .conftest import REPOSITORY
 from .test_checks_alive import SETTINGS, failed, run_checks
@@ -137,7 +138,9 @@ def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """libnccl.so.2 of each version."""
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
     wanted = {
-        version: Wanted("nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]}))
+        version: WantedWheel(
+            "nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]})
+        )
         for version in VERSIONS
     }
     found = locate_wheels(

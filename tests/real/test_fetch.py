@@ -27,7 +27,7 @@ from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.site.uv_config import uv_environment, uv_settings
-from envbuild.store.fetch import Wanted, locate_wheels, probe_index
+from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
 from envbuild.store.store import Store
 
 MEBIBYTE = 1 << 20
@@ -53,7 +53,7 @@ class Index:
 
     def add(
         self, filename: str, data: bytes, *, listed: str | None = "", yanked: bool = False
-    ) -> Wanted:
+    ) -> WantedWheel:
         """Publish a file; `listed` is the sha256 on its page: "" the true one, None none at all."""
         digest = hashlib.sha256(data).hexdigest()
         name, version = filename.split("-")[:2]
@@ -64,7 +64,7 @@ class Index:
         attribute = ' data-yanked="broken"' if yanked else ""
         row = f'<a href="../../files/{filename}{mark}"{attribute}>{filename}</a><br>\n'
         self.pages[page] = ("text/html", before + row)
-        return Wanted(name, version, frozenset({digest}))
+        return WantedWheel(name, version, frozenset({digest}))
 
     def asked(self, path: str) -> list[dict[str, str]]:
         """The headers of each request for `path`."""
@@ -201,11 +201,11 @@ def no_default() -> str:
 def fetch(
     folder: Path,
     pip: PipConfig,
-    *wanted: Wanted,
+    *wanted: WantedWheel,
     indexes: Sequence[str] = (),
     site: Site | None = None,
     offline: bool = False,
-) -> dict[Wanted, Path]:
+) -> dict[WantedWheel, Path]:
     store = Store(folder)
     site = site or Site(folder, ())
     return locate_wheels(
@@ -217,7 +217,7 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def refusal(folder: Path, pip: PipConfig, *wanted: Wanted, **options: Any) -> str:
+def refusal(folder: Path, pip: PipConfig, *wanted: WantedWheel, **options: Any) -> str:
     with pytest.raises(BuildError) as caught:
         fetch(folder, pip, *wanted, **options)
     assert caught.value.hint
@@ -260,7 +260,7 @@ def test_a_simple_tree_on_disk_is_an_index(tmp_path: Path) -> None:
     (tmp_path / "tree/demo/index.html").write_text(
         f'<a href="../files/demo-1.0%2Bcpu-py3-none-any.whl#sha256={digest}">demo-1.0+cpu-py3-none-any.whl</a>'
     )
-    wanted = Wanted("demo", "1.0+cpu", frozenset({digest}))
+    wanted = WantedWheel("demo", "1.0+cpu", frozenset({digest}))
     pip = pip_for((tmp_path / "tree").as_uri())
     started = time.monotonic()
     for offline in (True, False):  # a disk is there without a network
@@ -272,7 +272,7 @@ def test_a_simple_tree_on_disk_is_an_index(tmp_path: Path) -> None:
 def test_a_find_links_folder_is_used_in_place(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "links", "demo")
     (tmp_path / "links/demo-1.0-py2-none-any.whl").write_bytes(b"another file of this version")
-    wanted = Wanted("demo", "1.0", frozenset({digest_of(wheel)}))
+    wanted = WantedWheel("demo", "1.0", frozenset({digest_of(wheel)}))
     pip = pip_for(find_links=(str(tmp_path / "links"),))
     assert fetch(tmp_path / "store", pip, wanted) == {wanted: wheel}
 
@@ -284,7 +284,7 @@ def test_find_links_pages_local_and_remote(tmp_path: Path, serve: Callable[..., 
     remote = index.add("remote-1.0-py3-none-any.whl", b"remote")
     index.pages["/list.html"] = ("text/html", '<a href="files/remote-1.0-py3-none-any.whl">r</a>')
     links = (str(tmp_path / "links.html"), index.url.replace("/simple", "/list.html"))
-    wanted = Wanted("local", "1.0", frozenset({digest_of(local)}))
+    wanted = WantedWheel("local", "1.0", frozenset({digest_of(local)}))
     pip = PipConfig(no_index=True, find_links=links, retries=0)
     assert len(fetch(tmp_path / "store", pip, wanted, remote)) == 2
 
@@ -546,7 +546,7 @@ def test_a_file_listed_with_another_hash_is_not_downloaded(
 
 def test_an_index_that_lies_about_a_hash(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
-    wanted = Wanted("demo", "1.0", frozenset({"ab" * 32}))
+    wanted = WantedWheel("demo", "1.0", frozenset({"ab" * 32}))
     index.add("demo-1.0-py3-none-any.whl", b"forged", listed="ab" * 32)
     said = refusal(tmp_path, pip_for(index.url), wanted)
     assert "hash mismatch" in said and hashlib.sha256(b"forged").hexdigest() in said
@@ -559,7 +559,7 @@ def test_one_error_says_what_every_source_answered(
     index = serve()
     index.add("demo-1.0-py3-none-any.whl", b"other")
     (tmp_path / "links").mkdir()
-    wanted = [Wanted(name, "1.0", frozenset({"cd" * 32})) for name in ("demo", "absent")]
+    wanted = [WantedWheel(name, "1.0", frozenset({"cd" * 32})) for name in ("demo", "absent")]
     closed = CLOSED.replace("://", "://user:hunter2@")
     pip = pip_for(closed, index.url, find_links=(str(tmp_path / "links"),))
     said = refusal(tmp_path / "store", pip, *wanted)
@@ -571,7 +571,7 @@ def test_one_error_says_what_every_source_answered(
 
 def test_a_dead_index_does_not_matter_where_find_links_has_the_wheel(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "links", "demo")
-    wanted = Wanted("demo", "1.0", frozenset({digest_of(wheel)}))
+    wanted = WantedWheel("demo", "1.0", frozenset({digest_of(wheel)}))
     pip = pip_for(CLOSED, find_links=(str(tmp_path / "links"),))
     assert fetch(tmp_path / "store", pip, wanted, indexes=["http://no-such-host.invalid/simple"])
 
@@ -632,7 +632,7 @@ print(json.dumps([str(found[wanted]), after - before]))
 """
 
 
-def child(store: Path, index: Index, wanted: Wanted, user: str = "-") -> subprocess.Popen[str]:
+def child(store: Path, index: Index, wanted: WantedWheel, user: str = "-") -> subprocess.Popen[str]:
     what = (wanted.name, wanted.version, min(wanted.hashes))
     line = [sys.executable, "-c", CHILD, str(store), index.url, *what, user]
     return subprocess.Popen(

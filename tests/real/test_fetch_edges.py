@@ -23,7 +23,7 @@ from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Unreachable
-from envbuild.store.fetch import Wanted, locate_wheels, probe_index
+from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store, alone
 
@@ -65,11 +65,11 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     server.server_close()
 
 
-def wanted(data: bytes) -> Wanted:
-    return Wanted("demo", "1.0", frozenset({hashlib.sha256(data).hexdigest()}))
+def wanted(data: bytes) -> WantedWheel:
+    return WantedWheel("demo", "1.0", frozenset({hashlib.sha256(data).hexdigest()}))
 
 
-def locate(root: Path, pip: PipConfig, *wheels: Wanted) -> dict[Wanted, Path]:
+def locate(root: Path, pip: PipConfig, *wheels: WantedWheel) -> dict[WantedWheel, Path]:
     site = Site(root, ())
     return locate_wheels(
         wheels, Store(root), pip, site, [], offline=False, env={}, default_index=lambda: "x:"

@@ -25,6 +25,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.read import open_squashfs
+from envbuild.image.squashfs.unpack import unpack
 
 from .conftest import REPOSITORY, Command
 
@@ -136,7 +137,7 @@ def test_an_unpacked_image_is_the_tree_it_was_made_of(
         mksquashfs(tree, image, *MAKERS[maker])
     start = time.monotonic()
     with image.open("rb") as stream:
-        open_squashfs(stream, 0, "lab").extract(tmp_path / "out", owners=True)
+        unpack(open_squashfs(stream, 0, "lab"), tmp_path / "out", owners=True)
     assert seen(tmp_path / "out") == seen(tree)
     assert (tmp_path / "out/sparse").stat().st_blocks < 1 << 12
     print(f"{maker}: {time.monotonic() - start:.1f} s")
@@ -148,7 +149,7 @@ SCRIPT = """
     from pathlib import Path
     from envbuild.image.squashfs.read import open_squashfs
     with open(sys.argv[1], "rb") as stream:
-        open_squashfs(stream, 0, "lab").extract(Path(sys.argv[2]), owners=False)
+        unpack(open_squashfs(stream, 0, "lab"), Path(sys.argv[2]), owners=False)
     # getrusage(2) would tell of the process that started this one, too
     status = Path("/proc/self/status").read_text()
     print(int(status.partition("VmHWM:")[2].split()[0]) >> 10)
@@ -229,7 +230,7 @@ def test_damaged_images_of_every_maker_are_errors_and_never_worse(
             into = tmp_path / "out"
             opened = open_squashfs(io.BytesIO(image), 0, "lab")
             if chance.random() < 0.1:
-                opened.extract(into, owners=False)
+                unpack(opened, into, owners=False)
             else:
                 for entry, handle in opened.entries():
                     if entry.kind == FILE and entry.size < 1 << 28:

@@ -29,7 +29,7 @@ from envbuild.image.model import (
     OCI_LAYER_GZIP,
     OCI_MANIFEST,
     Descriptor,
-    Manifest,
+    ImageManifest,
     canonical,
     digest_of,
     parse,
@@ -83,7 +83,7 @@ def layer(blobs: Blobs, seed: int, size: int) -> tuple[Descriptor, str]:
     return Descriptor(OCI_LAYER_GZIP, blobs.add(packed), len(packed)), digest_of(archive.getvalue())
 
 
-def image(blobs: Blobs, *seeds: int, size: int = 100_000) -> Manifest:
+def image(blobs: Blobs, *seeds: int, size: int = 100_000) -> ImageManifest:
     """An image of one layer a seed."""
     layers = [layer(blobs, seed, size) for seed in seeds]
     rootfs = {"type": "layers", "diff_ids": [diff for _, diff in layers]}
@@ -97,11 +97,11 @@ def image(blobs: Blobs, *seeds: int, size: int = 100_000) -> Manifest:
         }
     )
     parsed = parse(raw, "lab")
-    assert isinstance(parsed, Manifest)
+    assert isinstance(parsed, ImageManifest)
     return parsed
 
 
-def parts(manifest: Manifest) -> list[Descriptor]:
+def parts(manifest: ImageManifest) -> list[Descriptor]:
     return [manifest.config, *manifest.layers]
 
 
@@ -149,7 +149,9 @@ def test_what_skopeo_pushed_is_pulled(lab: Lab, tmp_path: Path) -> None:
     )  # fmt: skip
     there = reach(lab.address, "by/skopeo:1", tmp_path)
     found = parse(*_named(there))
-    assert isinstance(found, Manifest) and found.media_type.startswith("application/vnd.docker.")
+    assert isinstance(found, ImageManifest) and found.media_type.startswith(
+        "application/vnd.docker."
+    )
     files = there.fetch_blobs(parts(found), Blobs(tmp_path / "pulled"), lambda _count: None)
     assert [digest_of(file.read_bytes()) for file in files] == [b.digest for b in parts(found)]
 

@@ -27,8 +27,8 @@ from envbuild.layers.source_elf import read_elf
 from envbuild.layers.source_known import source_layers
 from envbuild.layers.source_manifest import read_manifest
 from envbuild.layers.source_standalone import describe
-from envbuild.plan.sources import SourceLayer
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -463,7 +463,7 @@ def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(
             [
                 sys.executable,
                 "-m",
-                "envbuild.layers.source_steps",
+                "envbuild.layers.source_standalone",
                 tmp_path / "layers.json",
                 archives,
                 prefix,

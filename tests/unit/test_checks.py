@@ -11,9 +11,9 @@ import pytest
 from envbuild.verify import training_checks as training
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.faults import check_restart
-from envbuild.verify.launch import Job, Outcome
+from envbuild.verify.launch import Outcome, TrainingJob
 
-JOB = Job("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
+JOB = TrainingJob("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
 
 
 def make_report(**changes: Any) -> dict[str, Any]:

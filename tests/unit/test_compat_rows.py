@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from envbuild.compat.judge import Finding, applies, judge
 from envbuild.compat.rows import (
+    CompatRule,
     Driver,
-    Fabric,
+    FabricProvider,
     Libfabric,
     Nccl,
     NcclPin,
     Plugin,
     Rows,
-    Rule,
     TorchBuild,
     libfabric_row,
     load_rows,
@@ -171,7 +171,7 @@ def test_providers_of_a_libfabric(row: Libfabric) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.fabrics, ids=name_of)
-def test_fabric(row: Fabric) -> None:
+def test_fabric(row: FabricProvider) -> None:
     stack = replace(BARE, cuda="12.6", fabric=row.name, provider=row.provider)
     have = replace(stack, plugin="1.21.1", libfabric="2.1.0", libfabric_origin="host")
     assert "bad" not in statuses(have, "fabric")
@@ -182,7 +182,7 @@ def test_fabric(row: Fabric) -> None:
         assert "bad" not in statuses(stack, "fabric")
 
 
-def made(rule: Rule, choose: Callable[[str], str]) -> Stack:
+def made(rule: CompatRule, choose: Callable[[str], str]) -> Stack:
     """A stack of which `choose` says, from each specifier, which version it has."""
     stack, packages = BARE, {}
     for name, wanted in rule.when.items():
@@ -198,7 +198,7 @@ def made(rule: Rule, choose: Callable[[str], str]) -> Stack:
 
 
 @pytest.mark.parametrize("rule", ROWS.rules, ids=lambda rule: rule.id)
-def test_rule(rule: Rule) -> None:
+def test_rule(rule: CompatRule) -> None:
     bad = made(rule, inside)
     found = [one for one in judge(bad) if one.source == rule.source]
     assert [one.status for one in found] == [rule.status]

@@ -16,7 +16,7 @@ from lab import artifacts as lab
 
 from envbuild.artifacts.comparable import LEFT_OUT
 from envbuild.artifacts.conda_meta import channel_name, reader_of
-from envbuild.artifacts.facts import CondaRecord, Contents
+from envbuild.artifacts.facts import CondaRecord, Inventory
 from envbuild.artifacts.opened import open_artifact
 from envbuild.compare import Comparison, compare
 from envbuild.describe import describe
@@ -347,7 +347,7 @@ def test_the_bill_of_materials_names_conda_packages_with_hash_and_licence(
             texts.append(cyclonedx(opened.about, opened.contents(hashes=False), None))
     assert texts[0] == texts[1]
     licences = ("MIT OR Apache-2.0", "LicenseRef-Own", "GPL (any", "")
-    contents = Contents(
+    contents = Inventory(
         {}, conda=tuple(CondaRecord("p", str(n), "0", "opt", license=text) for n, text in enumerate(licences))
     )  # fmt: skip
     texts.append(cyclonedx(opened.about, contents, None))

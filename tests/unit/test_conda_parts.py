@@ -25,7 +25,7 @@ from envbuild.errors import BuildError, HostError
 from envbuild.record import conda_digest
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.conda_fetch import Archive, fetch_archives
+from envbuild.store.conda_fetch import CondaArchive, fetch_archives
 from envbuild.store.store import Store
 
 SITE = "lib/python3.11/site-packages"
@@ -152,11 +152,13 @@ def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
 
 def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     channel, mirror = "https://conda.example.org/c", tmp_path / "mirror"
-    archive = Archive(f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x"))
+    archive = CondaArchive(
+        f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x")
+    )
     site = Site(tmp_path / "store", (), ((channel, ((tmp_path / "no").as_uri(), mirror.as_uri())),))
     store = Store(tmp_path / "store")
 
-    def fetch() -> dict[Archive, Path]:
+    def fetch() -> dict[CondaArchive, Path]:
         return fetch_archives([archive], store, PipConfig(), site, offline=True, env={})
 
     assert fetch() == {archive: mirror / "noarch/x-1-0.conda"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from envbuild.debian.defaults import default_packages, default_without
 from envbuild.debian.fetch import fetch_debs
 from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
-from envbuild.debian.sources import Archive
+from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError, LockError, RecipeError
 from envbuild.image.blobs import Blobs
 from envbuild.site.pip_config import PipConfig
@@ -73,7 +73,7 @@ def test_a_faulty_table_is_named_with_its_fault(change: dict[str, Any], message:
 CONTENT = {"one+x": b"first", "two": b"second" * 1000}
 
 
-def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[Archive], Client]:
+def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[DebianSuite], Client]:
     """A lock of two packages, an empty store, and mirrors of folders that are still empty."""
     debs = []
     for name, data in CONTENT.items():
@@ -82,7 +82,7 @@ def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[Archive]
         debs.append(LockedDeb(name, "1+b1", "amd64", f"pool/{name}_1+b1.deb", digest, len(data), archive))  # fmt: skip
     lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
     archives = [
-        Archive((tmp_path / root).as_uri(), suite)
+        DebianSuite((tmp_path / root).as_uri(), suite)
         for root in roots
         for suite in ("bookworm", "bookworm-updates", "bookworm-security")
     ]
@@ -115,7 +115,7 @@ def test_a_mirror_with_other_content_is_never_used(tmp_path: Path) -> None:
 def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) -> None:
     lock, blobs, archives, client = world(tmp_path, "bad", "none")
     put(tmp_path / "bad", two=b"evil")
-    secret = Archive("http://user:geheim@127.0.0.1:9/debian", "bookworm-security")
+    secret = DebianSuite("http://user:geheim@127.0.0.1:9/debian", "bookworm-security")
     with pytest.raises(BuildError) as caught:
         fetch_debs(lock, blobs, [*archives, secret], client)
     message = caught.value.message

@@ -12,7 +12,7 @@ from lab.debian import Key, release_text, stanza, write_archive
 from envbuild.debian.base import resolve_base
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import fetch_release, load_keys, read_release, verified
-from envbuild.debian.sources import Archive, suites
+from envbuild.debian.sources import DebianSuite, suites
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.site.pip_config import PipConfig
@@ -30,7 +30,7 @@ class Mirror:
         for suite in suites("bookworm"):
             newer = "2" if suite.endswith("-security") else "1"
             write_archive(root, suite, [stanza("lib", newer), stanza("tool", depends="lib")], key)
-        self.archives = [Archive(root.as_uri(), suite) for suite in suites("bookworm")]
+        self.archives = [DebianSuite(root.as_uri(), suite) for suite in suites("bookworm")]
         self.keyring = root / "keys.asc"
         self.keyring.write_text(str(key.public))
 
@@ -38,7 +38,7 @@ class Mirror:
         return self.root / "dists" / suite / name
 
     def resolve(
-        self, *archives: Archive, arch: str = "x86_64", packages: str = "tool"
+        self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool"
     ) -> DebianLock:
         return resolve_base(
             "bookworm", [packages], [], arch, archives=archives or self.archives, client=client(),
@@ -181,7 +181,7 @@ def test_an_archive_that_is_bad_is_passed_over_aloud(
     mirror: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = Mirror(tmp_path / "bad", OTHER)
-    lost = Archive("file:///nowhere/at/all", "bookworm")
+    lost = DebianSuite("file:///nowhere/at/all", "bookworm")
     assert mirror.resolve(lost, *bad.archives, *mirror.archives) == mirror.resolve()
     assert "signed by unknown keys alone" in capsys.readouterr().err
 
@@ -226,6 +226,6 @@ def test_the_shipped_keys_are_public_and_in_force() -> None:
 
 def test_suite_names_are_taken_as_well_as_codenames() -> None:
     text = release_text("bookworm", {"x": b""}, Suite="oldstable")
-    assert read_release(text, Archive("file:///x", "oldstable")).files
+    assert read_release(text, DebianSuite("file:///x", "oldstable")).files
     with pytest.raises(LockError, match="sends bookworm or oldstable instead"):
-        read_release(text, Archive("file:///x", "trixie"))
+        read_release(text, DebianSuite("file:///x", "trixie"))

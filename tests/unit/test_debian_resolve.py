@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.debian import stanza
 
-from envbuild.debian.index import Index
+from envbuild.debian.index import PackageIndex
 from envbuild.debian.resolve import resolve
 from envbuild.errors import LockError
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Index:
+def index(tmp_path: Path) -> PackageIndex:
     """A suite with every kind of relationship."""
     return made(
         tmp_path,
@@ -47,15 +47,15 @@ def index(tmp_path: Path) -> Index:
     )
 
 
-def made(tmp_path: Path, *stanzas: str, archive: str = "debian") -> Index:
+def made(tmp_path: Path, *stanzas: str, archive: str = "debian") -> PackageIndex:
     path = tmp_path / "Packages.xz"
     path.write_bytes(lzma.compress(("\n\n".join(stanzas) + "\n\n").encode()))
-    index = Index()
+    index = PackageIndex()
     index.add(path, ".xz", archive)
     return index
 
 
-def names(index: Index, *wanted: str, without: tuple[str, ...] = ()) -> list[str]:
+def names(index: PackageIndex, *wanted: str, without: tuple[str, ...] = ()) -> list[str]:
     return [package.name for package in resolve(index, wanted, without, "amd64")]
 
 
@@ -73,17 +73,19 @@ def names(index: Index, *wanted: str, without: tuple[str, ...] = ()) -> list[str
     ids=["cycle", "first alternative, provider by name", "a chosen one will do", "versioned provides",
          "another architecture", "it excludes its own kind", "nothing"],
 )  # fmt: skip
-def test_what_is_needed_is_chosen(index: Index, wanted: list[str], chosen: list[str]) -> None:
+def test_what_is_needed_is_chosen(
+    index: PackageIndex, wanted: list[str], chosen: list[str]
+) -> None:
     assert names(index, *wanted) == chosen
     assert names(index, *reversed(wanted), *wanted) == chosen
 
 
-def test_what_is_left_out_brings_neither_its_needs_nor_its_substitute(index: Index) -> None:
+def test_what_is_left_out_brings_neither_its_needs_nor_its_substitute(index: PackageIndex) -> None:
     assert names(index, "scripts", without=("debconf",)) == ["lib", "libc6", "libgcc-s1", "scripts"]
     assert "perl" in names(index, "scripts")
 
 
-def test_a_wanted_package_is_never_left_out(index: Index) -> None:
+def test_a_wanted_package_is_never_left_out(index: PackageIndex) -> None:
     assert names(index, "debconf", "scripts", without=("debconf", "perl", "lib")) == ["debconf", "scripts"]  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def test_a_wanted_package_is_never_left_out(index: Index) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_explained(
-    index: Index, wanted: list[str], message: str, hint: str
+    index: PackageIndex, wanted: list[str], message: str, hint: str
 ) -> None:
     with pytest.raises(LockError, match=message) as caught:
         names(index, *wanted)
@@ -128,7 +130,7 @@ def test_the_newest_version_of_all_suites_is_taken_and_its_provides_alone_count(
     assert [(p.version, p.archive) for p in chosen] == [("1.10", "debian-security"), ("1", "debian")]  # fmt: skip
     with pytest.raises(LockError):
         names(index, "abi-9")
-    older = Index()
+    older = PackageIndex()
     older.add(newer, ".gz", "debian-security")
     older.add(tmp_path / "Packages.xz", ".xz", "debian")
     assert resolve(older, ["lib"], (), "amd64")[0].version == "1.10"
@@ -141,7 +143,7 @@ def test_a_damaged_list_is_named(tmp_path: Path, data: bytes) -> None:
     if not data:  # an empty xz file is an end too early; a list of nothing is fine
         path.write_bytes(lzma.compress(b"Package: a\nVersion: 1\n")[:-4])
     with pytest.raises(LockError, match=r"Packages\.xz: not a list of packages"):
-        Index().add(path, ".xz", "debian")
+        PackageIndex().add(path, ".xz", "debian")
 
 
 letters = st.sampled_from("abcdefgh")

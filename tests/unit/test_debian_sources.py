@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.debian.sources import (
-    Archive,
+    DebianSuite,
     apt_proxy,
     archives,
     debian_client,
@@ -64,20 +64,20 @@ def test_one_line_and_deb822_sources_are_read_in_apts_order(tmp_path: Path) -> N
         "deb http://saved.example/debian bookworm main"
     )
     assert host_archives("bookworm", folder) == [
-        Archive("http://one.example/debian", "bookworm"),
-        Archive("http://one.example/debian-security", "bookworm-security"),
-        Archive("http://two.example/debian", "bookworm"),
-        Archive("http://two.example/debian", "bookworm-updates"),
-        Archive("https://three.example/debian", "bookworm"),
-        Archive("https://three.example/debian", "bookworm-updates"),
+        DebianSuite("http://one.example/debian", "bookworm"),
+        DebianSuite("http://one.example/debian-security", "bookworm-security"),
+        DebianSuite("http://two.example/debian", "bookworm"),
+        DebianSuite("http://two.example/debian", "bookworm-updates"),
+        DebianSuite("https://three.example/debian", "bookworm"),
+        DebianSuite("https://three.example/debian", "bookworm-updates"),
     ]  # fmt: skip
 
 
 def test_a_host_of_another_debian_release_knows_the_servers(tmp_path: Path) -> None:
     folder = etc(tmp_path, sources_list=LIST)
     assert host_archives("trixie", folder) == [
-        Archive("http://one.example/debian", "trixie"),
-        Archive("http://one.example/debian-security", "trixie-security"),
+        DebianSuite("http://one.example/debian", "trixie"),
+        DebianSuite("http://one.example/debian-security", "trixie-security"),
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_security_mirror_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_credentials_of_a_mirror_are_not_shown() -> None:
-    archive = Archive("https://user:geheim@site.example/debian", "bookworm")
+    archive = DebianSuite("https://user:geheim@site.example/debian", "bookworm")
     assert "geheim" not in f"{archive} {archive!r}" and "user:****@site.example" in str(archive)
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.jobs.diagnose import Diagnosis, diagnose
 from envbuild.jobs.diagnose_read import job_number, read_logs
-from envbuild.jobs.diagnose_rules import Rule, load_rules
+from envbuild.jobs.diagnose_rules import DiagnosisRule, load_rules
 from envbuild.jobs.needle import needle
 
 DATA = Path(__file__).parent / "data"
@@ -53,11 +53,11 @@ def told(*lines: str) -> list[str]:
     return [one.id for one in diagnose([("log", lines)], load_rules()).findings]
 
 
-def rules(*, provoked: bool, kinds: tuple[str, ...] = ("cause", "note")) -> list[Rule]:
+def rules(*, provoked: bool, kinds: tuple[str, ...] = ("cause", "note")) -> list[DiagnosisRule]:
     return [rule for rule in RULES.values() if rule.provoked is provoked and rule.kind in kinds]
 
 
-def is_first_in_its_log(rule: Rule) -> None:
+def is_first_in_its_log(rule: DiagnosisRule) -> None:
     found = of(*logs_of(rule.id)).findings
     assert [one.id for one in found][:1] == [rule.id]
     assert found[0].evidence and "?" not in found[0].evidence[0].file
@@ -65,12 +65,14 @@ def is_first_in_its_log(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", rules(provoked=True), ids=lambda rule: rule.id)
-def test_the_cause_that_was_provoked_is_found_first(rule: Rule) -> None:
+def test_the_cause_that_was_provoked_is_found_first(rule: DiagnosisRule) -> None:
     is_first_in_its_log(rule)
 
 
 @pytest.mark.parametrize("rule", rules(provoked=False), ids=lambda rule: rule.id)
-def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(rule: Rule) -> None:
+def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(
+    rule: DiagnosisRule,
+) -> None:
     is_first_in_its_log(rule)
     first = logs_of(rule.id)[0].read_text().splitlines()[0]
     assert first.startswith("# ")

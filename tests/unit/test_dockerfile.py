@@ -22,7 +22,7 @@ from envbuild.artifacts import dockerfile, layers_stage
 from envbuild.artifacts.dockerfile import SOURCES
 from envbuild.artifacts.dockerfile_layers import built_layers, stage_files
 from envbuild.artifacts.layer_files import LayerFile, LayerList
-from envbuild.artifacts.pip_records import Installed, check_installed, record_differences
+from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.layers.compose import PREFIX, WheelFile
@@ -34,8 +34,8 @@ from envbuild.lock.image import ImageLock, OciLock
 from envbuild.make_dockerfile import prepare_dockerfile
 from envbuild.make_image import Prepared
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
-from envbuild.plan.sources import Patch, SourceLayer
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import RegistryTable
 
@@ -233,13 +233,13 @@ def test_an_image_with_other_distributions_than_locked_is_refused(tmp_path: Path
         WheelFile(name, "1.0", make_wheel(tmp_path, name), "", 0) for name in ("one", "two", "three")
     ]  # fmt: skip
     records = {f"{w.name}-1.0.dist-info": wheel_record(w.path, SCHEME) for w in wheels}
-    good = check_installed(Installed("3.11.2", "/usr/bin/python3.11", records), wheels, "3.11")
+    good = check_installed(PipEnvironment("3.11.2", "/usr/bin/python3.11", records), wheels, "3.11")
     assert [name for name, _, _ in good] == ["one", "three", "two"]
     del records["two-1.0.dist-info"]
     records["four-2.0.dist-info"] = b""
     records["one-1.0.dist-info"] += b"one/evil.py,sha256=x,1\n"
     with pytest.raises(BuildError) as caught:
-        check_installed(Installed("3.11.2", "", records), wheels, "3.11")
+        check_installed(PipEnvironment("3.11.2", "", records), wheels, "3.11")
     assert caught.value.message.splitlines()[1:] == [
         "  two 1.0 is missing", "  four 2.0 is not locked", "  one 1.0: one/evil.py is not the wheel's"
     ]  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from envbuild.doctor import batch, fabric, hardware, kernel, launch_trials, naming, places, reach
 from envbuild.doctor.artifacts import KINDS, judge
 from envbuild.doctor.ask import ask
-from envbuild.doctor.model import Check, Finding, Host, Status
+from envbuild.doctor.model import Host, HostFinding, HostProbe, Status
 from envbuild.doctor.registry import CHECKS, this_host
 from envbuild.doctor.run import facts_of, run_checks
 from envbuild.errors import HostError
@@ -45,21 +45,21 @@ def program(folder: Path, name: str, script: str) -> str:
 def test_a_check_that_raises_or_hangs_hides_no_other_and_nothing_of_its_own() -> None:
     release = threading.Event()
 
-    def hangs(_: Host) -> Iterator[Finding]:
-        yield Finding("half", "ok", "found before")
+    def hangs(_: Host) -> Iterator[HostFinding]:
+        yield HostFinding("half", "ok", "found before")
         release.wait(30)
 
-    def breaks(_: Host) -> Iterator[Finding]:
-        yield Finding("part", "ok", "found before")
+    def breaks(_: Host) -> Iterator[HostFinding]:
+        yield HostFinding("part", "ok", "found before")
         raise ValueError("https://user:secret@host is odd")
 
-    def refuses(_: Host) -> Iterator[Finding]:
+    def refuses(_: Host) -> Iterator[HostFinding]:
         raise HostError("no such tool", "install it")
 
-    def works(_: Host) -> Iterator[Finding]:
-        yield Finding("good", "ok", "fine")
+    def works(_: Host) -> Iterator[HostFinding]:
+        yield HostFinding("good", "ok", "fine")
 
-    checks = [Check("a", one.__name__, one) for one in (hangs, breaks, refuses, works)]
+    checks = [HostProbe("a", one.__name__, one) for one in (hangs, breaks, refuses, works)]
     begin = time.monotonic()
     results = run_checks(checks, Host(PLAIN), deadline_s=0.5)
     assert time.monotonic() - begin < 5
@@ -299,22 +299,22 @@ def test_proxies(variables: dict[str, str], status: Status, shown: str) -> None:
 
 
 # ---- what artifacts can do
-def findings(**changed: Finding | None) -> dict[str, Finding]:
+def findings(**changed: HostFinding | None) -> dict[str, HostFinding]:
     """A host on which all is well, and what is changed of it (`_` for a space in a name)."""
     good = [
-        Finding("configuration", "ok", ""),
-        Finding("packages", "ok", "", facts={"missing": []}),
-        Finding("uv", "ok", "", facts={"path": "/uv"}),
-        Finding("store", "ok", ""),
-        Finding("tmp", "ok", ""),
-        Finding("current folder", "ok", ""),
-        Finding("package index", "ok", "", facts={"asked": True, "reached": ["x"], "local": 0}),
-        Finding("conda-forge", "ok", "", facts={"asked": True, "reached": ["x"]}),
-        Finding("Debian's archive", "ok", "", facts={"asked": True, "reached": ["x"]}),
-        Finding("docker daemon", "ok", "", facts={"answers": True}),
-        Finding("own launch", "ok", "", facts={"ways": ["mount", "extract"]}),
-        Finding("memory", "ok", "", facts={"usable": 1 << 40}),
-        Finding("GPU", "ok", "", facts={"gpus": ["H100"]}),
+        HostFinding("configuration", "ok", ""),
+        HostFinding("packages", "ok", "", facts={"missing": []}),
+        HostFinding("uv", "ok", "", facts={"path": "/uv"}),
+        HostFinding("store", "ok", ""),
+        HostFinding("tmp", "ok", ""),
+        HostFinding("current folder", "ok", ""),
+        HostFinding("package index", "ok", "", facts={"asked": True, "reached": ["x"], "local": 0}),
+        HostFinding("conda-forge", "ok", "", facts={"asked": True, "reached": ["x"]}),
+        HostFinding("Debian's archive", "ok", "", facts={"asked": True, "reached": ["x"]}),
+        HostFinding("docker daemon", "ok", "", facts={"answers": True}),
+        HostFinding("own launch", "ok", "", facts={"ways": ["mount", "extract"]}),
+        HostFinding("memory", "ok", "", facts={"usable": 1 << 40}),
+        HostFinding("GPU", "ok", "", facts={"gpus": ["H100"]}),
     ]
     found = {finding.name: finding for finding in good}
     for name, finding in changed.items():
@@ -326,7 +326,7 @@ def findings(**changed: Finding | None) -> dict[str, Finding]:
     return found
 
 
-def cells(found: dict[str, Finding]) -> dict[str, str]:
+def cells(found: dict[str, HostFinding]) -> dict[str, str]:
     return {
         kind: "".join(v.status[0] for v in steps.values()) for kind, steps in judge(found).items()
     }
@@ -337,8 +337,8 @@ def test_a_host_with_all_can_do_all() -> None:
     assert all("GPU" not in steps["verify"].what for steps in judge(findings()).values())
 
 
-BAD = Finding("", "fail", "what is wrong", "what to change")
-LOST = Finding("", "warn", "no answer", "a mirror", {"asked": True, "reached": [], "local": 0})
+BAD = HostFinding("", "fail", "what is wrong", "what to change")
+LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached": [], "local": 0})
 
 
 @pytest.mark.parametrize(
@@ -349,25 +349,25 @@ LOST = Finding("", "warn", "no answer", "a mirror", {"asked": True, "reached": [
         ({"conda-forge": LOST}, {"conda": "woo"}),
         ({"package_index": LOST}, {"venv": "woo", "docker": "woo", "enroot": "woo", "apptainer": "woo"}),
         ({"package_index": replace(LOST, facts={**LOST.facts, "local": 1})}, {}),
-        ({"docker_daemon": Finding("", "info", "", "", {"answers": False})}, {"docker": "oww"}),
-        ({"own_launch": Finding("", "warn", "no", "", {"ways": []})}, {"enroot": "oww", "apptainer": "oww"}),
-        ({"packages": Finding("", "fail", "", "", {"missing": ["rattler"]})}, {"conda": "foo"}),
-        ({"current_folder": Finding("", "warn", "noexec")}, {"venv": "woo", "conda": "woo"}),
-        ({"memory": Finding("", "warn", "1 GB", "", {"usable": 1 << 30})}, dict.fromkeys(KINDS, "owo")),
+        ({"docker_daemon": HostFinding("", "info", "", "", {"answers": False})}, {"docker": "oww"}),
+        ({"own_launch": HostFinding("", "warn", "no", "", {"ways": []})}, {"enroot": "oww", "apptainer": "oww"}),
+        ({"packages": HostFinding("", "fail", "", "", {"missing": ["rattler"]})}, {"conda": "foo"}),
+        ({"current_folder": HostFinding("", "warn", "noexec")}, {"venv": "woo", "conda": "woo"}),
+        ({"memory": HostFinding("", "warn", "1 GB", "", {"usable": 1 << 30})}, dict.fromkeys(KINDS, "owo")),
         # Checks that had no answer must not break the verdict.
         ({"docker_daemon": None, "own_launch": None, "memory": None, "GPU": None, "packages": None},
          {"docker": "oww", "enroot": "oww", "apptainer": "oww"}),
     ],
 )  # fmt: skip
 def test_what_is_missing_shows_where_it_matters(
-    changed: dict[str, Finding | None], expected: dict[str, str]
+    changed: dict[str, HostFinding | None], expected: dict[str, str]
 ) -> None:
     assert cells(findings(**changed)) == {**dict.fromkeys(KINDS, "ooo"), **expected}
 
 
 def test_an_installed_runtime_does_without_our_own_launch() -> None:
-    forbidden = Finding("", "warn", "forbidden", "sysctl", {"ways": []})
-    works = Finding("", "ok", "", "", {"works": True})
+    forbidden = HostFinding("", "warn", "forbidden", "sysctl", {"ways": []})
+    works = HostFinding("", "ok", "", "", {"works": True})
     found = findings(
         own_launch=forbidden, enroot=works, singularity=replace(works, facts={"works": False})
     )
@@ -376,7 +376,7 @@ def test_an_installed_runtime_does_without_our_own_launch() -> None:
 
 
 def test_without_a_gpu_it_is_said_that_only_cpus_are_verified() -> None:
-    verdicts = judge(findings(GPU=Finding("", "info", "none")))
+    verdicts = judge(findings(GPU=HostFinding("", "info", "none")))
     assert all("CPUs only" in steps["verify"].what for steps in verdicts.values())
 
 
@@ -393,7 +393,7 @@ def test_names_of_checks_are_unique_and_a_broken_site_file_leaves_the_rest(tmp_p
 
 
 OFFLINE = {
-    name: Finding("", "info", "not asked", facts={"asked": False, "local": 0})
+    name: HostFinding("", "info", "not asked", facts={"asked": False, "local": 0})
     for name in ("package index", "conda-forge", "Debian's archive")
 }
 

@@ -21,8 +21,8 @@ from envbuild.image.model import (
     OCI_LAYER_GZIP,
     OCI_MANIFEST,
     Descriptor,
-    Index,
-    Manifest,
+    ImageIndex,
+    ImageManifest,
     canonical,
     choose,
     digest_of,
@@ -44,9 +44,9 @@ def index_of(*platforms: tuple[str, str]) -> bytes:
     return canonical({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed})
 
 
-def read_index(*platforms: tuple[str, str]) -> Index:
+def read_index(*platforms: tuple[str, str]) -> ImageIndex:
     index = parse(index_of(*platforms), "lab")
-    assert isinstance(index, Index)
+    assert isinstance(index, ImageIndex)
     return index
 
 
@@ -66,7 +66,7 @@ def test_a_manifest_s_kind_is_what_it_says_then_what_the_server_says_then_its_sh
 ) -> None:
     raw = canonical({key: value for key, value in MANIFEST.items() if key not in drop})
     manifest = parse(raw, "lab", served)
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, ImageManifest)
     assert (manifest.media_type, manifest.raw) == (kind, raw)
     assert manifest.digest == manifest.descriptor.digest == digest_of(raw)
     assert len(manifest.layers) == 1
@@ -157,7 +157,7 @@ def test_any_json_object_is_read_or_refused(data: dict[str, Any]) -> None:
     for arch in GOARCH:
         try:
             parsed = parse(raw, "lab")
-            if isinstance(parsed, Index):
+            if isinstance(parsed, ImageIndex):
                 canonical([item.as_json() for item in parsed.manifests])
                 choose(parsed, arch, "lab")
         except BuildError as error:
@@ -186,7 +186,7 @@ def test_dockers_form_names_the_same_blobs_by_dockers_media_types() -> None:
          "layers": [blob.as_json() for blob in blobs]}
     )  # fmt: skip
     manifest = parse(raw, "lab")
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, ImageManifest)
     made = docker_manifest(manifest)
     assert json.loads(made.raw) == {
         "schemaVersion": 2,

@@ -23,7 +23,7 @@ from envbuild.image.parallel import each
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
 from envbuild.image.registry_http import Transport, Wire
-from envbuild.image.retry import Failed, retry_after
+from envbuild.image.retry import RequestFailed, retry_after
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -299,7 +299,7 @@ def test_a_fake_redirect_to_no_address_is_said(tmp_path: Path, location: str) ->
 @pytest.mark.parametrize("url", ["http://other.invalid/x", "file:///etc/passwd", "https:///x", "x"])
 def test_nothing_leads_from_https_to_plain_http_or_to_no_http_at_all(url: str) -> None:
     wire = Wire(Transport(insecure=frozenset({"127.0.0.1"})), plain=False)
-    with pytest.raises(Failed, match=r"plain HTTP at other.invalid|neither http nor https"):
+    with pytest.raises(RequestFailed, match=r"plain HTTP at other.invalid|neither http nor https"):
         wire.send("GET", url, {})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envbuild.errors import UsageError
-from envbuild.image.source import Source, parse_source
+from envbuild.image.source import ImageSource, parse_source
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_files_and_folders(tmp_path: Path) -> None:
     archive.touch()
     folder.mkdir()
     for text in (str(archive), f"docker-archive:{archive}", f"docker-archive://{archive}"):
-        assert parse_source(text) == Source("docker-archive", str(archive))
+        assert parse_source(text) == ImageSource("docker-archive", str(archive))
     assert parse_source(str(archive)).words == ("my image",)
     for text in (str(folder), f"oci:{folder}"):
         assert parse_source(text).place == (folder, None)

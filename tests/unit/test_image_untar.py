@@ -18,7 +18,8 @@ from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
 from envbuild.image.merge import merge
-from envbuild.image.untar import Member, Source, members
+from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.untar import members
 
 TYPES = {
     FILE: tarfile.REGTYPE,
@@ -43,7 +44,7 @@ def forward(data: bytes) -> BinaryIO:
 
 def read(data: bytes, seekable: bool = True) -> list[tuple[Member, bytes]]:
     """The members with their stored bytes."""
-    source = Source(io.BytesIO(data) if seekable else forward(data), "lab")
+    source = PositionedStream(io.BytesIO(data) if seekable else forward(data), "lab")
     return [(member, source.exactly(member.stored)) for member in members(source)]
 
 

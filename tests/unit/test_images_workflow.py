@@ -13,7 +13,7 @@ import pytest
 from lab.ci import valid
 from ruamel.yaml import YAML
 
-from envbuild.matrix import ARTIFACTS, Job
+from envbuild.matrix import ARTIFACTS, MatrixJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests/golden/matrix"
@@ -60,7 +60,7 @@ def test_a_broken_child_pipeline_is_noticed() -> None:
 def test_every_matrix_key_in_the_workflow_is_in_the_entries() -> None:
     used = set(re.findall(r"(?<![\w.])matrix\.(\w+)", WORKFLOW.read_text()))
     assert used >= {"runner", "id", "command"}
-    assert used <= {field.name for field in fields(Job)}
+    assert used <= {field.name for field in fields(MatrixJob)}
     entries = json.loads((GOLDEN / "github.json").read_text())["include"]
     assert all(used <= set(entry) for entry in entries)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lab import artifacts as lab
 from lab.users import as_nobody
 
-from envbuild.artifacts.facts import About, Contents, PythonPackage
+from envbuild.artifacts.facts import About, Inventory, PythonPackage
 from envbuild.artifacts.listing import read_listing, remembered
 from envbuild.artifacts.masking import masked, masked_text, masked_words
 from envbuild.artifacts.metadata import interest, portable_digest
@@ -399,7 +399,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
     )
     twice = (*packages, packages[0])
     debian = (DebianPackage("libstdc++6", "1:2~3+b1", "amd64"),)
-    contents = Contents({}, twice, debian, os={"ID": "debian", "VERSION_ID": "12"})
+    contents = Inventory({}, twice, debian, os={"ID": "debian", "VERSION_ID": "12"})
     text = cyclonedx(about, contents, source_date)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     assert text == cyclonedx(about, contents, source_date)

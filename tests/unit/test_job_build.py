@@ -20,7 +20,7 @@ from envbuild.cli.conda import conda_command
 from envbuild.cli.venv import venv_command
 from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
-from envbuild.jobs.plan import JobRequest
+from envbuild.jobs.model import JobRequest
 from envbuild.recipe.targets import ARCHES, host_arch
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.cli.job import job_command
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import Opened, open_artifact
+from envbuild.jobs.artifact import JobInputs, open_artifact
 from envbuild.jobs.here import no_scheduler
-from envbuild.jobs.model import JobArtifact
+from envbuild.jobs.model import JobArtifact, JobRequest
 from envbuild.jobs.pbs import render_pbs
-from envbuild.jobs.plan import JobRequest, plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import doubts
 from envbuild.jobs.render import explained
 from envbuild.jobs.slurm import render_slurm
@@ -33,7 +33,7 @@ def _site(tmp_path: Path, text: str) -> JobSite:
     return load_job_site(str(tmp_path / "lab.toml"), {"HOME": str(tmp_path), "USER": "ada"})
 
 
-def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> Opened:
+def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> JobInputs:
     path = {"venv": "/e/venv", "conda": "/e/conda", "enroot": "/e/x.sqsh", "apptainer": "/e/x.sif"}
     artifact = JobArtifact(
         kind=kind,
@@ -45,7 +45,7 @@ def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> Open
         verified_at="2026-11-21T00:00:00+00:00",
     )
     verify = {"nodes": 2, "nproc_per_node": 3, "epochs": 7}
-    return Opened(artifact, verify=verify, packages=frozenset({"torch"}), **more)
+    return JobInputs(artifact, verify=verify, packages=frozenset({"torch"}), **more)
 
 
 SLURM = '[scheduler]\nkind = "slurm"\n'
@@ -184,7 +184,7 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_with_what_to_change(
-    tmp_path: Path, site: str, request_: JobRequest, opened: Opened, words: str
+    tmp_path: Path, site: str, request_: JobRequest, opened: JobInputs, words: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
         plan_job(replace(request_, current=tmp_path), opened, _site(tmp_path, site))
@@ -197,7 +197,7 @@ FSX = (
 )
 
 
-def _at(path: str, target: str = "cpu-x86_64") -> Opened:
+def _at(path: str, target: str = "cpu-x86_64") -> JobInputs:
     opened = _opened("enroot", target)
     return replace(opened, artifact=replace(opened.artifact, path=path))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.site import site_command
-from envbuild.doctor.model import Finding
+from envbuild.doctor.model import HostFinding
 from envbuild.doctor.site_check import check_site
 from envbuild.doctor.site_init import site_file
 from envbuild.doctor.site_rules import contradictions, duration
@@ -35,7 +35,7 @@ def load(tmp_path: Path, text: str, **env: str) -> JobSite:
     return load_job_site(str(file), {"HOME": str(tmp_path), "USER": "ada", **env})
 
 
-def rules(tmp_path: Path, text: str) -> list[Finding]:
+def rules(tmp_path: Path, text: str) -> list[HostFinding]:
     return list(contradictions(load(tmp_path, text)))
 
 

@@ -18,10 +18,10 @@ from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable
 from envbuild.verify.fabrics import fabric_called
 from envbuild.verify.judgement import Launches, judge_launches
-from envbuild.verify.launch import Job, Outcome
-from envbuild.verify.model import Check
+from envbuild.verify.launch import Outcome, TrainingJob
+from envbuild.verify.model import Check, Settings
 from envbuild.verify.network import Network
-from envbuild.verify.run import Settings, _floor
+from envbuild.verify.run import _floor
 from envbuild.verify.subject import Subject
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
@@ -106,7 +106,7 @@ def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "
     first, second, reference = (
         Outcome(**launched[name]) for name in ("first", "second", "reference")
     )
-    job, resumed = Job(**launched["job"]), Job(**launched["resumed"])
+    job, resumed = TrainingJob(**launched["job"]), TrainingJob(**launched["resumed"])
     network = Network(fabric_called(subject.state.fabric), cuda=False)
     run = Launches(
         subject, work, job, first, resumed, second, reference, launched["half"], launched["epochs"],

@@ -29,7 +29,7 @@ from envbuild.layers.compose import (
     FIXED_TIME,
     LARGE,
     PREFIX,
-    Part,
+    LayerRequest,
     WheelFile,
     environment_part,
     key_of,
@@ -58,7 +58,7 @@ def pretend(name: str, size: int) -> WheelFile:
     return WheelFile(name, "1.0", Path("/gone"), hashlib.sha256(name.encode()).hexdigest(), size)
 
 
-def parts(wheels: Sequence[WheelFile], **changed: Any) -> list[Part]:
+def parts(wheels: Sequence[WheelFile], **changed: Any) -> list[LayerRequest]:
     inputs = {"scheme": SCHEME, "compiler": COMPILER, "mtime": FIXED_TIME, **changed}
     return wheel_parts(wheels, **inputs)
 
@@ -126,7 +126,7 @@ def test_of_a_file_that_several_wheels_have_the_last_ones_stays(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def environment(trainer: WheelFile, **changed: Any) -> Part:
+def environment(trainer: WheelFile, **changed: Any) -> LayerRequest:
     inputs: dict[str, Any] = {
         "scheme": SCHEME, "interpreter": "/usr/bin/python3.11", "python_version": "3.11.2",
         "state": '{"a": 1}', "compiler": COMPILER, "mtime": FIXED_TIME,
@@ -212,11 +212,11 @@ def test_the_environments_key_covers_all_that_decides_it(tmp_path: Path) -> None
     assert key_of("a", [1]) != key_of("b", [1])
 
 
-def simple(text: str = "1", title: str = "a layer") -> Part:
+def simple(text: str = "1", title: str = "a layer") -> LayerRequest:
     def tree() -> Tree:
         yield Entry("a", FILE, 0o644, len(text)), io.BytesIO(text.encode())
 
-    return Part(title, key_of("test", text), tree)
+    return LayerRequest(title, key_of("test", text), tree)
 
 
 def test_a_layer_is_made_once_and_then_taken_from_the_store(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def slowly(root: Path, made: Path, start: Any) -> None:
         yield Entry("a", FILE, 0o644, 1), io.BytesIO(b"1")
 
     start.wait()
-    Tars(Store(root), lambda _: None).part(Part("slow", "0" * 64, tree))
+    Tars(Store(root), lambda _: None).part(LayerRequest("slow", "0" * 64, tree))
 
 
 def test_several_processes_make_a_layer_once(tmp_path: Path) -> None:

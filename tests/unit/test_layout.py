@@ -13,9 +13,11 @@ import termios
 import pytest
 
 from envbuild.cli import doctor, layout
-from envbuild.doctor.artifacts import Verdict
+from envbuild.doctor.artifacts import StepVerdict
 
-LONG = Verdict("warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5)
+LONG = StepVerdict(
+    "warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5
+)
 
 
 def on_terminal(columns: int, *arguments: str) -> list[str]:

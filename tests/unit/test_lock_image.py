@@ -20,7 +20,14 @@ from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, Manifest, canonical, parse
+from envbuild.image.model import (
+    OCI_CONFIG,
+    OCI_MANIFEST,
+    Descriptor,
+    ImageManifest,
+    canonical,
+    parse,
+)
 from envbuild.lock.image import (
     ImageLock,
     OciLock,
@@ -216,7 +223,7 @@ def layout(folder: Path, label: str) -> str:
         "layers": [layer.blob.as_json()],
     }
     made = parse(canonical(manifest), "it")
-    assert isinstance(made, Manifest) and blobs.add(made.raw) == made.digest
+    assert isinstance(made, ImageManifest) and blobs.add(made.raw) == made.digest
     folder.mkdir(exist_ok=True)
     fill_layout(folder, blobs, [(made.descriptor, "latest")])
     return made.digest

@@ -16,7 +16,7 @@ from envbuild.matrix import (
     ARTIFACTS,
     GITHUB_LIMIT,
     Chosen,
-    Job,
+    MatrixJob,
     as_github,
     as_gitlab,
     parse_runners,
@@ -31,7 +31,9 @@ WITHOUT_CONDA = [name for name, kind in ARTIFACTS.items() if not kind.of_conda]
 LABELS = {"x86_64": "intel", "aarch64": "arm"}
 
 
-def make_jobs(recipes: Sequence[Chosen], runners: dict[str, str], **chosen: list[str]) -> list[Job]:
+def make_jobs(
+    recipes: Sequence[Chosen], runners: dict[str, str], **chosen: list[str]
+) -> list[MatrixJob]:
     return jobs_and_omissions(recipes, runners, load_environment({"HOME": "/nowhere"}), **chosen)[0]
 
 

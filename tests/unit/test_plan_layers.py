@@ -32,10 +32,10 @@ from envbuild.layers.wheel import Scheme
 from envbuild.lock import build_base
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, render_image
-from envbuild.make_layers import Declared
+from envbuild.make_checks import RequestedLayers
 from envbuild.plan.plan import Plan, make_plan
-from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.store.store import Store
 from envbuild.verify.static_checks import check_installed
@@ -400,7 +400,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     workshop = make_layers.workshops(
-        Declared((layer,)), tmp_path, environment, print, offline=False
+        RequestedLayers((layer,)), tmp_path, environment, print, offline=False
     )
     with (
         pytest.raises(HostError, match=f"the store has not all of libfoo for {other}") as refused,
@@ -412,7 +412,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
 
 def test_a_python_project_is_compiled_again_for_other_packages_and_nothing_else_is() -> None:
     project = dataclasses.replace(SOURCE, name="project", system="wheel", environment="gcc 12")
-    declared = Declared((SOURCE, project))
+    declared = RequestedLayers((SOURCE, project))
     packages = (LockedPackage("torch", "2.13.0+cpu", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
     foo, first = make_layers.against(declared, lock).sources
@@ -431,8 +431,8 @@ def test_what_a_python_project_is_needed_for_waits_for_it() -> None:
     project = dataclasses.replace(SOURCE, name="project", system="wheel")
     on_it = dataclasses.replace(SOURCE, name="on-it", requires=("project",))
     more = dataclasses.replace(SOURCE, name="more", requires=("on-it",))
-    first = make_layers.ahead(Declared((SOURCE, project, on_it, more), (HOST,)))
-    assert first == Declared((SOURCE,), (HOST,))
+    first = make_layers.ahead(RequestedLayers((SOURCE, project, on_it, more), (HOST,)))
+    assert first == RequestedLayers((SOURCE,), (HOST,))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_what_no_image_can_have_is_refused_before_a_lock_is_made(
     changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = dataclasses.replace(SOURCE, **changes)
-    monkeypatch.setattr(make_layers, "declared", lambda *_: Declared((layer,), (HOST,)))
+    monkeypatch.setattr(make_layers, "declared", lambda *_: RequestedLayers((layer,), (HOST,)))
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     recipe = loaded(tmp_path)
     with pytest.raises(UsageError, match=said) as refused:
@@ -458,4 +458,6 @@ def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
     layer = dataclasses.replace(SOURCE, system="wheel")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     with pytest.raises(UsageError, match="not alone"):
-        make_layers.build_layers(Declared((layer,)), tmp_path, environment, print, offline=True)
+        make_layers.build_layers(
+            RequestedLayers((layer,)), tmp_path, environment, print, offline=True
+        )

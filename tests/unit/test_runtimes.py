@@ -24,7 +24,7 @@ from envbuild.verify.image_file import (
     passed,
 )
 from envbuild.verify.namespace import image_variables
-from envbuild.verify.subject import open_subject
+from envbuild.verify.open import open_subject
 
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
 

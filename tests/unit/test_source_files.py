@@ -27,11 +27,17 @@ from envbuild.layers.host_workshop import build_variables, host_workshop
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure, likely_cause
 from envbuild.layers.source_elf import MACHINES, read_elf
-from envbuild.layers.source_manifest import Manifest, list_files, read_manifest, write_manifest
+from envbuild.layers.source_job import SourceBuild, StepError
+from envbuild.layers.source_manifest import (
+    SourceManifest,
+    list_files,
+    read_manifest,
+    write_manifest,
+)
 from envbuild.layers.source_standalone import describe, read_description
-from envbuild.layers.source_steps import Job, StepError, tidy
+from envbuild.layers.source_steps import tidy
 from envbuild.layers.source_unpack import unpack, unpack_cuda, unpack_wheel
-from envbuild.plan.sources import BuildWheel, Patch, SourceLayer
+from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
 _LAYER = SourceLayer(
     "foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32
@@ -387,7 +393,7 @@ def test_a_layer_with_a_file_that_is_cut_or_gone_is_none(tmp_path: Path) -> None
     (tree / "a").write_text("text")
     (tree / "b").symlink_to("a")
     assert read_manifest(tree) is None
-    write_manifest(tmp_path, Manifest("foo", "1", list_files(tree), "2.34"))
+    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree), "2.34"))
     made = read_manifest(tree)
     assert made is not None and made.files[1] == ("b", "-> a", 0)
     (tree / "a").write_text("tex")
@@ -402,7 +408,7 @@ def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> Non
     assert set(build_variables(variables)) == {"PATH", "CPATH", "CRAY_LIBFABRIC_VERSION"}
     (tmp_path / "source").mkdir()
     with host_workshop(tmp_path, variables) as shop:
-        job = Job(_LAYER, tmp_path / "none", shop)
+        job = SourceBuild(_LAYER, tmp_path / "none", shop)
         job.run("look", ["env"])
         assert shop.run(["no-such-program"], shop.inside, {}, tmp_path / "log") == 127
     seen = dict(re.findall(r"^(\w+)=(.*)$", job.log.read_text(), re.MULTILINE))
@@ -422,6 +428,6 @@ def test_places_are_filled_into_options_and_shell_variables_are_left(tmp_path: P
         ("A={bar}/lib", "P={prefix}", "Q=${bar}x{install}"),
     )
     with host_workshop(tmp_path, {}) as shop:
-        job = Job(layer, tmp_path / "none", shop, {"bar": PurePath("/b")})
+        job = SourceBuild(layer, tmp_path / "none", shop, {"bar": PurePath("/b")})
         assert job.options()[:2] == ["A=/b/lib", "P=/opt/env"]
         assert job.options()[2] == f"Q=${{bar}}x{tmp_path}/stage/opt/env"

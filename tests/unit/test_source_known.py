@@ -11,8 +11,8 @@ import pytest
 
 from envbuild.errors import RecipeError
 from envbuild.layers.source_known import known_versions, source_layers
-from envbuild.plan.sources import HostLayer, SourceLayer
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 
 _HEAD = """

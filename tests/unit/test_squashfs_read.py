@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
-from envbuild.image.squashfs.read import Image, open_squashfs
+from envbuild.image.squashfs.read import SquashfsImage, open_squashfs
+from envbuild.image.squashfs.unpack import unpack
 
 DATA = Path(__file__).with_name("data")
 CODECS = ("gzip", "xz", "lz4", "zstd")
@@ -48,7 +49,7 @@ TREE = {
 }
 
 
-def opened(data: bytes) -> Image:
+def opened(data: bytes) -> SquashfsImage:
     return open_squashfs(io.BytesIO(data), 0, "lab.sqsh")
 
 
@@ -117,7 +118,7 @@ def test_what_is_no_file_at_its_own_path_is_not_found(path: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_image_is_unpacked_as_it_is(codec: str, tmp_path: Path) -> None:
-    opened(IMAGES[codec]).extract(tmp_path / "deep/into", owners=False)
+    unpack(opened(IMAGES[codec]), tmp_path / "deep/into", owners=False)
     into = tmp_path / "deep/into"
     found = {os.path.relpath(p, into): p.lstat() for p in [into, *into.rglob("*")]}
     found[""] = found.pop(".")
@@ -133,7 +134,7 @@ def test_an_image_is_unpacked_as_it_is(codec: str, tmp_path: Path) -> None:
     assert (into / "numbers").read_bytes() == NUMBERS
     assert found["sparse"].st_blocks * 512 < 20001
     with pytest.raises(BuildError, match="not empty"):
-        opened(PLAIN).extract(into, owners=False)
+        unpack(opened(PLAIN), into, owners=False)
 
 
 @given(st.sampled_from(CODECS), st.data())

@@ -29,7 +29,7 @@ from envbuild.image.squashfs.segment import (
     tar_items,
     write_segment,
 )
-from envbuild.image.untar import Member
+from envbuild.image.tar_stream import Member
 
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)

@@ -18,7 +18,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.codec import Codec, codec_of
 from envbuild.image.squashfs.directories import write_listing
-from envbuild.image.squashfs.metadata import METADATA_SIZE, Metadata, indexed
+from envbuild.image.squashfs.metadata import METADATA_SIZE, MetadataWriter, indexed
 from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Data, Fragment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 
@@ -293,7 +293,7 @@ def test_a_listing_tells_its_entries_and_its_index_leads_to_headers(
     rows = [
         (name, number, number % 6 + 1) for name, number in zip(sorted(names), numbers, strict=True)
     ]
-    table = Metadata(lambda data: data)
+    table = MetadataWriter(lambda data: data)
     table.add(bytes(before))
     listing = write_listing(table, rows, references)
     content, begins = unblocked(table.finish())
@@ -330,7 +330,7 @@ def test_a_listing_tells_its_entries_and_its_index_leads_to_headers(
 @given(st.lists(st.integers(0, 3 * METADATA_SIZE), max_size=9))
 def test_references_lead_to_records_whatever_their_sizes(sizes: list[int]) -> None:
     records = [bytes([n + 1]) * size for n, size in enumerate(sizes)]
-    table = Metadata(lambda data: data)
+    table = MetadataWriter(lambda data: data)
     references = [table.add(record) for record in records]
     content, begins = unblocked(table.finish())
     assert content == b"".join(records)
@@ -341,7 +341,7 @@ def test_references_lead_to_records_whatever_their_sizes(sizes: list[int]) -> No
 
 
 def test_metadata_is_compressed_only_where_that_makes_it_smaller() -> None:
-    table = Metadata(codec_of("zstd").compress)
+    table = MetadataWriter(codec_of("zstd").compress)
     table.add(bytes(METADATA_SIZE))
     second = table.next >> 16
     noise = random.Random(1).randbytes(METADATA_SIZE)

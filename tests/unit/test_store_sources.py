@@ -6,7 +6,8 @@ import pytest
 
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, NotFound, split_credentials, with_credentials_of
+from envbuild.store.client import Client, NotFound
+from envbuild.store.credentials import split_credentials, with_credentials_of
 from envbuild.store.sources import matches, read_page, remote_sources
 
 

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from envbuild.verify.launch import Job, Outcome, Running
+from envbuild.verify.launch import Outcome, Running, TrainingJob
 from envbuild.verify.nodes import Nodes
 from envbuild.verify.run import _resumes_at
 
 
 def first_launch(ago: float) -> Running:
-    job = Job("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
+    job = TrainingJob("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
     return Running(job, "id", Path(), time.monotonic() - ago, [], cast(Nodes, None))
 
 

@@ -128,7 +128,7 @@ def _zstd(level: int) -> tuple[str, bytes, Compress]:
     return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
 
 
-class _Decoder(Protocol):
+class _BlockDecoder(Protocol):
     @property
     def eof(self) -> bool: ...
 
@@ -148,7 +148,7 @@ def _unxz(data: bytes, most: int) -> bytes:
     return _whole(decoder, data, most, lzma.LZMAError)
 
 
-def _whole(decoder: _Decoder, data: bytes, most: int, failure: type[Exception]) -> bytes:
+def _whole(decoder: _BlockDecoder, data: bytes, most: int, failure: type[Exception]) -> bytes:
     try:
         found = decoder.decompress(data, most)
     except failure as error:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envbuild.image.squashfs.metadata import METADATA_SIZE, Metadata
+from envbuild.image.squashfs.metadata import METADATA_SIZE, MetadataWriter
 
 # A name, its inode's number, and its type.
 Row = tuple[bytes, int, int]
@@ -23,7 +23,7 @@ _INDEX_MOST = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class DirectoryListing:
     """Where a directory's entries lie in the directory table, their bytes, and the index's entries."""
 
     reference: int
@@ -31,7 +31,9 @@ class Listing:
     index: tuple[bytes, ...]
 
 
-def write_listing(table: Metadata, rows: Sequence[Row], inodes: Sequence[int]) -> Listing:
+def write_listing(
+    table: MetadataWriter, rows: Sequence[Row], inodes: Sequence[int]
+) -> DirectoryListing:
     """Add the entries of one directory, `rows` in order of their names, to the directory table.
 
     `inodes` holds the reference of each inode by its number. Entries stand in runs behind a header, whose
@@ -70,4 +72,4 @@ def write_listing(table: Metadata, rows: Sequence[Row], inodes: Sequence[int]) -
     if count:
         table.add(_HEADER.pack(count - 1, run_block, run_number) + run)
         size += _HEADER.size + len(run)
-    return Listing(beginning, size, tuple(index))
+    return DirectoryListing(beginning, size, tuple(index))

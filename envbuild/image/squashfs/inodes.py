@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
-from envbuild.image.squashfs.directories import Listing
+from envbuild.image.squashfs.directories import DirectoryListing
 from envbuild.image.squashfs.model import Data
 
 # The type of a basic inode and of a directory's entry.
@@ -48,7 +48,7 @@ def regular(head: Head, data: Data, size: int, links: int, xattrs: int, block_si
     return record + struct.pack(f"<{len(words)}I", *words)
 
 
-def directory(head: Head, listing: Listing, links: int, parent: int, xattrs: int) -> bytes:
+def directory(head: Head, listing: DirectoryListing, links: int, parent: int, xattrs: int) -> bytes:
     """A directory; `links` is 2 and its subdirectories, `parent` the inode number of the one it is in."""
     block, offset = listing.reference >> 16, listing.reference & 0xFFFF
     size = listing.size + 3  # as if "." and ".." were in it

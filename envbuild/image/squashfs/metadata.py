@@ -22,7 +22,7 @@ def stored_block(data: bytes) -> bytes:
 
 
 @dataclass(slots=True)
-class Metadata:
+class MetadataWriter:
     """Records one after another, cut into blocks. A record may reach over several blocks.
 
     A reference to a record, as inodes and superblock hold it, is the offset of its block from the table's
@@ -70,7 +70,7 @@ def indexed(records: bytes | bytearray, at: int, compress: Compress) -> tuple[by
     `at` is the offset in the image where it will stand; no record of `records` may reach over 8 KiB. Returns
     its bytes, and the offset in the image of the list of blocks, which the superblock names.
     """
-    blocks = Metadata(compress)
+    blocks = MetadataWriter(compress)
     places = []
     for start in range(0, len(records), METADATA_SIZE):
         places.append(at + (blocks.next >> 16))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
@@ -17,7 +16,7 @@ from envbuild.image.parallel import each
 from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_inodes import Inode, listed, read_inode
 from envbuild.image.squashfs.read_lookup import Attributes, fragment, fragments, owners
-from envbuild.image.squashfs.read_tables import MAGIC, Metadata, Source, Superblock
+from envbuild.image.squashfs.read_tables import MAGIC, ImageBytes, MetadataReader, Superblock
 
 # Bytes; longer paths cannot be opened on Linux.
 _MAX_PATH = 4095
@@ -35,25 +34,27 @@ def is_squashfs(head: bytes) -> bool:
     return head[:4] == MAGIC.to_bytes(4, "little")
 
 
-def open_squashfs(stream: BinaryIO, base: int, where: str) -> Image:
+def open_squashfs(stream: BinaryIO, base: int, where: str) -> SquashfsImage:
     """The image whose superblock lies at offset `base` of `stream`, a file that can seek and stays open.
 
     `where` is for messages. Raises BuildError when there is none, or its compressor cannot be read here.
     """
-    return Image(Source(stream, base, where))
+    return SquashfsImage(ImageBytes(stream, base, where))
 
 
-class Image:
+class SquashfsImage:
     """A squashfs image. Its methods may be used by several threads at once."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ImageBytes) -> None:
         self._source = source
         self.superblock: Superblock = source.superblock
         self.where = source.where
         block = self.superblock
-        self._inodes = Metadata(source, block.inode_table, block.end_of(block.inode_table))
-        self._lists = Metadata(source, block.directory_table, block.end_of(block.directory_table))
-        blocks = Metadata(source, 0, block.bytes_used)
+        self._inodes = MetadataReader(source, block.inode_table, block.end_of(block.inode_table))
+        self._lists = MetadataReader(
+            source, block.directory_table, block.end_of(block.directory_table)
+        )
+        blocks = MetadataReader(source, 0, block.bytes_used)
         self._owners = owners(source, blocks)
         self._fragments = fragments(source, blocks)
         self._attributes = Attributes(source, blocks)
@@ -168,17 +169,6 @@ class Image:
                 return None
             inode = self._inode(place)
         return place if inode.kind == FILE else None
-
-    def extract(self, into: Path, *, owners: bool) -> None:
-        """Unpack the image into the folder `into`, which must be empty or not be there.
-
-        `owners` keeps users and groups, and setuid and setgid bits: that needs root. Devices and extended
-        attributes that this process may not make are left out. Raises BuildError; what was unpacked until
-        then is left for the caller to remove.
-        """
-        from envbuild.image.squashfs.unpack import unpack
-
-        unpack(self, into, owners)
 
     def _entry(self, path: str, inode: Inode, first: str | None) -> Entry:
         kind = inode.kind if not first else HARDLINK

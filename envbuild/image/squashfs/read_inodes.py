@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.image.squashfs.model import NO_FRAGMENT
-from envbuild.image.squashfs.read_tables import Cursor, Metadata, Source
+from envbuild.image.squashfs.read_tables import Cursor, ImageBytes, MetadataReader
 
 # `Entry` has no name for it: archives hold no sockets.
 SOCKET = "socket"
@@ -53,7 +53,7 @@ class Inode:
     words: Cursor | None = None
 
 
-def read_inode(source: Source, cursor: Cursor, ids: tuple[int, ...]) -> Inode:
+def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inode:
     """The inode at `cursor`. Raises BuildError when it makes no sense."""
     number, mode, uid, gid, mtime, _ = _COMMON.unpack(cursor.take(_COMMON.size))
     if not 1 <= number <= 2 * len(_KINDS):
@@ -99,7 +99,7 @@ def read_inode(source: Source, cursor: Cursor, ids: tuple[int, ...]) -> Inode:
     )  # fmt: skip
 
 
-def listed(source: Source, table: Metadata, inode: Inode) -> Iterator[tuple[bytes, int]]:
+def listed(source: ImageBytes, table: MetadataReader, inode: Inode) -> Iterator[tuple[bytes, int]]:
     """The names in a directory and where their inodes are, block << 16 | offset, as they are asked for.
 
     Raises BuildError for names that cannot be, and for any that do not follow the one before, in the order
@@ -131,6 +131,6 @@ def listed(source: Source, table: Metadata, inode: Inode) -> Iterator[tuple[byte
             yield name, start << 16 | offset
 
 
-def _bad_name(source: Source, name: bytes, what: str) -> BuildError:
+def _bad_name(source: ImageBytes, name: bytes, what: str) -> BuildError:
     shown = ascii(os.fsdecode(name))
     return source.damaged(f"a directory lists {shown}: {what}")

@@ -6,7 +6,7 @@ import os
 import struct
 
 from envbuild.image.squashfs.model import NO_FRAGMENT, Fragment
-from envbuild.image.squashfs.read_tables import METADATA, Cursor, Metadata, Source
+from envbuild.image.squashfs.read_tables import METADATA, Cursor, ImageBytes, MetadataReader
 
 _FRAGMENT = struct.Struct("<QII")
 _XATTR_ID = struct.Struct("<QII")
@@ -25,7 +25,9 @@ class Lookup:
     The positions of their metadata blocks are listed at `index`.
     """
 
-    def __init__(self, source: Source, blocks: Metadata, index: int, rows: int, size: int) -> None:
+    def __init__(
+        self, source: ImageBytes, blocks: MetadataReader, index: int, rows: int, size: int
+    ) -> None:
         self._source, self._blocks, self._index = source, blocks, index
         self._rows, self._size = rows, size
 
@@ -44,14 +46,14 @@ class Lookup:
 class Attributes:
     """The extended attributes of an image, in sets that files name by number."""
 
-    def __init__(self, source: Source, blocks: Metadata) -> None:
+    def __init__(self, source: ImageBytes, blocks: MetadataReader) -> None:
         self._source = source
         table = source.superblock.xattr_table
         self._sets: Lookup | None = None
         self._kept: dict[int, Xattrs] = {}
         if table is not None:
             start, count, _ = _XATTR_ID.unpack(source.at(table, _XATTR_ID.size))
-            self._pairs = Metadata(source, start, table)
+            self._pairs = MetadataReader(source, start, table)
             self._sets = Lookup(source, blocks, table + _XATTR_ID.size, count, _XATTR_ID.size)
 
     def of(self, number: int) -> Xattrs:
@@ -92,7 +94,7 @@ class Attributes:
         return cursor.take(length)
 
 
-def owners(source: Source, blocks: Metadata) -> tuple[int, ...]:
+def owners(source: ImageBytes, blocks: MetadataReader) -> tuple[int, ...]:
     """The user and group ids that files name by number."""
     count = source.superblock.ids
     table = Lookup(source, blocks, source.superblock.id_table, count, 4)
@@ -105,7 +107,7 @@ def fragment(row: bytes) -> Fragment:
     return Fragment(start, word)
 
 
-def fragments(source: Source, blocks: Metadata) -> Lookup:
+def fragments(source: ImageBytes, blocks: MetadataReader) -> Lookup:
     """The fragment table; `fragment` reads its rows."""
     superblock = source.superblock
     rows = superblock.fragments if superblock.fragment_table is not None else 0

@@ -58,7 +58,7 @@ class Superblock:
         return min(at for at in starts if at > start)
 
 
-class Source:
+class ImageBytes:
     """The bytes of an image within a file. It may be used by several threads at once."""
 
     def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
@@ -133,10 +133,10 @@ class Source:
             )
 
 
-class Metadata:
+class MetadataReader:
     """Metadata blocks from `start` to `end` of the image, decompressed as they are asked for."""
 
-    def __init__(self, source: Source, start: int, end: int) -> None:
+    def __init__(self, source: ImageBytes, start: int, end: int) -> None:
         self.source = source
         self._start, self._end = start, end
         self._kept: dict[int, tuple[bytes, int]] = {}
@@ -193,7 +193,7 @@ class Cursor:
 
     __slots__ = ("_at", "_data", "_following", "_table")
 
-    def __init__(self, table: Metadata, data: bytes, at: int, following: int) -> None:
+    def __init__(self, table: MetadataReader, data: bytes, at: int, following: int) -> None:
         self._table, self._data, self._at, self._following = table, data, at, following
 
     def take(self, size: int) -> bytes:

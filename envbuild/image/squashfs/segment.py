@@ -23,7 +23,8 @@ from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
-from envbuild.image.untar import Member, Part, Source, members
+from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.untar import Slice, members
 
 # Raise it when indexes look otherwise, or the same layer gives other bytes: old segments are then not found.
 FORMAT = 1
@@ -92,12 +93,12 @@ def of_entry(entry: Entry) -> Member:
 
 def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
     """The members of a layer's uncompressed tar with their content. Raises BuildError, naming `name`."""
-    source = Source(stream, name)
+    source = PositionedStream(stream, name)
     for member in members(source):
         if member.kind != FILE:
             yield member, None
             continue
-        part = Part(source, member.stored)
+        part = Slice(source, member.stored)
         sparse = member.pieces is not None
         yield member, Unpacked(part, member.size, member.pieces or ()) if sparse else part
     source.finish()

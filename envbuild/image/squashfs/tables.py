@@ -16,8 +16,8 @@ from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.squashfs import inodes
 from envbuild.image.squashfs.arrange import Arranged, Placed, arrange, check_data, encoded
 from envbuild.image.squashfs.codec import Codec
-from envbuild.image.squashfs.directories import Listing, Row, write_listing
-from envbuild.image.squashfs.metadata import Metadata, indexed, stored_block
+from envbuild.image.squashfs.directories import DirectoryListing, Row, write_listing
+from envbuild.image.squashfs.metadata import MetadataWriter, indexed, stored_block
 from envbuild.image.squashfs.model import BLOCK_SIZE, Data, Fragment
 from envbuild.image.squashfs.xattrs import Xattrs
 
@@ -131,11 +131,11 @@ class _Written:
 
 def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _Written:
     """Each directory's inodes lie side by side, so that its entries need few headers."""
-    table, listings = Metadata(codec.compress), Metadata(codec.compress)
+    table, listings = MetadataWriter(codec.compress), MetadataWriter(codec.compress)
     xattrs = Xattrs(codec.compress)
     references = [_UNWRITTEN] * (len(tree.numbers) + 1)
     ids = {value: number for number, value in enumerate(tree.ids)}
-    done: dict[str, tuple[Listing, int]] = {}  # with the number of links
+    done: dict[str, tuple[DirectoryListing, int]] = {}  # with the number of links
     numbers = tree.numbers
 
     def write(item: Placed, number: int, parent: int) -> None:

@@ -6,20 +6,21 @@ import contextlib
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.read_inodes import SOCKET
-
-if TYPE_CHECKING:
-    from envbuild.image.squashfs.read import Image
 
 _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
 
 
-def unpack(image: Image, into: Path, owners: bool) -> None:
-    """See `Image.extract`.
+def unpack(image: SquashfsImage, into: Path, *, owners: bool) -> None:
+    """Unpack `image` into the folder `into`, which must be empty or not be there.
+
+    `owners` keeps users and groups, and setuid and setgid bits: that needs root. Devices and extended attributes that
+    this process may not make are left out. Raises BuildError; what was unpacked until then is left for the caller to
+    remove.
 
     Nothing can lead out of the folder: it begins empty, each path comes once, and its parent is a
     directory that was made here.
@@ -35,7 +36,7 @@ def unpack(image: Image, into: Path, owners: bool) -> None:
         ) from error
 
 
-def _unpack(image: Image, into: Path, owners: bool) -> None:
+def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
     root = os.fspath(into.absolute())
     folders: list[Entry] = []
     links: list[Entry] = []
@@ -77,7 +78,7 @@ def _below(root: str, path: str) -> str:
     return f"{root}/{path}" if path else root
 
 
-def _write(image: Image, path: str, handle: int, size: int) -> None:
+def _write(image: SquashfsImage, path: str, handle: int, size: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "wb", buffering=0) as out:
         sparse = False

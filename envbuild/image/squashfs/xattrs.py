@@ -12,7 +12,7 @@ from envbuild.errors import BuildError
 from envbuild.image.squashfs.arrange import encoded
 from envbuild.image.squashfs.codec import Compress
 from envbuild.image.squashfs.inodes import NO_XATTRS
-from envbuild.image.squashfs.metadata import Metadata, indexed
+from envbuild.image.squashfs.metadata import MetadataWriter, indexed
 
 _PREFIXES = {"user": 0, "trusted": 1, "security": 2}
 _NAME = struct.Struct("<HH")
@@ -31,11 +31,11 @@ class Xattrs:
 
     compress: Compress
     _numbers: dict[Set, int] = field(default_factory=dict)
-    _values: Metadata = field(init=False)
+    _values: MetadataWriter = field(init=False)
     _sets: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self._values = Metadata(self.compress)
+        self._values = MetadataWriter(self.compress)
 
     def number(self, xattrs: Set, path: str) -> int:
         """The number of a set in the table; NO_XATTRS for an empty one.

@@ -1,0 +1,25 @@
+"""How the package is laid out: docs/architecture.md. Import directions: [tool.importlinter] in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "envbuild"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_module_has_more_than_300_lines() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in MODULES}
+    assert not {str(path): count for path, count in lines.items() if count > 300}
+
+
+def test_a_class_name_is_unique_in_the_package() -> None:
+    found = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    assert len(found) > 300
+    assert not {name: places for name, places in found.items() if len(places) > 1}
