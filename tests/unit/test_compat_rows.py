@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.compat.judge import Finding, applies, judge
+from envbuild.compat.judge import CompatFinding, applies, judge
 from envbuild.compat.rows import (
     CompatRule,
     Driver,
@@ -61,7 +61,7 @@ def outside(specifier: str) -> str:
     return next(version for version in near(specifier) if matches(version, specifier) is False)
 
 
-def of(stack: Stack, subject: str, source: str = "") -> list[Finding]:
+def of(stack: Stack, subject: str, source: str = "") -> list[CompatFinding]:
     """The findings of `stack` about `subject`, from `source`."""
     return [one for one in judge(stack) if one.subject == subject and source in one.source]
 
@@ -70,7 +70,7 @@ def statuses(stack: Stack, subject: str, source: str = "") -> list[str]:
     return [one.status for one in of(stack, subject, source)]
 
 
-def refused(stack: Stack, subject: str, source: str) -> Finding:
+def refused(stack: Stack, subject: str, source: str) -> CompatFinding:
     found = [one for one in of(stack, subject, source) if one.status == "bad"]
     assert len(found) == 1 and found[0].fix and found[0].date
     return found[0]
