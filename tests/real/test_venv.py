@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from .conftest import REPOSITORY, Command
+from .conftest import REPOSITORY, Command, link_tree
 
 CHECKS = {
     "installed", "architecture", "accelerator", "launch", "world", "versions", "fabric", "allreduce",
@@ -73,11 +73,12 @@ def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
     pt_cpu: dict[str, Any], tmp_path: Path
 ) -> None:
     command: Command = pt_cpu["command"]
+    venv = link_tree(pt_cpu["path"], tmp_path / "venv")  # its receipt changes
     secret = "s3cr3t-t0ken"
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
     said = command(
         "verify",
-        pt_cpu["path"],
+        venv,
         "--faults",
         "--nproc-per-node=1",
         "--json",
@@ -88,7 +89,7 @@ def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
     assert said.returncode == 0, said.stderr
     done = json.loads(said.stdout)
     assert done["passed"]
-    for file in (Path(done["receipt"]), Path(pt_cpu["path"], "envbuild.json")):
+    for file in (Path(done["receipt"]), venv / "envbuild.json"):
         assert secret not in file.read_text()
     assert secret not in said.stdout + said.stderr
     receipt = json.loads(Path(done["receipt"]).read_text())
@@ -101,7 +102,8 @@ def test_other_worlds_through_a_link(
     pt_cpu: dict[str, Any], tmp_path: Path, nodes: int, ranks: int
 ) -> None:
     """Home and scratch folders are often links: the scripts then see another path than the user gave."""
-    (tmp_path / "home").symlink_to(Path(pt_cpu["path"]).parent)
+    link_tree(pt_cpu["path"], tmp_path / "there/venv")  # its receipt changes
+    (tmp_path / "home").symlink_to(tmp_path / "there")
     given = tmp_path / "home" / "venv"
     command: Command = pt_cpu["command"]
     done = command(
