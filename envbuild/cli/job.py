@@ -11,6 +11,7 @@ import click
 
 from envbuild.cli.common import check_out, json_option, own_command, print_json, say, target_option
 from envbuild.errors import UsageError
+from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobPlan
@@ -48,9 +49,7 @@ class _WithScript(click.Command):
     "--script", metavar="TRAIN.py",
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
 )  # fmt: skip
-@click.option(
-    "--scheduler", type=click.Choice(["slurm", "pbs", "kubernetes"]), help="Default: the site's."
-)
+@click.option("--scheduler", type=click.Choice(SCHEDULER_NAMES), help="Default: the site's.")
 @click.option(
     "--strategy", type=click.Choice(["ddp", "horovod", "single"]), default="ddp", show_default=True,
     help="ddp: one torchrun a node; horovod: one MPI process a rank; single: one process.",
@@ -63,7 +62,7 @@ class _WithScript(click.Command):
     help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.",
 )
 @click.option(
-    "--launcher", type=click.Choice(["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]),
+    "--launcher", type=click.Choice(LAUNCHER_NAMES),
     help="What starts the processes of each node. Default: the site's.",
 )  # fmt: skip
 @click.option(
@@ -90,9 +89,7 @@ class _WithScript(click.Command):
 @click.option(
     "--explain", is_flag=True, help="Show every value and who decided it, on standard error."
 )
-@click.option(
-    "--submit", is_flag=True, help="Hand it to sbatch, qsub or kubectl; prints the job's number."
-)
+@click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
 @json_option
 def job_command(
     named: str,
@@ -159,6 +156,7 @@ def _hand_over(
 ) -> tuple[Path | None, str | None]:
     """The file that the script was written to, None when it is to be printed; the number of the job, where it was
     submitted."""
+    from envbuild.jobs.schedulers import SCHEDULERS
     from envbuild.jobs.submit import default_script, submit_script, write_script
 
     if out is None and not submit:
@@ -168,7 +166,7 @@ def _hand_over(
         write_script(text, out, hint)
         return out, None
     path = out or default_script(
-        plan, Path(plan.work) if plan.scheduler != "kubernetes" else Path()
+        plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work)
     )
     number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
     say(f"submitted {path} to {plan.scheduler}")

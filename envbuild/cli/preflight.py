@@ -10,6 +10,7 @@ import click
 
 from envbuild.cli.common import own_command, say, target_option
 from envbuild.errors import VerificationError
+from envbuild.site.schedulers import LAUNCHER_NAMES
 
 
 @click.command("preflight")
@@ -22,7 +23,7 @@ from envbuild.errors import VerificationError
 )
 @click.option("--nproc-per-node", type=click.IntRange(1, 100_000), help="GPUs wanted of each node.")
 @click.option(
-    "--launcher", type=click.Choice(["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]),
+    "--launcher", type=click.Choice(LAUNCHER_NAMES),
     help="What starts the processes of each node. Default: the site's.",
 )  # fmt: skip
 @click.option(
@@ -65,7 +66,7 @@ def preflight_command(
         nodes=allocation.nodes,
         nproc_per_node=nproc_per_node,
         name=NAME,
-        launcher=allocation.launcher or launcher,  # type: ignore[arg-type]
+        launcher=allocation.launcher or launcher,
         preflight=True,
         work=work,
         current=Path.cwd(),

@@ -1,29 +1,16 @@
-"""Schedulers and container runtimes of jobs: Slurm, PBS, Kubernetes, docker, pyxis."""
+"""Schedulers and container runtimes of jobs on this host."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import HostFacts, Queue
+from envbuild.site.schedulers import TITLES
 
 _DOCKER_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A partition of Slurm, as `sinfo` has it. `time` is its limit as Slurm writes it, `gpus` of one node,
-    `memory` of one node in MB."""
-
-    name: str
-    default: bool
-    time: str
-    cpus: int
-    memory: int
-    gpus: int
-    nodes: int
 
 
 def slurm(host: Host) -> Iterator[HostFinding]:
@@ -46,54 +33,22 @@ def slurm(host: Host) -> Iterator[HostFinding]:
             facts,
         )
         return
-    found = partitions(host.variables) or []
+    found = queues("slurm", host.variables) or []
     facts["partitions"] = [one.name for one in found]
     names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in found)
     yield HostFinding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
     yield from _pyxis(host)
-    if job := host.variables.get("SLURM_JOB_ID"):
-        nodes = host.variables.get("SLURM_JOB_NODELIST", "?")
-        yield HostFinding(
-            "allocation", "info", f"job {job} of Slurm on {nodes}", facts={"job": job}
-        )
+    yield from _allocation("slurm", SCHEDULERS["slurm"].host, host)
 
 
-def partitions(variables: Mapping[str, str]) -> list[Partition] | None:
-    """The partitions that sinfo lists; None where there is no Slurm that answers."""
-    tool = find("sinfo", variables)
-    if tool is None:
+def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
+    """The queues (Slurm's partitions) that the scheduler `name` lists; None where none of that name answers."""
+    facts = SCHEDULERS[name].host
+    tool = find(facts.list_queues[0], variables) if facts else None
+    if facts is None or tool is None:
         return None
-    code, said = ask([tool, "--noheader", "--format=%P|%l|%c|%m|%G|%D"], variables)
-    if code != 0:
-        return None
-    found: dict[str, Partition] = {}
-    for line in said.splitlines():
-        row = line.strip().split("|")
-        if len(row) != 6:
-            continue
-        gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", row[4]))
-        name = row[0].rstrip("*")
-        one = Partition(
-            name,
-            row[0].endswith("*"),
-            row[1],
-            _number(row[2]),
-            _number(row[3]),
-            gpus,
-            _number(row[5]),
-        )
-        # Nodes of different kinds are listed apart: the best of each counts.
-        old = found.get(name)
-        found[name] = one if old is None else Partition(
-            name, one.default, one.time, max(old.cpus, one.cpus), max(old.memory, one.memory),
-            max(old.gpus, one.gpus), old.nodes + one.nodes,
-        )  # fmt: skip
-    return list(found.values())
-
-
-def _number(text: str) -> int:
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else 0
+    code, said = ask([tool, *facts.list_queues[1:]], variables)
+    return facts.queues(said) if code == 0 else None
 
 
 def has_pyxis(variables: Mapping[str, str]) -> bool | None:
@@ -113,36 +68,32 @@ def _pyxis(host: Host) -> Iterator[HostFinding]:
         yield HostFinding("pyxis", "ok" if found else "info", what, remedy, {"there": found})
 
 
-def pbs(host: Host) -> Iterator[HostFinding]:
-    """PBS: its version, its queues."""
-    tool = find("qsub", host.variables)
-    if tool is None:
+def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
+    """The scheduler `name`: its version, its queues, whether we are in an allocation."""
+    facts = SCHEDULERS[name].host
+    program = SCHEDULERS[name].submission.command[0]
+    tool = find(program, host.variables)
+    if facts is None or tool is None:
         return
-    code, said = ask([tool, "--version"], host.variables)
-    queues_ = queues(host.variables)
-    facts = {"path": tool, "queues": queues_}
+    code, said = ask([tool, *facts.version], host.variables)
+    found = queues(name, host.variables)
+    names = [one.name for one in found or ()]
+    seen = {"path": tool, "queues": None if found is None else names}
     version = first_line(said, 60) if code == 0 else tool
-    if queues_ is None:
-        yield HostFinding("PBS", "info", f"{version}; qstat lists no queues", facts=facts)
+    if found is None:
+        what = f"{version}; {facts.list_queues[0]} lists no queues"
+        yield HostFinding(TITLES[name], "info", what, facts=seen)
     else:
-        yield HostFinding(
-            "PBS", "ok", f"{version}; queues {', '.join(queues_) or 'none'}", facts=facts
-        )
-    if job := host.variables.get("PBS_JOBID"):
-        yield HostFinding("allocation", "info", f"job {job} of PBS", facts={"job": job})
+        what = f"{version}; queues {', '.join(names) or 'none'}"
+        yield HostFinding(TITLES[name], "ok", what, facts=seen)
+    yield from _allocation(name, facts, host)
 
 
-def queues(variables: Mapping[str, str]) -> list[str] | None:
-    """The queues that qstat lists; None where there is no PBS that answers."""
-    tool = find("qstat", variables)
-    if tool is None:
-        return None
-    code, said = ask([tool, "-Q"], variables)
-    if code != 0:
-        return None
-    lines = said.splitlines()
-    rule = next((n for n, line in enumerate(lines) if line.startswith("---")), None)
-    return [] if rule is None else [line.split()[0] for line in lines[rule + 1 :] if line.split()]
+def _allocation(name: str, facts: HostFacts | None, host: Host) -> Iterator[HostFinding]:
+    if facts and (job := host.variables.get(facts.job)):
+        where = f" on {host.variables.get(facts.nodes, '?')}" if facts.nodes else ""
+        what = f"job {job} of {TITLES[name]}{where}"
+        yield HostFinding("allocation", "info", what, facts={"job": job})
 
 
 def kubernetes(host: Host) -> Iterator[HostFinding]:

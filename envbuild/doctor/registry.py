@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from envbuild.doctor import batch, fabric, hardware, kernel, naming, places, reach, tools
@@ -10,8 +11,12 @@ from envbuild.doctor.model import Host, HostProbe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
 from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.schedulers import TITLES
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
+
+# Those of which more is asked than their version and queues.
+_OWN_CHECKS = {"slurm": batch.slurm, "kubernetes": batch.kubernetes}
 
 CHECKS = (
     HostProbe("envbuild", "envbuild", tools.envbuild_itself),
@@ -38,9 +43,10 @@ CHECKS = (
     HostProbe("network", "interfaces", fabric.network),
     HostProbe("network", "adapters", fabric.adapters),
     HostProbe("network", "libfabric", fabric.libfabric),
-    HostProbe("jobs", "Slurm", batch.slurm),
-    HostProbe("jobs", "PBS", batch.pbs),
-    HostProbe("jobs", "Kubernetes", batch.kubernetes),
+    *(
+        HostProbe("jobs", title, _OWN_CHECKS.get(name) or partial(batch.scheduler, name))
+        for name, title in TITLES.items()
+    ),
     HostProbe("sources", "proxies", reach.proxies),
     HostProbe("sources", "authorities", reach.certificates),
     HostProbe("sources", "package index", reach.package_index),

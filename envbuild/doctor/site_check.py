@@ -16,6 +16,7 @@ from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import SiteFile
@@ -58,7 +59,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
     table = site.modules
     if not (table.run or table.build or table.init):
         return
-    here = on_site(site, variables) and site.scheduler.kind != "kubernetes"
+    here = on_site(site, variables)
     bash = find("bash", variables)
     if table.init and not Path(table.init).is_file():
         yield missing(
@@ -186,7 +187,8 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFind
 
 
 def _interface(site: JobSite) -> Iterator[HostFinding]:
-    if not site.fabric.interface or site.scheduler.kind == "kubernetes":
+    scheduler = SCHEDULERS.get(site.scheduler.kind)
+    if not site.fabric.interface or (scheduler and scheduler.pods):
         return
     known = [name for _, name in socket.if_nameindex()]
     for name in site.fabric.interface.split(","):

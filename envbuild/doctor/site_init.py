@@ -14,7 +14,10 @@ from envbuild.doctor.ask import find
 from envbuild.doctor.model import Host
 from envbuild.doctor.run import together
 from envbuild.doctor.tools import module_init
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import job_variable_problem, value_problem
+from envbuild.site.schedulers import TITLES, listed
 
 _WAIT_S = 8.0
 # What nodes need of the caller's environment to reach anything.
@@ -80,29 +83,14 @@ def _toml(value: object) -> str:
 
 
 def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
-    found = batch.partitions(variables)
-    queues = None if found is not None else batch.queues(variables)
-    if found is not None:
-        names = ", ".join(f"{p.name} ({p.nodes} nodes, {p.time})" for p in found)
-        yield _said("kind", "slurm", f"its partitions: {names or 'none'}"[:200])
-        chosen = next((p for p in found if p.default), found[0] if found else None)
-        if chosen:
-            yield _said(
-                "partition",
-                chosen.name,
-                "Slurm's default" if chosen.default else "the first of them",
-            )
-        yield _said("account", "project", "who pays", off=True)
-        yield _said("constraint", "", "which nodes", off=True)
-        yield _said("time", "01:00:00", f"at most {chosen.time}" if chosen else "")
-        yield _said("launcher", "mpirun", "default: srun", off=True)
-    elif queues is not None:
-        yield _said("kind", "pbs", f"its queues: {', '.join(queues)}"[:200])
-        if queues:
-            yield _said("partition", queues[0], "the first of them")
-        yield _said("constraint", "model=…", "goes into each chunk of select", off=True)
-        yield _said("time", "01:00:00")
-        yield _said("launcher", "ssh", "default: mpiexec", off=True)
+    known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
+    answering = (
+        (name, facts, found)
+        for name, facts in known
+        if (found := batch.queues(name, variables)) is not None
+    )
+    if first := next(answering, None):
+        yield from _queues(*first)
     elif find("kubectl", variables) and (variables.get("KUBECONFIG") or _kube_config(variables)):
         yield _said("kind", "kubernetes", "kubectl has a configuration")
         yield ""
@@ -110,7 +98,29 @@ def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
         yield _said("namespace", "default")
         yield _said("claim", "data", "persistent volume claim with data and snapshots", off=True)
     else:
-        yield _said("kind", "none", "no Slurm, PBS or Kubernetes answers here")
+        yield _said("kind", "none", f"no {listed(tuple(TITLES.values()))} answers here")
+
+
+def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
+    """[scheduler] of the scheduler `name`, whose queues were `found`."""
+    names = ", ".join(
+        f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in found
+    )
+    yield _said("kind", name, f"its {facts.queue}s: {names or 'none'}"[:200])
+    chosen = _chosen(found)
+    if chosen:
+        default = f"{TITLES[name]}'s default" if chosen.default else "the first of them"
+        yield _said("partition", chosen.name, default)
+    for key, value, why in facts.examples:
+        if key == "launcher":
+            yield _said(
+                "time", "01:00:00", f"at most {chosen.time}" if chosen and chosen.time else ""
+            )
+        yield _said(key, value, why, off=True)
+
+
+def _chosen(found: list[Queue] | None) -> Queue | None:
+    return next((one for one in found or () if one.default), found[0] if found else None)
 
 
 def _kube_config(variables: Mapping[str, str]) -> bool:
@@ -216,9 +226,8 @@ def _container(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _node(host: Host) -> Iterator[str]:
     gpus = next((len(f.facts["gpus"]) for f in hardware.gpus(host) if "gpus" in f.facts), 0)
-    found = batch.partitions(host.variables) or []
-    chosen = next((p for p in found if p.default), found[0] if found else None)
-    if chosen:
+    chosen = _chosen(batch.queues("slurm", host.variables))
+    if chosen and chosen.gpus is not None and chosen.cpus is not None:
         yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by sinfo")
         yield _said("cpus", chosen.cpus, "0: not said")
     else:

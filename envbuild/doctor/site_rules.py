@@ -6,35 +6,22 @@ import re
 from collections.abc import Iterator
 
 from envbuild.doctor.model import HostFinding
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.kubernetes import huge_pages_problem
-
-# Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
-_OWN_SLURM = (
-    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",
-    "qos", "constraint", "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
-)  # fmt: skip
-_SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
-          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error"}  # fmt: skip
-_OWN_PBS = {
-    "N": "the job's name",
-    "l": "select and walltime",
-    "q": "partition",
-    "A": "account",
-    "j": "output",
-    "o": "output",
-}
+from envbuild.site.schedulers import LAUNCHERS, listed
 
 
 def contradictions(site: JobSite) -> Iterator[HostFinding]:
     """What of `site` does not go together."""
     kind = site.scheduler.kind
+    chosen = SCHEDULERS.get(kind)
+    pods = chosen is not None and chosen.pods
     yield from _scheduler(site)
     yield from _directives(site)
     runtime = site.container.runtime
     launcher = site.scheduler.launcher
-    if runtime == "pyxis" and kind != "slurm":
+    if runtime == "pyxis" and "srun" not in LAUNCHERS.get(kind, ()):
         yield _bad(
             "[container] runtime",
             "pyxis is a part of Slurm",
@@ -46,13 +33,13 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
             f"pyxis is started by srun, not by {launcher}",
             'launcher = "srun", or runtime = "enroot"',
         )
-    if kind == "kubernetes" and runtime != "none":
+    if pods and runtime != "none":
         yield _odd(
             "[container] runtime", "pods bring their own; it is not used", 'runtime = "none"'
         )
-    if kind == "kubernetes" and (site.modules.run or site.modules.build):
+    if pods and (site.modules.run or site.modules.build):
         yield _odd("[modules]", "pods have no modules; they are not used", "leave the table out")
-    if kind != "kubernetes":
+    if not pods:
         table = site.kubernetes
         if table.claim or table.resources or table.node_selector or table.pull_secret:
             yield _odd(
@@ -71,13 +58,13 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
     limits |= {"memory"} if site.node.memory else set()
     if problem := huge_pages_problem(limits):
         yield _bad("[kubernetes] resources", problem, "set [node] cpus and memory")
-    if kind in ("slurm", "pbs") and not site.paths.shared:
+    if chosen and not pods and not site.paths.shared:
         yield _odd(
             "[paths] shared",
             "is not said: artifacts and snapshots must lie where all nodes see them",
             'shared = "/fsx/{user}" or what this site has',
         )
-    if kind == "kubernetes" and not site.kubernetes.claim:
+    if pods and not site.kubernetes.claim:
         yield _odd(
             "[kubernetes] claim",
             "is not said: snapshots go with their pod",
@@ -108,53 +95,39 @@ def _scheduler(site: JobSite) -> Iterator[HostFinding]:
             f"{scheduler.launcher} does not go with {kind}",
             f"of {kind}: {known}",
         )
-    if scheduler.auto_resume and (kind != "slurm" or scheduler.launcher not in (None, "srun")):
+    if scheduler.auto_resume and (
+        "srun" not in LAUNCHERS.get(kind, ()) or scheduler.launcher not in (None, "srun")
+    ):
         yield _bad(
             "[scheduler] auto_resume",
             "is an option of srun on SageMaker HyperPod",
             "auto_resume = false",
         )
-    for key, only in (("qos", ("slurm",)), ("constraint", ("slurm", "pbs"))):
-        if getattr(scheduler, key) and kind not in only:
-            yield _odd(f"[scheduler] {key}", f"is not used with {kind}", "leave it out")
-    if kind in ("none", "kubernetes"):
-        for key in ("partition", "account", "directives"):
-            if getattr(scheduler, key):
-                yield _odd(
-                    f"[scheduler] {key}",
-                    f"is not used with {kind}",
-                    "leave it out, or name the scheduler",
-                )
+    used = SCHEDULERS[kind].site_keys if kind in SCHEDULERS else frozenset()
+    for key in ("qos", "constraint", "partition", "account", "directives"):
+        if getattr(scheduler, key) and key not in used:
+            more = "" if key in ("qos", "constraint") else ", or name the scheduler"
+            yield _odd(f"[scheduler] {key}", f"is not used with {kind}", f"leave it out{more}")
+    if kind != "none" and site.node.memory and "memory" not in used:
+        yield _odd("[node] memory", f"is not used with {kind}", "leave it out")
 
 
 def _directives(site: JobSite) -> Iterator[HostFinding]:
-    kind = site.scheduler.kind
+    chosen = SCHEDULERS.get(site.scheduler.kind)
+    markers = tuple(one.script.marker for one in SCHEDULERS.values() if one.script)
     for text in site.scheduler.directives:
         if text.startswith("#"):
             yield _bad(
                 "[scheduler] directives",
-                f"{text!r}: #SBATCH and #PBS are added to each",
+                f"{text!r}: {listed(markers, 'and')} are added to each",
                 "leave them out",
             )
-        elif kind == "slurm" and (option := _slurm_option(text)) in _OWN_SLURM:
+        elif chosen and (option := chosen.own_option(text)):
             yield _odd(
                 "[scheduler] directives",
-                f"{text!r}: jobs set --{option} themselves",
+                f"{text!r}: jobs set {option} themselves",
                 "use the key of [scheduler] or [node], or an option of `envbuild job`",
             )
-        elif kind == "pbs" and (match := re.match(r"-([A-Za-z])", text)) and match[1] in _OWN_PBS:
-            yield _odd(
-                "[scheduler] directives",
-                f"{text!r}: jobs set {_OWN_PBS[match[1]]} themselves",
-                "use the key of [scheduler] or [node]",
-            )
-
-
-def _slurm_option(text: str) -> str:
-    if match := re.match(r"--([a-z-]+)", text):
-        return match[1]
-    match = re.match(r"-([A-Za-z])", text)
-    return _SHORT.get(match[1], "") if match else ""
 
 
 def _environment(site: JobSite) -> Iterator[HostFinding]:

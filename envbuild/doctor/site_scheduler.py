@@ -8,7 +8,10 @@ from envbuild.doctor import batch
 from envbuild.doctor.ask import ask, find
 from envbuild.doctor.model import HostFinding
 from envbuild.doctor.site_rules import duration
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import Queue
 from envbuild.site.job_site import JobSite
+from envbuild.site.schedulers import SCHEDULER_NAMES, TITLES, listed
 from envbuild.toml import closest
 
 _SLURM_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
@@ -17,82 +20,80 @@ _SLURM_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
 def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
     """Whether this host has the site's scheduler: it is one of its login nodes then, or one that runs jobs."""
     kind = site.scheduler.kind
-    if kind == "slurm":
-        return batch.partitions(variables) is not None
-    if kind == "pbs":
-        return batch.queues(variables) is not None
-    return kind == "none"
+    if kind not in SCHEDULERS:
+        return True
+    return batch.queues(kind, variables) is not None
 
 
 def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+    """What this host's scheduler says to what the site asks of it."""
     kind = site.scheduler.kind
-    if kind == "slurm":
-        yield from _slurm(site, variables)
-    elif kind == "pbs":
-        known = batch.queues(variables)
-        if known is None:
-            yield elsewhere("[scheduler] kind", "no PBS answers on this host")
-        elif site.scheduler.partition and site.scheduler.partition not in known:
-            yield _unknown("queue", site.scheduler.partition, known)
-        else:
-            yield HostFinding(
-                "[scheduler] kind", "ok", f"PBS answers; queues {', '.join(known) or 'none'}"
-            )
-    elif kind == "kubernetes":
-        yield from _kubernetes(site, variables)
-    else:
+    if kind not in SCHEDULERS:
         yield HostFinding(
             "[scheduler] kind",
             "info",
             "none: `envbuild job` needs --scheduler",
-            "name slurm, pbs or kubernetes",
+            f"name {listed(SCHEDULER_NAMES)}",
         )
-
-
-def _slurm(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
-    found = batch.partitions(variables)
-    if found is None:
-        yield elsewhere("[scheduler] kind", "no Slurm answers on this host")
-        return
-    wanted = site.scheduler.partition
-    chosen = [p for p in found if (p.name == wanted if wanted else p.default)]
-    if not chosen:
-        if wanted:
-            yield _unknown("partition", wanted, [p.name for p in found])
+    elif facts := SCHEDULERS[kind].host:
+        found = batch.queues(kind, variables)
+        if found is None:
+            yield elsewhere("[scheduler] kind", f"no {TITLES[kind]} answers on this host")
         else:
-            names = ", ".join(p.name for p in found)
-            yield HostFinding(
-                "[scheduler] partition",
-                "fail",
-                "is not said, and Slurm has no default",
-                f"one of {names}",
-            )
+            yield from _queue(site, facts.queue, found)
+    else:
+        yield from _kubernetes(site, variables)
+
+
+def _queue(site: JobSite, word: str, found: list[Queue]) -> Iterator[HostFinding]:
+    wanted, title = site.scheduler.partition, TITLES[site.scheduler.kind]
+    names = [one.name for one in found]
+    chosen = next((one for one in found if (one.name == wanted if wanted else one.default)), None)
+    if chosen is None and wanted:
+        yield _unknown(word, wanted, names)
         return
-    (partition,) = chosen
-    yield HostFinding("[scheduler] partition", "ok", f"{partition.name}, {partition.nodes} nodes")
-    most, asked = duration(partition.time), duration(site.scheduler.time)
+    if chosen is None and any(one.default is not None for one in found):
+        yield HostFinding(
+            "[scheduler] partition",
+            "fail",
+            f"is not said, and {title} has no default",
+            f"one of {', '.join(names)}",
+        )
+        return
+    if chosen is None or chosen.default is None:
+        what = f"{title} answers; queues {', '.join(names) or 'none'}"
+        yield HostFinding("[scheduler] kind", "ok", what)
+    else:
+        what = f"{chosen.name}, {chosen.nodes} nodes"
+        yield HostFinding("[scheduler] partition", "ok", what)
+    if chosen is not None:
+        yield from _limits(site, chosen)
+
+
+def _limits(site: JobSite, queue: Queue) -> Iterator[HostFinding]:
+    most, asked = duration(queue.time), duration(site.scheduler.time)
     if most is not None and asked is not None and asked > most:
         yield HostFinding(
             "[scheduler] time",
             "fail",
-            f"{site.scheduler.time} is more than {partition.name} allows, {partition.time}",
-            f'time = "{partition.time}" or less',
+            f"{site.scheduler.time} is more than {queue.name} allows, {queue.time}",
+            f'time = "{queue.time}" or less',
         )
     memory = site.node.memory
     unit = memory[-1:] if memory[-1:].isalpha() else ""
     megabytes = float(memory.rstrip("KMGT") or 0) * _SLURM_UNITS[unit]
     for key, value, has in (
-        ("gpus", site.node.gpus, partition.gpus),
-        ("cpus", site.node.cpus, partition.cpus),
-        ("memory", megabytes, partition.memory),
+        ("gpus", site.node.gpus, queue.gpus),
+        ("cpus", site.node.cpus, queue.cpus),
+        ("memory", megabytes, queue.memory),
     ):
-        if value > has:
+        if has is not None and value > has:
             said = memory if key == "memory" else value
             unit = " MB" if key == "memory" else ""
             yield HostFinding(
                 f"[node] {key}",
                 "fail",
-                f"{said} asked for; a node of {partition.name} has {has}{unit}",
+                f"{said} asked for; a node of {queue.name} has {has}{unit}",
                 "jobs would wait for ever, or be refused",
             )
 

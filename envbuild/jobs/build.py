@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -11,8 +10,10 @@ from envbuild.jobs.containers import work_key
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.plan import scheduler_of
 from envbuild.jobs.quote import path_word, word, words
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.script import opening
 from envbuild.site.job_site import JobSite
+from envbuild.site.schedulers import LAUNCHERS, TITLES, listed
 
 _VERIFIED = (
     "# Verification simulates its nodes on this one; its receipt goes beside the environment."
@@ -41,9 +42,10 @@ class Build:
 def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
     """The job of `build`: one node, whole. Raises UsageError for a scheduler that cannot run it."""
     scheduler = scheduler_of(request, site)
-    if scheduler == "kubernetes":
+    if SCHEDULERS[scheduler].pods:
+        others = listed(tuple(TITLES[name] for name, one in SCHEDULERS.items() if not one.pods))
         raise UsageError(
-            "environments are built on nodes by Slurm or PBS; pods have theirs in an image",
+            f"environments are built on nodes by {others}; pods have theirs in an image",
             "use `envbuild docker`, or --site of a cluster with a scheduler",
         )
     artifact = JobArtifact(
@@ -62,7 +64,7 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
         artifact=artifact,
         site=replace(site, modules=replace(site.modules, run=site.modules.build)),
         runtime="folder",
-        launcher="srun" if scheduler == "slurm" else "mpiexec",
+        launcher=LAUNCHERS[scheduler][0],
         strategy="single",
         nodes=1,
         nproc_per_node=1,
@@ -78,8 +80,9 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
 
 
 def render_build(plan: JobPlan, build: Build) -> str:
-    """The script for sbatch or qsub. Raises UsageError for what it cannot express."""
-    directives = importlib.import_module(f"envbuild.jobs.{plan.scheduler}").directives
+    """The script for the scheduler. Raises UsageError for what it cannot express."""
+    directives = SCHEDULERS[plan.scheduler].directives
+    assert directives is not None, "plan_build refuses pods"
     what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
     lines = [
         opening(plan, directives(plan), what, "Exactly these modules, at run time too."),

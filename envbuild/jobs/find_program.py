@@ -8,7 +8,7 @@ Source: ip-address(8), ip-route(8); without ip, proc(5): /proc/net/route and /pr
 
 from __future__ import annotations
 
-from envbuild.jobs.model import JobPlan
+from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.node_program import beginning
 from envbuild.jobs.quote import word
 
@@ -142,7 +142,7 @@ _TIDY = r"""sh "$ENVBUILD_RUN/tidy-$restarts.sh" now
 """
 
 
-def find_program(plan: JobPlan) -> str:
+def find_program(plan: JobPlan, launcher: Launcher) -> str:
     """The text of find-RESTARTS.sh. `sh find-0.sh nodes NUMBER TARGET FIRST_PORT` leaves the row of a node beside
     itself, `at-RESTARTS.NUMBER`; `head` prints address and interface alone. TARGET is what the address must reach."""
     interface = plan.site.fabric.interface.split(",")[0]
@@ -150,5 +150,5 @@ def find_program(plan: JobPlan) -> str:
     wanted = "" if interface.startswith("^") else interface.removeprefix("=")
     known = f"nodes={plan.nodes}\nwanted_interface={word(wanted, '[fabric] interface')}\n\n"
     what = "Where node NUMBER is (STEP nodes), or its address and interface, printed (STEP head)."
-    begin = beginning(plan, "find-RESTARTS.sh", "TARGET FIRST_PORT", what)
+    begin = beginning(plan, launcher, "find-RESTARTS.sh", "TARGET FIRST_PORT", what)
     return begin + known + _ADDRESSES + _STEP + (_TIDY if plan.runtime == "pyxis" else "")

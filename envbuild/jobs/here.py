@@ -10,6 +10,7 @@ from envbuild.jobs.artifact import JobInputs, Kind
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.job_site import JobSite
+from envbuild.site.schedulers import SCHEDULER_NAMES
 
 # What runs on a host without a daemon, best first.
 KINDS: tuple[Kind, ...] = ("venv", "conda", "enroot", "apptainer")
@@ -17,7 +18,8 @@ KINDS: tuple[Kind, ...] = ("venv", "conda", "enroot", "apptainer")
 
 def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
     """The error of a job for a site that names no scheduler, with the command that trains here."""
-    hint = "name a cluster's site (--site SITE, `envbuild site list`) or --scheduler slurm|pbs|kubernetes"
+    names = "|".join(SCHEDULER_NAMES)
+    hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
     if opened.artifact.kind != "docker":
         hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
     return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
@@ -26,7 +28,7 @@ def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> Usage
 def _command(request: JobRequest, opened: JobInputs) -> str:
     """One node of the job, by torchrun (or what the strategy starts) in the artifact."""
     artifact = opened.artifact
-    command, _, _ = command_of(request, opened, "slurm")
+    command, _, _ = command_of(request, opened, pods=False)
     ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)
     start = [artifact.python]
     if request.strategy == "ddp":

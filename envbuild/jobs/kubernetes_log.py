@@ -35,7 +35,7 @@ def logged(plan: JobPlan) -> list[str]:
 def lost_log(plan: JobPlan) -> str | None:
     """What the caller is told of a job whose failure leaves no log: the controllers of all kinds of jobs remove its
     pods."""
-    if plan.scheduler != "kubernetes" or plan.site.kubernetes.claim:
+    if plan.site.kubernetes.claim:
         return None
     return (
         "when this job fails, its log is lost: Kubernetes removes the pod, and no volume keeps a copy."

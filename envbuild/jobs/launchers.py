@@ -1,35 +1,21 @@
-"""`everywhere`, the bash function of a job's script that starts a program on every node, by each launcher.
+"""Launchers that more than one scheduler has, and the loop over nodes for those that start one process at a time.
 
-Sources: srun(1); mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, HPE's PALS; OpenPBS, src/cmds/pbsdsh.c.
+Each defines `everywhere`, the bash function of a job's script that starts a program on every node; `stop`, `nodes`,
+`hosts`, `restarts` and ENVBUILD_RUN are the script's.
+Sources: mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, HPE's PALS.
 """
 
 from __future__ import annotations
 
-from envbuild.jobs.containers import program_inside, pyxis_options
-from envbuild.jobs.model import JobPlan
+from functools import partial
+
+from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_shell
 from envbuild.jobs.quote import fill
 
-_ABOUT = """\
+ABOUT = """\
 # everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
 # subshell."""
-
-# torchrun restarts workers itself; when it gives up on one node, the others would only wait for it.
-_SRUN = r"""everywhere() {
-    # A step has all CPUs of the job, unless it names a number: that means these alone.
-    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1)
-    options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
-@MORE@    exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
-}"""
-
-_RESUME = r"""    if [ "$2" = training ]; then options+=(--auto-resume=1); fi
-"""
-
-_PYXIS = r"""    if [ "$1" = node ]; then
-        exec srun "${options[@]}" "${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh" \
-            /bin/sh @PROGRAM@ "$2" - inside </dev/null
-    fi
-"""
 
 _MPI = r"""mpirun=$(command -v @LAUNCHER@) ||
     stop 'there is no @LAUNCHER@ here; say its module in [modules] run of the site' 6
@@ -107,62 +93,54 @@ _SSH_START = r"""        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[numb
             "@SHELL@ $(quoted "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}")" <"$alive" 9>&- &
 """
 
-# pbsdsh's exit code says nothing of its program's.
-_PBSDSH_START = r"""        # shellcheck disable=SC2016
-        pbsdsh -n "$number" -- /bin/sh -c 'code=0; @SHELL@ "$@" || code=$?; echo "$code" >"${1%.sh}.exit-$2-$3"' \
-            sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
+
+# Each launcher's number of a process: Open MPI, PMIx, MPICH and Intel MPI, HPE's PALS.
+_RANK = "${OMPI_COMM_WORLD_RANK-${PMIX_RANK-${PMI_RANK-${PALS_RANKID-}}}}"
+
+# A process that ssh started is not the scheduler's: it ends with the batch script, which holds the other end of its
+# standard input. $$ stays the same over exec.
+_WATCH = r"""if [ "$extra" != inside ]; then
+    exec 3<&0 </dev/null
+    (
+        exec >/dev/null 2>&1
+        cat <&3
+        kill -TERM $$
+    ) &
+    exec 3<&-
+fi
+
 """
 
-_PBSDSH_CHECK = r"""        [ "$last" -ne 0 ] ||
-            last=$(sort -n "$ENVBUILD_RUN/$1-$restarts.exit-$2-"* 2>/dev/null | tail -n 1) || last=0
-"""
 
-_PBSDSH_END = r"""    for number in "${!hosts[@]}"; do
-        last=1
-        read -r last <"$ENVBUILD_RUN/$1-$restarts.exit-$2-$number" || true
-        [ "$last" -eq 0 ] || [ "$code" -ne 0 ] || code=$last
-    done
-"""
-
-
-def everywhere(plan: JobPlan) -> str:
-    """The definition of `everywhere`. `stop`, `nodes`, `hosts`, `restarts` and ENVBUILD_RUN are the script's."""
+def each(plan: JobPlan, start: str, check: str = "", end: str = "") -> str:
+    """`everywhere` as a loop over the nodes: `start` is the lines that start a process on node $number, `check` those
+    that correct $last, the exit code of one that ended, `end` those after all have."""
     shell = module_shell(plan, "sh")
-    match plan.launcher:
-        case "srun":
-            return _srun(plan)
-        case "mpirun" | "mpiexec":
-            return _mpi(plan, shell)
-        case "ssh":
-            start = fill(_SSH_START, shell=shell)
-            return _SSH_BEFORE + fill(_EACH, about=_ABOUT, start=start, check="", end="")
-        case "pbsdsh":
-            start = fill(_PBSDSH_START, shell=shell)
-            return fill(_EACH, about=_ABOUT, start=start, check=_PBSDSH_CHECK, end=_PBSDSH_END)
+    return fill(_EACH, about=ABOUT, start=fill(start, shell=shell), check=check, end=end)
 
 
-def _srun(plan: JobPlan) -> str:
-    more = _RESUME if plan.site.scheduler.auto_resume else ""
-    container = ""
-    if plan.runtime == "pyxis":
-        options = "".join(f"    {option}\n" for option in pyxis_options(plan))
-        container = (
-            f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
-        )
-        more += fill(_PYXIS, program=program_inside(plan))
-    return f"{container}{_ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
+def _ssh(plan: JobPlan) -> str:
+    return _SSH_BEFORE + each(plan, _SSH_START)
 
 
-def _mpi(plan: JobPlan, shell: str) -> str:
+def mpi(*, hostfile: bool = False) -> Launcher:
+    """mpirun or mpiexec, whichever the plan names. `hostfile` tells Open MPI the nodes, for a scheduler that many
+    builds of it do not know."""
+    return Launcher(partial(_mpi, hostfile), number=_RANK)
+
+
+def _mpi(hostfile: bool, plan: JobPlan) -> str:
     horovod = plan.strategy == "horovod"
     each = plan.nproc_per_node if horovod else 1
-    pbs = plan.scheduler == "pbs"
     return fill(
         _MPI,
-        about=_ABOUT,
+        about=ABOUT,
         launcher=plan.launcher,
-        hostfile=fill(_HOSTFILE, each=each) if pbs else "",
-        hosts='--hostfile "$hostfile"' if pbs else "",
+        hostfile=fill(_HOSTFILE, each=each) if hostfile else "",
+        hosts='--hostfile "$hostfile"' if hostfile else "",
         horovod=fill(_HOROVOD, each=each, launcher=plan.launcher) if horovod else "",
-        shell=shell,
+        shell=module_shell(plan, "sh"),
     ).replace("none )", "none)")
+
+
+SSH = Launcher(_ssh, node_lines=_WATCH)

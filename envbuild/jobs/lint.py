@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from envbuild.errors import UsageError
 from envbuild.jobs.lint_script import Found, ParsedScript, read_script
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.pip_config import redact
 
 Level = Literal["error", "warning", "hint"]
@@ -28,13 +29,13 @@ _IGNORED = re.compile(r"#.*lint-job: ignore(?: (?P<ids>[\w, -]+))?\s*$")
 
 @dataclass(frozen=True, slots=True)
 class LintRule:
-    """What is known of one fault, from the data."""
+    """What is known of one fault, from the data. `of_scheduler` is what to do instead, by the script's scheduler."""
 
     id: str
     level: Level
     what: str
     instead: str
-    pbs: str = ""
+    of_scheduler: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,11 @@ class Problem:
 def load_faults() -> dict[str, LintRule]:
     """All faults of data/job_faults.toml by their id."""
     text = resources.files("envbuild.data").joinpath("job_faults.toml").read_text(encoding="utf-8")
-    return {name: LintRule(name, **row) for name, row in tomllib.loads(text).items()}
+    rules = {}
+    for name, row in tomllib.loads(text).items():
+        own = {key: row.pop(key) for key in list(row) if key in SCHEDULERS}
+        rules[name] = LintRule(name, **row, of_scheduler=own)
+    return rules
 
 
 def lint_file(path: Path) -> list[Problem]:
@@ -90,7 +95,7 @@ def lint(text: str, name: str) -> list[Problem]:
     lines = text.splitlines()
     script = None if is_manifest(text, name) else read_script(text)
     found = _manifest(text, name) if script is None else _rules(script)
-    pbs = script is not None and script.of_pbs
+    scheduler = script.scheduler if script is not None else ""
     faults = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
@@ -100,7 +105,7 @@ def lint(text: str, name: str) -> list[Problem]:
             continue
         what, instead = (
             redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value))
-            for text in (fault.what, (pbs and fault.pbs) or fault.instead)
+            for text in (fault.what, fault.of_scheduler.get(scheduler) or fault.instead)
         )
         problem = Problem(fault, name, at, redact(line.strip()), what, instead)
         problems.setdefault((at, one.id), problem)

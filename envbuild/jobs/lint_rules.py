@@ -155,9 +155,10 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
     if real and "OMP_NUM_THREADS" not in "\n".join(script.lines):
         yield Found("threads", real[0].command.line)
     text = "\n".join(line for line in script.lines if not line.startswith("#"))
-    saves = script.kind == "slurm" and real and re.search("snapshot|checkpoint|resume", text, re.I)
+    requeue = script.facts.requeue if script.facts else frozenset()
+    saves = requeue and real and re.search("snapshot|checkpoint|resume", text, re.I)
     said = {word for _, words in script.directives for word in words}
-    if saves and not said & {"--requeue", "--no-requeue"}:
+    if saves and not said & requeue:
         yield Found("requeue", script.directives[0][0])
 
 

@@ -6,14 +6,18 @@ import functools
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
 
 from envbuild.jobs.lint_shell import LAUNCHERS, Command, expanded, parse, starters
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import ScriptFacts, option_values
 
-_DIRECTIVE = re.compile(r"#(SBATCH|PBS)\s+(.*)")
+_FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
+_DIRECTIVES = {
+    name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()
+}
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 
@@ -52,15 +56,15 @@ class Launch:
         """The value that the launcher is given for an option of one of these names, "" for none."""
         begin = [posixpath.basename(word) for word in self.around]
         words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
-        return next(_given(words, names), "")
+        return next(option_values(words, names), "")
 
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """A script, read. `directives` are (line, words); `values` the words of all assignments to a variable; `everywhere`
-    tells that each node runs it."""
+    """A script, read. `kind` is the scheduler whose directives it has, "shell" for none. `directives` are (line,
+    words); `values` the words of all assignments to a variable; `everywhere` tells that each node runs it."""
 
-    kind: Literal["slurm", "pbs", "shell"]
+    kind: str
     lines: tuple[str, ...]
     directives: tuple[tuple[int, tuple[str, ...]], ...]
     commands: tuple[Command, ...]
@@ -71,28 +75,28 @@ class ParsedScript:
         """The line and value of the last directive of one of these names."""
         last = None
         for line, words in self.directives:
-            for value in _given(words, names):
+            for value in option_values(words, names):
                 last = (line, value)
         return last
 
     @property
-    def of_pbs(self) -> bool:
-        """Whether PBS runs it, by its directives, or else by the variables that it reads."""
-        text = "\n".join(self.lines) if self.kind == "shell" else ""
-        return self.kind == "pbs" or ("PBS_" in text and "SLURM_" not in text)
+    def facts(self) -> ScriptFacts | None:
+        """What is known of scripts of this kind."""
+        return _FACTS.get(self.kind)
+
+    @property
+    def scheduler(self) -> str:
+        """Who runs it, by its directives, or else by the variables that it reads; "" where they do not tell."""
+        if self.kind in _FACTS:
+            return self.kind
+        text = "\n".join(self.lines)
+        read = [name for name, facts in _FACTS.items() if facts.variables in text]
+        return read[0] if read else ""
 
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
         """(line, how many nodes the job asks for), None when it does not say."""
-        given = self.directive("--nodes", "-N") if self.kind == "slurm" else None
-        if given and (match := re.fullmatch(r"(?:\d+-)?(\d+)", given[1])):
-            return given[0], int(match[1])
-        for line, words in self.directives if self.kind == "pbs" else ():
-            text = " ".join(words)
-            if match := re.search(r"\b(?:select|nodes)=([^\s,]+)", text):
-                chunks = re.findall(r"(?:^|\+)(\d+)", match[1])
-                return line, sum(map(int, chunks)) or 1
-        return None
+        return self.facts.nodes(self.directives) if self.facts else None
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -130,31 +134,21 @@ class ParsedScript:
                     yield command, match[1]
 
 
-def _given(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """The values of the options of these names."""
-    for number, word in enumerate(words):
-        name, equal, value = word.partition("=")
-        if name in names:
-            yield value if equal else "".join(words[number + 1 : number + 2])
-        elif len(word) > 2 and word[:2] in names and word[1] != "-":
-            yield word[2:]
-
-
 def read_script(text: str) -> ParsedScript:
     """A script, understood as far as the rules need it."""
     lines = text.splitlines()
     directives, kind = [], "shell"
     for number, line in enumerate(lines, start=1):
-        if match := _DIRECTIVE.match(line):
-            kind = "slurm" if match[1] == "SBATCH" else "pbs"
-            directives.append((number, tuple(_split(match[2]))))
+        for name, pattern in _DIRECTIVES.items():
+            if match := pattern.match(line):
+                kind = name
+                directives.append((number, tuple(_split(match[1]))))
     commands = tuple(parse(text))
     values: dict[str, tuple[str, ...]] = {}
     for command in commands:
         for name, words in command.assignments:
             values[name.rstrip("+")] = (*values.get(name.rstrip("+"), ()), *words)
-    kinds: dict[str, Literal["slurm", "pbs", "shell"]] = {"slurm": "slurm", "pbs": "pbs"}
-    return ParsedScript(kinds.get(kind, "shell"), tuple(lines), tuple(directives), commands, values)
+    return ParsedScript(kind, tuple(lines), tuple(directives), commands, values)
 
 
 def _split(text: str) -> list[str]:

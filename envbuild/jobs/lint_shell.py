@@ -12,20 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
+from envbuild.site.schedulers import LAUNCHER_NAMES
 
 LAUNCHERS = frozenset(
     [
-        "srun",
-        "mpirun",
-        "mpiexec",
+        *LAUNCHER_NAMES,
         "mpiexec.hydra",
         "orterun",
         "prun",
         "aprun",
         "jsrun",
-        "pbsdsh",
         "pbs_tmrsh",
-        "ssh",
         "pdsh",
         "clush",
         "parallel",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from envbuild import torchrun
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import Launcher
 
-Scheduler = Literal["slurm", "pbs", "kubernetes"]
 Strategy = Literal["ddp", "horovod", "single"]
 # How a program of the artifact is started on a node: in the folder of an environment, by pyxis through srun, by
 # enroot, by apptainer, by `envbuild exec` (our own launch), or as the container of a pod.
@@ -47,7 +45,7 @@ class JobArtifact:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One job.
+    """One job. `scheduler` and `launcher` are names of data/schedulers.toml.
 
     `command` is what follows torchrun's options (or the interpreter's, for other strategies): `-m ddp_train …` or
     `/path/train.py …`. `run_files` are options of it that name files in the run's own folder, `work`/NAME_JOBID,
@@ -59,11 +57,11 @@ class JobPlan:
     """
 
     name: str
-    scheduler: Scheduler
+    scheduler: str
     artifact: JobArtifact
     site: JobSite
     runtime: Runtime
-    launcher: Launcher
+    launcher: str
     strategy: Strategy
     nodes: int
     nproc_per_node: int
@@ -103,6 +101,25 @@ class JobPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Launcher:
+    """What starts a process on every node.
+
+    `everywhere` returns the bash function of that name for a job's script (jobs/launchers.py). `number` is the shell's
+    expression for the number of a process, "" where the function tells it. `carries_environment` says that nodes get
+    the variables of the batch script, and so its modules. `node_lines` go into the program of a node. `signal` is the
+    command that sends ending.STEP_SIGNAL to every process of the training, "" where SIGTERM to the launcher ends it in
+    order; `signal_note` says why, as lines of a comment.
+    """
+
+    everywhere: Callable[[JobPlan], str]
+    number: str = ""
+    carries_environment: bool = False
+    node_lines: str = ""
+    signal: str = ""
+    signal_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class JobRequest:
     """What the caller asks of a job; None leaves a value to the site, the recipe or the default.
 
@@ -110,7 +127,7 @@ class JobRequest:
     the job runs, `current` the caller's.
     """
 
-    scheduler: Scheduler | None = None
+    scheduler: str | None = None
     nodes: int | None = None
     nproc_per_node: int | None = None
     script: str | None = None
@@ -118,7 +135,7 @@ class JobRequest:
     strategy: Strategy = "ddp"
     name: str | None = None
     time: str | None = None
-    launcher: Launcher | None = None
+    launcher: str | None = None
     max_restarts: int | None = None
     rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
     endpoint: str = ""

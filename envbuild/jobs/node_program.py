@@ -11,14 +11,9 @@ from __future__ import annotations
 
 from envbuild.jobs.containers import start_container
 from envbuild.jobs.ending import in_order
-from envbuild.jobs.model import JobPlan
+from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines
 from envbuild.jobs.quote import fill, indented, path_word, word, words
-
-# Each launcher's number of a process: Open MPI, PMIx, MPICH and Intel MPI, HPE's PALS. The loops over ssh and pbsdsh
-# give it.
-_RANK = "${OMPI_COMM_WORLD_RANK-${PMIX_RANK-${PMI_RANK-${PALS_RANKID-}}}}"
-_NUMBERS = {"srun": "${SLURM_NODEID-}", "mpirun": _RANK, "mpiexec": _RANK, "pbsdsh": "", "ssh": ""}
 
 _BEGINNING = r"""#!/bin/sh
 # @WHAT@
@@ -79,25 +74,6 @@ _REPLACED = r"""if [ "${here%%.*}" != "${name%%.*}" ]; then # --auto-resume put 
     where=$(sh "$ENVBUILD_RUN/find-$restarts.sh" head "$number" "${ENVBUILD_ADDRESSES%% *}") || exit 1
     here=$name ENVBUILD_ADDRESS=${where% *} ENVBUILD_INTERFACE=${where#* }
 fi
-"""
-
-# A process that ssh started is not the scheduler's: it ends with the batch script, which holds the other end of its
-# standard input. $$ stays the same over exec.
-_WATCH = r"""if [ "$extra" != inside ]; then
-    exec 3<&0 </dev/null
-    (
-        exec >/dev/null 2>&1
-        cat <&3
-        kill -TERM $$
-    ) &
-    exec 3<&-
-fi
-
-"""
-
-_OUTPUT = r"""# pbsdsh does not carry the output.
-[ "$extra" = inside ] || exec >>"$ENVBUILD_RUN/output-$restarts.$number" 2>&1
-
 """
 
 _FIRST = "$((number == 0))"
@@ -168,23 +144,26 @@ def settings(plan: JobPlan) -> str:
     return "\n".join([*lines, f"set -- {command}"])
 
 
-def beginning(plan: JobPlan, file: str, more: str, what: str, *, ranks: int = 1) -> str:
+def beginning(
+    plan: JobPlan, launcher: Launcher, file: str, more: str, what: str, *, ranks: int = 1
+) -> str:
     """How a program of a node begins: its arguments, and the node's number, of which each has `ranks` processes."""
     text = fill(_BEGINNING, what=what, file=file, more=more)
-    if rank := _NUMBERS[plan.launcher]:
-        text += f'if [ "$number" = - ]; then\n    number={rank}\n'
+    if launcher.number:
+        text += f'if [ "$number" = - ]; then\n    number={launcher.number}\n'
         if ranks > 1:  # the first step and the preflight are one process a node
             text += f'    [ "$step" != training ] || number=$((number / {ranks}))\n'
         text += "fi\n"
     return text + fill(_NUMBER, launcher=plan.launcher)
 
 
-def node_program(plan: JobPlan) -> str:
+def node_program(plan: JobPlan, launcher: Launcher) -> str:
     """The text of node-RESTARTS.sh, which starts the preflight or the training on a node."""
     horovod = plan.strategy == "horovod"
     parts = [
         beginning(
             plan,
+            launcher,
             "node-RESTARTS.sh",
             "inside",
             "STEP, preflight or training, on node NUMBER.",
@@ -199,11 +178,8 @@ def node_program(plan: JobPlan) -> str:
             nccl=' NCCL_SOCKET_IFNAME="$ENVBUILD_INTERFACE"' if plan.artifact.cuda else "",
         ),
     ]
-    if plan.launcher == "ssh":
-        parts.append(_WATCH)
-    if plan.launcher == "pbsdsh":
-        parts.append(_OUTPUT)
-    if plan.launcher != "srun" and plan.modules:  # srun carries the batch script's environment
+    parts.append(launcher.node_lines)
+    if plan.modules and not launcher.carries_environment:
         parts.append(f'if [ "$extra" != inside ]; then\n{indented(module_lines(plan))}\nfi\n\n')
     parts.append(start_container(plan))
     parts.append(f"case $step in\npreflight) set -- {_preflight(plan)} ;;\n")
@@ -211,7 +187,7 @@ def node_program(plan: JobPlan) -> str:
     if plan.library_path:
         path = word(":".join(plan.library_path), "library_path")
         parts.append(f'export LD_LIBRARY_PATH={path}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n')
-    parts.append(in_order(plan, enter(plan)))
+    parts.append(in_order(plan, launcher, enter(plan)))
     return "".join(parts)
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs, Kind
-from envbuild.jobs.model import JobPlan, JobRequest, Runtime, Scheduler
+from envbuild.jobs.model import JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import LAUNCHERS, Launcher, time_problem
+from envbuild.site.jobs import time_problem
+from envbuild.site.schedulers import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
 
 
-def scheduler_of(request: JobRequest, site: JobSite) -> Scheduler:
+def scheduler_of(request: JobRequest, site: JobSite) -> str:
     """Which scheduler a job is for. Raises UsageError when nobody says."""
     if request.scheduler is not None:
         return request.scheduler
@@ -30,9 +32,9 @@ def scheduler_of(request: JobRequest, site: JobSite) -> Scheduler:
     return site.scheduler.kind
 
 
-def wanted_kinds(scheduler: Scheduler, site: JobSite) -> tuple[Kind, ...]:
+def wanted_kinds(scheduler: str, site: JobSite) -> tuple[Kind, ...]:
     """The kinds of artifacts that a job of a recipe may take, best first."""
-    if scheduler == "kubernetes":
+    if SCHEDULERS[scheduler].pods:
         return ("docker",)
     images: dict[str, tuple[Kind, ...]] = {
         "pyxis": ("enroot",),
@@ -97,7 +99,9 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     )
     if not work.startswith("/"):
         work = str((request.current / work).absolute())
-    command, run_files, origins["command"] = command_of(request, opened, scheduler)
+    command, run_files, origins["command"] = command_of(
+        request, opened, pods=SCHEDULERS[scheduler].pods
+    )
     time, origins["time"] = _first(
         ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
     )
@@ -153,13 +157,13 @@ def setting(opened: JobInputs, key: str) -> int | None:
     return int(value) if value else None
 
 
-def _claimed(scheduler: Scheduler, site: JobSite) -> str | None:
-    return site.kubernetes.mount if scheduler == "kubernetes" else None
+def _claimed(scheduler: str, site: JobSite) -> str | None:
+    return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
 
-def _runtime(kind: Kind, scheduler: Scheduler, site: JobSite) -> Runtime:
+def _runtime(kind: Kind, scheduler: str, site: JobSite) -> Runtime:
     """What starts an artifact of `kind` on the nodes. Raises UsageError for one that nothing there starts."""
-    if (kind == "docker") != (scheduler == "kubernetes"):
+    if (kind == "docker") != SCHEDULERS[scheduler].pods:
         if kind == "docker":
             raise UsageError(
                 f"{scheduler} does not run images from a registry",
@@ -174,7 +178,8 @@ def _runtime(kind: Kind, scheduler: Scheduler, site: JobSite) -> Runtime:
     if kind in ("venv", "conda"):
         return "folder"
     if kind == "enroot" and site.container.runtime in ("pyxis", "enroot"):
-        return "pyxis" if site.container.runtime == "pyxis" and scheduler == "slurm" else "enroot"
+        pyxis = site.container.runtime == "pyxis" and "srun" in LAUNCHERS[scheduler]
+        return "pyxis" if pyxis else "enroot"
     if kind == "apptainer" and site.container.runtime == "apptainer":
         return "apptainer"
     return "own"
@@ -199,25 +204,25 @@ def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, 
     )
 
 
-def _cpus(nproc: int, scheduler: Scheduler, site: JobSite) -> tuple[int, str]:
-    """CPUs of a node, 0 for all, and who says so. Unasked, PBS gives one in all, and Slurm where jobs share nodes."""
-    few = scheduler == "pbs" or (scheduler == "slurm" and not site.scheduler.exclusive)
+def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
+    """CPUs of a node, 0 for all, and who says so. Unasked, PBS gives one in all, and others where jobs share nodes."""
+    chosen = SCHEDULERS[scheduler]
+    has_all = chosen.exclusive_has_cpus and site.scheduler.exclusive
+    few = not chosen.pods and not has_all
     if few and not site.node.cpus:
         return nproc, "one for each rank; say [node] cpus"
     return site.node.cpus, site.origin("node", "cpus")
 
 
-def _launcher(
-    request: JobRequest, scheduler: Scheduler, site: JobSite, origins: dict[str, str]
-) -> Launcher:
+def _launcher(request: JobRequest, scheduler: str, site: JobSite, origins: dict[str, str]) -> str:
     known = LAUNCHERS[scheduler]
     if not known:
         return "srun"  # nothing starts anything: pods are there
-    horovod = "mpirun" if request.strategy == "horovod" and scheduler == "slurm" else None
+    horovod = request.strategy == "horovod" and known[0] != "mpiexec" and "mpirun" in known
     launcher, origins["launcher"] = _first(
         ("--launcher", request.launcher),
         (site.origin("scheduler", "launcher"), site.scheduler.launcher),
-        ("strategy horovod", horovod),
+        ("strategy horovod", "mpirun" if horovod else None),
         (f"default on {scheduler}", known[0]),
     )
     if launcher not in known:
@@ -225,17 +230,17 @@ def _launcher(
             f"{launcher} does not start processes under {scheduler} ({origins['launcher']})",
             f"one of {', '.join(known)}",
         )
-    result: Launcher = launcher
+    result: str = launcher
     return result
 
 
 def command_of(
-    request: JobRequest, opened: JobInputs, scheduler: Scheduler
+    request: JobRequest, opened: JobInputs, *, pods: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str]:
-    """What runs, its options that name files of the run, and who says so."""
+    """What runs, its options that name files of the run, and who says so. `pods` see no files of this host."""
     if request.script is not None:
         path = request.script
-        if scheduler != "kubernetes":
+        if not pods:
             if not (request.current / path).is_file():
                 raise UsageError(
                     f"there is no script {path}", "give the path of a file that nodes see too"

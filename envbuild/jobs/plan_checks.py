@@ -9,7 +9,8 @@ from pathlib import Path
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
-from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, Scheduler
+from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.job_site import JobSite
 
 # Where each node has a disk or memory of its own (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
@@ -28,7 +29,7 @@ def check_strategy(request: JobRequest, opened: JobInputs) -> None:
         )
 
 
-def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: Scheduler) -> None:
+def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> None:
     """Raises UsageError for a rendezvous that cannot take place."""
     if request.rendezvous == "c10d":
         if request.endpoint:
@@ -38,7 +39,7 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: Schedule
         return
     if request.strategy != "ddp":
         raise UsageError(f"strategy {request.strategy} has no rendezvous", "leave out --rendezvous")
-    if not request.endpoint and scheduler != "kubernetes":
+    if not request.endpoint and not SCHEDULERS[scheduler].pods:
         raise UsageError("--rendezvous etcd-v2 needs --endpoint", "HOST:PORT of the etcd server")
     if opened.packages is not None and "python-etcd" not in opened.packages:
         raise UsageError(
@@ -47,7 +48,7 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: Schedule
         )
 
 
-def check_nodes(artifact: JobArtifact, script: str, scheduler: Scheduler, site: JobSite) -> None:
+def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: JobSite) -> None:
     """Raises UsageError for an artifact of another architecture than the nodes', and for an artifact or a `script` (""
     for none) where no node but this one looks."""
     arch = site.node.arch
@@ -57,7 +58,7 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: Scheduler, site: 
             f"{artifact.path} is for {artifact.arch}, and the nodes of site {site.name} are {arch}",
             f"build for them (--target {accelerator}-{arch}), or correct [node] arch of the site file",
         )
-    if scheduler == "kubernetes" or not site.paths.shared:
+    if SCHEDULERS[scheduler].pods or not site.paths.shared:
         return
     for path in filter(None, (artifact.path, script)):
         if own := _own_of_a_node(path, site):
@@ -71,7 +72,7 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: Scheduler, site: 
 def doubts(plan: JobPlan, host: str) -> Iterator[str]:
     """What may be wrong with the job and nobody can know here, a sentence each; `host` is this host's architecture."""
     artifact, site = plan.artifact, plan.site
-    if plan.scheduler == "kubernetes":  # which chooses nodes of the artifact's architecture
+    if SCHEDULERS[plan.scheduler].pods:  # which chooses nodes of the artifact's architecture
         if lost := lost_log(plan):
             yield lost
         return

@@ -21,6 +21,8 @@ from typing import Literal
 from envbuild.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.site.schedulers import listed
 
 NAME = "preflight"
 
@@ -28,9 +30,9 @@ NAME = "preflight"
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Nodes that are ours: how many, what starts processes there (None: as the site says), and the variables that the
-    script of `scheduler` asks for."""
+    script of `scheduler` asks for. Hosts by ssh are told to the script of PBS, which reads a file of names."""
 
-    scheduler: Literal["slurm", "pbs"]
+    scheduler: str
     nodes: int
     job: str
     launcher: Literal["ssh"] | None = None
@@ -47,24 +49,15 @@ def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
             if not host or host.startswith("-") or any(one.isspace() for one in host):
                 raise UsageError(f"{host!r} is not the name of a host", "--host n1,n2")
         return Allocation("pbs", len(hosts), f"{os.getpid()}.ssh", "ssh", tuple(hosts))
-    if job := env.get("SLURM_JOB_ID"):
-        count = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
-        if not count.isdigit():
-            raise UsageError("SLURM_JOB_ID is set, and SLURM_JOB_NUM_NODES is not", "use salloc")
-        return Allocation("slurm", int(count), job)
-    if job := env.get("PBS_JOBID"):
-        place = env.get("PBS_NODEFILE", "")
-        try:
-            nodes = {line for line in Path(place).read_text().splitlines() if line}
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UsageError(
-                f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I"
-            ) from error
-        return Allocation("pbs", len(nodes), job)
+    known = {name: one.allocation for name, one in SCHEDULERS.items() if one.allocation}
+    for name, facts in known.items():
+        if found := facts.find(env):
+            return Allocation(name, *found)
+    variables = tuple(one.variable for one in known.values())
+    commands = tuple(f"`{one.command}`" for one in known.values())
     raise UsageError(
-        "this is not inside of an allocation: neither SLURM_JOB_ID nor PBS_JOBID is set",
-        "use `salloc --nodes=N` or `qsub -I`, name nodes that ssh reaches by --host H1,H2, or let a job begin with it:"
+        f"this is not inside of an allocation: neither {listed(variables, 'nor')} is set",
+        f"use {listed(commands)}, name nodes that ssh reaches by --host H1,H2, or let a job begin with it:"
         " `envbuild job --preflight`",
     )
 
@@ -106,9 +99,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
         (folder / "nodes").write_text("".join(f"{host}\n" for host in allocation.hosts))
         (folder / "script").write_text(text)
         code = _bash(folder / "script", variables, work)
-        if (
-            plan.scheduler == "pbs"
-        ):  # its output goes to the log, for PBS keeps that of jobs to itself
+        if SCHEDULERS[plan.scheduler].own_log:
             _show(log, begun)
             with suppress(OSError):
                 log.unlink() if not begun else None

@@ -1,23 +1,14 @@
-"""JobPlan → text: one renderer a scheduler."""
+"""JobPlan → text."""
 
 from __future__ import annotations
 
-import importlib
-from typing import cast
-
-from envbuild.jobs.model import JobPlan, Scheduler
-
-_RENDERERS: dict[Scheduler, str] = {
-    "slurm": "render_slurm",
-    "pbs": "render_pbs",
-    "kubernetes": "render_kubernetes",
-}
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.schedulers import SCHEDULERS
 
 
 def render(plan: JobPlan) -> str:
     """The script or manifest of `plan`. Raises UsageError for what its scheduler cannot express."""
-    module = importlib.import_module(f"envbuild.jobs.{plan.scheduler}")
-    return cast(str, getattr(module, _RENDERERS[plan.scheduler])(plan))
+    return SCHEDULERS[plan.scheduler].render(plan)
 
 
 def explained(plan: JobPlan) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""What the scripts of Slurm and PBS have in common, in the order of the file.
+"""What the scripts of all schedulers but Kubernetes have in common, in the order of the file.
 
 Directives, modules, what the job is, the programs for the nodes, the first step, the preflight, the training.
 """
@@ -11,14 +11,13 @@ import re
 import envbuild
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY, work_key
-from envbuild.jobs.ending import STEP_SIGNAL, ends_in_order
+from envbuild.jobs.ending import ends_in_order
 from envbuild.jobs.find_program import find_program
-from envbuild.jobs.launchers import everywhere
-from envbuild.jobs.model import JobPlan
+from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
 from envbuild.jobs.node_program import node_program, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
-from envbuild.site.jobs import LAUNCHERS
+from envbuild.site.schedulers import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -74,7 +73,7 @@ _TRAINING = r"""
 everywhere node training &
 launched=$!
 # Time is up, or the job is cancelled: torchrun ends its workers in order.@NOTE@
-trap '@END@ 2>/dev/null || true' TERM USR1
+trap '@END@ 2>/dev/null || true' @SIGNALS@
 while :; do
     code=0
     wait "$launched" || code=$?
@@ -89,15 +88,9 @@ _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
 trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
 
 _END = 'kill -TERM "$launched"'
-# Source: scancel(1), without --batch; Slurm's src/srun/libsrun/srun_job.c, _srun_signal_mgr. The file tells a node
-# whose container is still starting.
-_END_STEP = (
-    f': >"$ENVBUILD_RUN/told-$restarts" || true; scancel --signal={STEP_SIGNAL} "$SLURM_JOB_ID"'
-)
-_NOTE = """
-# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
-# signal is 23, SIGURG, which only the node program heeds."""
-_ENDED = r"""# What nodes that were told to end did not tell srun, lest it ended the others at once.
+# The file tells a node whose container is still starting.
+_TOLD = ': >"$ENVBUILD_RUN/told-$restarts" || true'
+_ENDED = r"""# What nodes that were told to end did not tell @LAUNCHER@, lest it ended the others at once.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """
 
@@ -173,39 +166,40 @@ def known(plan: JobPlan, template: str) -> str:
     )
 
 
-def programs(plan: JobPlan) -> str:
+def programs(plan: JobPlan, launcher: Launcher) -> str:
     """The files for the nodes, and the settings read here too, for what launchers and runtimes ask for."""
     pyxis = plan.runtime == "pyxis"
     return "\n\n".join(
         [
             "# What every node reads and runs, in the folder of this run.",
             heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan), "SETTINGS"),
-            heredoc('cat >"$ENVBUILD_RUN/find-$restarts.sh"', find_program(plan), "FIND"),
-            heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan), "NODE"),
+            heredoc('cat >"$ENVBUILD_RUN/find-$restarts.sh"', find_program(plan, launcher), "FIND"),
+            heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan, launcher), "NODE"),
             *([heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY")] if pyxis else []),
             "# shellcheck disable=SC1090,SC1091\n"
             '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
             "# From the host where the job was submitted; it need not be here.\n"
             "unset XDG_RUNTIME_DIR",
-            everywhere(plan),
+            launcher.everywhere(plan),
             *([_TIDY] if pyxis else []),
         ]
     )
 
 
-def steps(plan: JobPlan) -> str:
-    """The first step, the preflight and the training; without a command, the preflight alone."""
+def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
+    """The first step, the preflight and the training; without a command, the preflight alone. `signals` are those by
+    which the scheduler tells the script to end."""
     text = fill(_FIRST_STEP, launcher=plan.launcher, name=plan.name)
     if plan.strategy == "horovod":
         text += _ONE_INTERFACE
     if plan.preflight:
         text += _PREFLIGHT
     if plan.command:
-        srun = plan.launcher == "srun"
         text += fill(
             _TRAINING,
-            end=_END_STEP if srun else _END,
-            note=_NOTE if srun else "",
-            ended=_ENDED if ends_in_order(plan) else "",
+            end=f"{_TOLD}; {launcher.signal}" if launcher.signal else _END,
+            note=launcher.signal_note,
+            signals=signals,
+            ended=fill(_ENDED, launcher=plan.launcher) if ends_in_order(plan, launcher) else "",
         )
     return text

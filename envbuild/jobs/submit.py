@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,43 +14,31 @@ from pathlib import Path
 from envbuild import process
 from envbuild.errors import HostError, UsageError
 from envbuild.files import write_atomically
-from envbuild.jobs.kubectl import created_job, refusal
-from envbuild.jobs.model import JobPlan, Scheduler
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import Submission
 
-SUFFIXES: dict[Scheduler, str] = {"slurm": ".sbatch", "pbs": ".pbs", "kubernetes": ".yaml"}
-# `create`, not `apply`: a finished job of the same name would be left as it is, in silence.
-_COMMANDS: dict[Scheduler, tuple[str, ...]] = {
-    "slurm": ("sbatch", "--parsable"),
-    "pbs": ("qsub",),
-    "kubernetes": ("kubectl", "create", "-f"),
-}
-# Source: src/common/slurm_errno.c, src/common/read_config.c of Slurm 22.05; src/cmds/qsub.c of OpenPBS.
-_NO_SERVER = re.compile(
-    "Unable to contact slurm controller|Could not establish a configuration source|cannot connect to server"
-)
 _SCRIPT, _MANIFEST = 0o755, 0o644
-# What a job is told of itself, which is wrong for one that is submitted from within it: sbatch hands all of its
-# environment on, and srun takes options from there. What says where the scheduler is stays, and users' SBATCH_….
-# Source: sbatch(1), srun(1); qsub(1B) and src/resmom/start_exec.c of OpenPBS; launchers' numbers as in node_program.
+# What a job is told of itself, which is wrong for one that is submitted from within it. Those of launchers are the
+# numbers of jobs/launchers.py.
 _OF_A_JOB = re.compile(
-    r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*"
-    r"|PBS_(ENVIRONMENT|JOB.*|NODE.*|NUM_.*|NP|VNODENUM|TASKNUM|MOMPORT|QUEUE|ACCOUNT|ARRAY.*|GPUFILE|WALLTIME|O_.*)"
-    r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
+    "|".join(one.job_variables for one in SCHEDULERS.values())
+    + r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
 )
 
 
 def default_script(plan: JobPlan, folder: Path) -> Path:
     """Where the script of a job goes that is submitted without --out."""
-    return folder / f"{plan.name}{SUFFIXES[plan.scheduler]}"
+    return folder / f"{plan.name}{SCHEDULERS[plan.scheduler].suffix}"
 
 
 def unsubmitted(plan: JobPlan, script: Path) -> Path:
     """Where `script` is written until its scheduler has taken it.
 
     A manifest goes beside `script` first, which may be that of an earlier job: `kubectl delete -f` needs it to remove
-    all of that job. sbatch and qsub take a copy and show the path, so theirs is written at once.
+    all of that job. Other schedulers take a copy and show the path, so theirs is written at once.
     """
-    return script.with_stem(f"{script.stem}.new") if plan.scheduler == "kubernetes" else script
+    return script.with_stem(f"{script.stem}.new") if SCHEDULERS[plan.scheduler].pods else script
 
 
 def write_script(text: str, path: Path, hint: str, first: Path | None = None) -> None:
@@ -66,7 +55,7 @@ def write_script(text: str, path: Path, hint: str, first: Path | None = None) ->
 
 
 def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
-    """`variables` as they are outside of any job of Slurm or PBS."""
+    """`variables` as they are outside of any job of a scheduler."""
     return {name: value for name, value in variables.items() if not _OF_A_JOB.fullmatch(name)}
 
 
@@ -83,7 +72,7 @@ def submit_script(
     try:
         return submit(plan, script, variables)
     except HostError:
-        if plan.scheduler != "kubernetes":
+        if not SCHEDULERS[plan.scheduler].pods:
             if before is not None and not named:
                 write_script(before, script, hint)
             elif not named:
@@ -95,11 +84,13 @@ def submit_script(
 
 
 def _check_command(plan: JobPlan, variables: Mapping[str, str]) -> None:
-    command = _COMMANDS[plan.scheduler]
-    if shutil.which(command[0], path=variables.get("PATH", os.defpath)) is None:
+    submission = SCHEDULERS[plan.scheduler].submission
+    program = submission.command[0]
+    if shutil.which(program, path=variables.get("PATH", os.defpath)) is None:
+        line = " ".join(submission.command) + (" <FILE" if submission.stdin else "")
         raise HostError(
-            f"{plan.name} was not submitted: {command[0]} is not on PATH",
-            f"run this on a login node, or write the script to a file and give it to `{' '.join(command)}` there",
+            f"{plan.name} was not submitted: {program} is not on PATH",
+            f"run this on a login node, or write the script to a file and give it to `{line}` there",
         )
 
 
@@ -107,9 +98,10 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
     """Submit `script`, written to `unsubmitted`, from the job's working folder, whose folder of logs is made first.
     Returns what the scheduler calls the job. Raises HostError with its message when it refuses, or is not here."""
     _check_command(plan, variables)
-    command, written = _COMMANDS[plan.scheduler], unsubmitted(plan, script)
+    chosen = SCHEDULERS[plan.scheduler]
+    submission, written = chosen.submission, unsubmitted(plan, script)
     work = Path(plan.work)
-    if plan.scheduler == "kubernetes":
+    if chosen.pods:
         work = Path()
     else:
         try:
@@ -119,25 +111,33 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
                 f"{work / plan.logs}: {error.strerror}: the job could not write its output there",
                 "choose a folder that nodes see with --work, or [paths] shared in the site file",
             ) from error
-    line = [*command, str(written.absolute())]
-    done = process.run(line, env=outside_of_jobs(variables), cwd=work, check=False)
-    if plan.scheduler == "kubernetes":
+    done = _ask(submission, written, outside_of_jobs(variables), work)
+    if submission.refusal is not None:
         if done.returncode != 0:
-            raise refusal(done, written, script)
+            raise submission.refusal(done, written, script)
         sys.stderr.write(done.stderr)  # such as pods that PodSecurity is going to refuse
         written.replace(script)
-        return created_job(done.stdout)
-    if done.returncode != 0 and _NO_SERVER.search(f"{done.stdout}{done.stderr}"):
-        tool = "scontrol ping" if plan.scheduler == "slurm" else "qstat -B"
+        return submission.job(done.stdout)
+    said = f"{done.stdout}{done.stderr}"
+    if done.returncode != 0 and re.search(submission.no_server, said):
         raise HostError(
             f"{plan.name} was not submitted: {plan.scheduler} does not answer:\n{process.tail(done)}",
-            f"run this on a login node of the cluster; `{tool}` tells whether its server is up",
+            f"run this on a login node of the cluster; `{submission.ping}` tells whether its server is up",
         )
     if done.returncode != 0:
         raise HostError(
-            f"{command[0]} refuses {script}:\n{process.tail(done)}",
+            f"{submission.command[0]} refuses {script}:\n{process.tail(done)}",
             "change the site file or the options that it names, then submit again",
         )
-    # sbatch --parsable: NUMBER[;CLUSTER]; qsub: NUMBER[.SERVER]
-    found = re.search(r"^\s*(\d[^\s;]*)", done.stdout, re.MULTILINE)
-    return found[1] if found else done.stdout.strip()
+    return submission.job(done.stdout)
+
+
+def _ask(
+    submission: Submission, script: Path, env: Mapping[str, str], work: Path
+) -> subprocess.CompletedProcess[str]:
+    path = str(script.absolute())
+    line = [*submission.command, path]
+    if submission.stdin:  # the shell opens the file, for process.run gives programs no input
+        line = ["sh", "-c", 'script=$1 && shift && exec "$@" <"$script"', "sh", path]
+        line += submission.command
+    return process.run(line, env=env, cwd=work, check=False)

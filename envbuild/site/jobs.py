@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Launcher = Literal["srun", "mpirun", "mpiexec", "pbsdsh", "ssh"]
-# What starts torchrun on every node, by scheduler, the default first.
-LAUNCHERS: Mapping[str, tuple[Launcher, ...]] = {
-    "slurm": ("srun", "mpirun", "mpiexec"),
-    "pbs": ("mpiexec", "mpirun", "pbsdsh", "ssh"),
-    "kubernetes": (),
-}
+from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
+
 # Not TOKENIZERS_PARALLELISM, BYPASS or COMPASS_HOME.
 _SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I
+)
+_DEFAULT_LAUNCHERS = ", ".join(
+    f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known
 )
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
@@ -69,8 +66,13 @@ def mount_problem(text: str) -> str | None:
 class SchedulerTable:
     """`[scheduler]`: who starts jobs, and what it wants to be told."""
 
-    kind: Literal["none", "slurm", "pbs", "kubernetes"] = field(
-        default="none", metadata={"doc": "The scheduler.", "example": "slurm"}
+    kind: str = field(
+        default="none",
+        metadata={
+            "doc": "The scheduler.",
+            "choices": ("none", *SCHEDULER_NAMES),
+            "example": "slurm",
+        },
     )
     partition: str = field(
         default="",
@@ -111,10 +113,11 @@ class SchedulerTable:
     auto_resume: bool = field(
         default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."}
     )
-    launcher: Launcher | None = field(
+    launcher: str | None = field(
         default=None,
         metadata={
-            "doc": "What starts torchrun on every node. Default: srun on Slurm, mpiexec on PBS."
+            "doc": f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.",
+            "choices": LAUNCHER_NAMES,
         },
     )
     directives: tuple[str, ...] = field(

@@ -28,8 +28,8 @@ from lab.wheels import make_recipe
 from real.conftest import Command
 from ruamel.yaml import YAML
 
-from envbuild.jobs.kubernetes import render_kubernetes
 from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.recipe.targets import host_arch
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import SchedulerTable

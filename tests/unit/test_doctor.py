@@ -20,6 +20,7 @@ from envbuild.doctor.registry import CHECKS, this_host
 from envbuild.doctor.run import facts_of, run_checks
 from envbuild.errors import HostError
 from envbuild.image.squashfs.read import open_squashfs
+from envbuild.jobs.schedulers.base import Queue
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
@@ -269,9 +270,9 @@ def test_partitions_are_read_from_sinfo(tmp_path: Path) -> None:
     )
     lines = "\\n".join(rows)
     folder = program(tmp_path, "sinfo", f"printf '{lines}\\n'")
-    found = batch.partitions({"PATH": f"{folder}:/usr/bin:/bin"})
-    gpu = batch.Partition("gpu", True, "4:00:00", 64, 512000, 4, 5)
-    assert found == [gpu, batch.Partition("cpu", False, "infinite", 8, 1000, 0, 1)]
+    found = batch.queues("slurm", {"PATH": f"{folder}:/usr/bin:/bin"})
+    gpu = Queue("gpu", True, "4:00:00", 64, 512000, 4, 5)
+    assert found == [gpu, Queue("cpu", False, "infinite", 8, 1000, 0, 1)]
 
 
 def test_providers_are_read_from_fi_info(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
 
 from envbuild.errors import UsageError
-from envbuild.jobs.kubernetes import render_kubernetes
 from envbuild.jobs.kubernetes_pod import job_name, seconds
 from envbuild.jobs.kubernetes_yaml import dump
 from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import NodeTable, SchedulerTable
 from envbuild.site.kubernetes import KubernetesTable

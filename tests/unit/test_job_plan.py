@@ -17,11 +17,9 @@ from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import JobInputs, open_artifact
 from envbuild.jobs.here import no_scheduler
 from envbuild.jobs.model import JobArtifact, JobRequest
-from envbuild.jobs.pbs import render_pbs
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import doubts
-from envbuild.jobs.render import explained
-from envbuild.jobs.slurm import render_slurm
+from envbuild.jobs.render import explained, render
 from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.jobs import LAUNCHERS
 
@@ -94,7 +92,7 @@ def test_ranks_have_a_cpu_each_where_the_scheduler_would_give_them_one_in_all(
     assert rows["cpus_per_node"][0] == str(cpus)
     assert rows["cpus_per_node"][1].startswith(origin)
     asked = {"slurm": f"#SBATCH --cpus-per-task={cpus}", "pbs": f":ncpus={cpus}:"}
-    script = render_slurm(plan) if plan.scheduler == "slurm" else render_pbs(plan)
+    script = render(plan)
     assert (asked[plan.scheduler] in script) == bool(cpus)
 
 
@@ -358,7 +356,6 @@ def test_every_launcher_of_the_table_is_planned_and_rendered(
     site = _site(tmp_path, f'[scheduler]\nkind = "{kind}"\nlauncher = "{launcher}"\n')
     plan = plan_job(JobRequest(nodes=2, current=tmp_path), _opened(), site)
     assert plan.launcher == launcher
-    render = render_slurm if kind == "slurm" else render_pbs
     code = "\n".join(line for line in render(plan).splitlines() if line.lstrip()[:1] != "#")
     assert re.search(rf"\b{launcher} ", code)
 

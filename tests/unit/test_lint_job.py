@@ -566,8 +566,9 @@ def test_advice_for_pbs_names_nothing_of_slurm() -> None:
     advice = {one.fault.id: one.instead for one in lint(sourced, "node.sh")}
     assert "PBS_JOBID" in advice["fixed-port"]
     for fault in load_faults().values():
-        assert "SLURM" not in fault.pbs and "srun" not in fault.pbs
-        assert fault.pbs or "SLURM" not in fault.instead, fault.id
+        advice_for_pbs = fault.of_scheduler.get("pbs", "")
+        assert "SLURM" not in advice_for_pbs and "srun" not in advice_for_pbs
+        assert advice_for_pbs or "SLURM" not in fault.instead, fault.id
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.jobs.kubectl import created_job, refusal
 from envbuild.jobs.kubernetes_pod import (
     LABEL,
     Pods,
@@ -25,6 +26,7 @@ from envbuild.jobs.kubernetes_v1 import pytorch_job
 from envbuild.jobs.kubernetes_v2 import train_job
 from envbuild.jobs.kubernetes_yaml import dump, literal
 from envbuild.jobs.model import JobPlan
+from envbuild.jobs.schedulers.base import Scheduler, Submission
 
 # What a Job's pods add to its name: -12345.
 _SUFFIX = "-12345"
@@ -95,3 +97,12 @@ def _single(plan: JobPlan) -> dict[str, Any]:
             },
         },
     }
+
+
+KUBERNETES = Scheduler(
+    suffix=".yaml",
+    render=render_kubernetes,
+    # `create`, not `apply`: a finished job of the same name would be left as it is, in silence.
+    submission=Submission(("kubectl", "create", "-f"), created_job, refusal=refusal),
+    site_keys=frozenset(["memory"]),
+)

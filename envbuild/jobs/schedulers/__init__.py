@@ -1,0 +1,16 @@
+"""The schedulers, one module each. A new one is its module, a line here and a row of data/schedulers.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from envbuild.jobs.schedulers.base import Scheduler
+from envbuild.jobs.schedulers.kubernetes import KUBERNETES
+from envbuild.jobs.schedulers.pbs import PBS
+from envbuild.jobs.schedulers.slurm import SLURM
+
+SCHEDULERS: Mapping[str, Scheduler] = {
+    "slurm": SLURM,
+    "pbs": PBS,
+    "kubernetes": KUBERNETES,
+}

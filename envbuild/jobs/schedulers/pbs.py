@@ -1,0 +1,211 @@
+"""OpenPBS and PBS Professional.
+
+Run here through Slurm's PBS layer, never by a PBS server. Sources: qsub(1B), qstat(1B) and pbs_resources(7B) of
+OpenPBS 20 to 23; its src/cmds/qsub.c, src/cmds/pbsdsh.c and src/resmom/start_exec.c.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from envbuild.errors import UsageError
+from envbuild.jobs.launchers import SSH, each, mpi
+from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import directive, directive_line
+from envbuild.jobs.schedulers.base import (
+    AllocationFacts,
+    Directive,
+    HostFacts,
+    Queue,
+    Scheduler,
+    ScriptFacts,
+    Submission,
+    first_number,
+)
+from envbuild.jobs.script import about, check, known, opening, programs, steps
+
+# Options that the job's own header has, and what they say.
+_OWN = {
+    "N": "the job's name",
+    "l": "select and walltime",
+    "q": "partition",
+    "A": "account",
+    "j": "output",
+    "o": "output",
+}
+
+_JOB = r"""# 123.server, or 123[4].server in an array
+nodes=@NODES@ job=${PBS_JOBID//[^A-Za-z0-9_.-]/_} job_number=${PBS_JOBID%%[!0-9]*}
+export ENVBUILD_RUN=@RUN@_$job
+log=@LOG@_$job.out
+mkdir -p "$ENVBUILD_RUN" @LOGS@
+cd @WORK@
+# PBS shows its own file of output only when the job has ended, and writes one job's over another's.
+echo "envbuild: the output goes to $log"
+exec >>"$log" 2>&1
+# PBS does not tell how often it has started this job: count. A job that starts again meets under another name.
+restarts=0
+[ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
+echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
+"""
+
+_HOSTS = r"""# Nodes by their numbers; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+peer=${hosts[1]-}
+"""
+
+# pbsdsh's exit code says nothing of its program's.
+_PBSDSH_START = r"""        # shellcheck disable=SC2016
+        pbsdsh -n "$number" -- /bin/sh -c 'code=0; @SHELL@ "$@" || code=$?; echo "$code" >"${1%.sh}.exit-$2-$3"' \
+            sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
+"""
+
+_PBSDSH_CHECK = r"""        [ "$last" -ne 0 ] ||
+            last=$(sort -n "$ENVBUILD_RUN/$1-$restarts.exit-$2-"* 2>/dev/null | tail -n 1) || last=0
+"""
+
+_PBSDSH_END = r"""    for number in "${!hosts[@]}"; do
+        last=1
+        read -r last <"$ENVBUILD_RUN/$1-$restarts.exit-$2-$number" || true
+        [ "$last" -eq 0 ] || [ "$code" -ne 0 ] || code=$last
+    done
+"""
+
+_PBSDSH_OUTPUT = r"""# pbsdsh does not carry the output.
+[ "$extra" = inside ] || exec >>"$ENVBUILD_RUN/output-$restarts.$number" 2>&1
+
+"""
+
+
+def render_pbs(plan: JobPlan) -> str:
+    """The script. Raises UsageError for what PBS cannot express, naming the key."""
+    check(plan)
+    launcher = _LAUNCHERS[plan.launcher]
+    return "\n".join(
+        [
+            opening(plan, directives(plan), about(plan)),
+            "",
+            known(plan, _JOB),
+            f"{_HOSTS}",
+            f"{programs(plan, launcher)}\n",
+            f"{steps(plan, launcher)}",
+        ]
+    )
+
+
+def directives(plan: JobPlan) -> list[str]:
+    """The lines that tell the scheduler. Raises UsageError, naming the key, for a value that they cannot hold."""
+    scheduler, node = plan.site.scheduler, plan.site.node
+    tasks = plan.nproc_per_node if plan.strategy == "horovod" else 1
+    chunk = [f"select={plan.nodes}"]
+    if plan.cpus_per_node:
+        chunk.append(f"ncpus={plan.cpus_per_node}")
+    chunk.append(f"mpiprocs={tasks}")
+    if plan.gpus_per_node:
+        chunk.append(f"ngpus={plan.gpus_per_node}")
+    if node.memory:
+        chunk.append(f"mem={_memory(node.memory)}")
+    if scheduler.constraint:
+        chunk.append(scheduler.constraint)
+    said = [
+        ("-N ", plan.name, "--name"),
+        ("-l ", ":".join(chunk), "[scheduler] constraint"),
+        # On a line of its own: some take it for a part of the chunk.
+        ("-l walltime=", _walltime(plan.time), "--time"),
+        ("-l place=", "scatter:excl" if scheduler.exclusive else "scatter", "exclusive"),
+        ("-q ", scheduler.partition, "[scheduler] partition"),
+        ("-A ", scheduler.account, "[scheduler] account"),
+        ("-r ", "y" if scheduler.requeue else "n", "[scheduler] requeue"),
+        ("-j ", "oe", ""),
+        ("-o ", f"{plan.logs}/{plan.name}.pbs", "[paths] logs"),
+    ]
+    lines = [f"#PBS {directive(option, value, key)}" for option, value, key in said if value]
+    return lines + [f"#PBS {directive_line(line)}" for line in scheduler.directives]
+
+
+def _walltime(time: str) -> str:
+    """HHH:MM:SS of HH:MM:SS or D-HH:MM:SS."""
+    days, _, rest = time.rpartition("-")
+    hours, _, minutes = rest.partition(":")
+    return f"{int(days or 0) * 24 + int(hours):02}:{minutes}"
+
+
+def _memory(text: str) -> str:
+    """Slurm's 480G as PBS says it; a bare number is of MiB."""
+    number, unit = re.findall(r"\d+|[KMGT]", text + ("" if text[-1] in "KMGT" else "M"))
+    return f"{number}{unit.lower()}b"
+
+
+def _pbsdsh(plan: JobPlan) -> str:
+    return each(plan, _PBSDSH_START, _PBSDSH_CHECK, _PBSDSH_END)
+
+
+_LAUNCHERS = {
+    "mpiexec": mpi(hostfile=True),
+    "mpirun": mpi(hostfile=True),
+    "pbsdsh": Launcher(_pbsdsh, node_lines=_PBSDSH_OUTPUT),
+    "ssh": SSH,
+}
+
+
+def _own_option(text: str) -> str | None:
+    match = re.match(r"-([A-Za-z])", text)
+    return _OWN.get(match[1]) if match else None
+
+
+def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
+    job = env.get("PBS_JOBID")
+    if not job:
+        return None
+    place = env.get("PBS_NODEFILE", "")
+    try:
+        nodes = {line for line in Path(place).read_text().splitlines() if line}
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I"
+        ) from error
+    return len(nodes), job
+
+
+def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
+    for line, words in directives:
+        if match := re.search(r"\b(?:select|nodes)=([^\s,]+)", " ".join(words)):
+            chunks = re.findall(r"(?:^|\+)(\d+)", match[1])
+            return line, sum(map(int, chunks)) or 1
+    return None
+
+
+def _queues(printed: str) -> list[Queue]:
+    lines = printed.splitlines()
+    rule = next((n for n, line in enumerate(lines) if line.startswith("---")), len(lines))
+    return [Queue(line.split()[0]) for line in lines[rule + 1 :] if line.split()]
+
+
+PBS = Scheduler(
+    suffix=".pbs",
+    render=render_pbs,
+    directives=directives,
+    launchers=_LAUNCHERS,
+    submission=Submission(("qsub",), first_number, "cannot connect to server", ping="qstat -B"),
+    site_keys=frozenset(["partition", "account", "constraint", "directives", "memory"]),
+    job_variables=r"PBS_(ENVIRONMENT|JOB.*|NODE.*|NUM_.*|NP|VNODENUM|TASKNUM|MOMPORT|QUEUE|ACCOUNT|ARRAY.*|GPUFILE"
+    r"|WALLTIME|O_.*)",
+    own_option=_own_option,
+    exclusive_has_cpus=False,
+    own_log=True,
+    allocation=AllocationFacts(_find_allocation, "PBS_JOBID", "qsub -I"),
+    script=ScriptFacts("#PBS", "PBS_", _nodes),
+    host=HostFacts(
+        version=("--version",),
+        list_queues=("qstat", "-Q"),
+        queues=_queues,
+        job="PBS_JOBID",
+        examples=(
+            ("constraint", "model=…", "goes into each chunk of select"),
+            ("launcher", "ssh", "default: mpiexec"),
+        ),
+    ),
+)

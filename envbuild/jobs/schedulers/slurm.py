@@ -1,0 +1,233 @@
+"""Slurm.
+
+Sources: sbatch(1), srun(1), scancel(1), sinfo(1), scontrol(1) of Slurm 22.05 to 24.11; src/common/slurm_errno.c,
+src/common/read_config.c and src/srun/libsrun/srun_job.c, _srun_signal_mgr.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from envbuild.errors import UsageError
+from envbuild.jobs.containers import program_inside, pyxis_options, work_key
+from envbuild.jobs.ending import STEP_SIGNAL
+from envbuild.jobs.launchers import ABOUT, mpi
+from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import directive, directive_line, fill
+from envbuild.jobs.schedulers.base import (
+    AllocationFacts,
+    Directive,
+    HostFacts,
+    Queue,
+    Scheduler,
+    ScriptFacts,
+    Submission,
+    first_number,
+    option_values,
+)
+from envbuild.jobs.script import about, check, known, opening, programs, steps
+
+# Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
+_OWN = (
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",
+    "qos", "constraint", "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
+)  # fmt: skip
+_SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
+          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error"}  # fmt: skip
+
+_JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID job_number=$SLURM_JOB_ID
+# A job that Slurm starts again goes on from its snapshot, and meets under another name.
+restarts=${SLURM_RESTART_COUNT:-0}
+export ENVBUILD_RUN=@RUN@_$job
+log=@LOG@_$job.out
+mkdir -p "$ENVBUILD_RUN"
+cd @WORK@
+"""
+
+_HOSTS = r"""# Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+peer=
+if [ "$nodes" -gt 1 ]; then
+    peer=$(scontrol show node -o "${hosts[1]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p') || peer=
+fi
+"""
+
+# torchrun restarts workers itself; when it gives up on one node, the others would only wait for it.
+_SRUN = r"""everywhere() {
+    # A step has all CPUs of the job, unless it names a number: that means these alone.
+    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1)
+    options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
+@MORE@    exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
+}"""
+
+_RESUME = r"""    if [ "$2" = training ]; then options+=(--auto-resume=1); fi
+"""
+
+_PYXIS = r"""    if [ "$1" = node ]; then
+        exec srun "${options[@]}" "${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh" \
+            /bin/sh @PROGRAM@ "$2" - inside </dev/null
+    fi
+"""
+
+_SIGNAL_NOTE = r"""
+# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
+# signal is 23, SIGURG, which only the node program heeds."""
+
+
+def render_slurm(plan: JobPlan) -> str:
+    """The script. Raises UsageError for what Slurm cannot express, naming the key."""
+    check(plan)
+    launcher = _LAUNCHERS[plan.launcher]
+    return (
+        "\n".join(
+            [
+                opening(plan, directives(plan), about(plan)),
+                "",
+                known(plan, _JOB),
+                f"{programs(plan, launcher)}\n",
+                f"{_HOSTS}{steps(plan, launcher)}",
+            ]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def directives(plan: JobPlan) -> list[str]:
+    """The lines that tell the scheduler. Raises UsageError, naming the key, for a value that they cannot hold."""
+    scheduler, node = plan.site.scheduler, plan.site.node
+    horovod = plan.strategy == "horovod"
+    tasks = plan.nproc_per_node if horovod else 1
+    cpus = plan.cpus_per_node // tasks
+    said = [
+        ("--job-name=", plan.name, "--name"),
+        ("--nodes=", str(plan.nodes), "--nodes"),
+        ("--ntasks-per-node=", str(tasks), "--nproc-per-node"),
+        ("--cpus-per-task=", str(cpus) if cpus else "", "[node] cpus"),
+        ("--gpus-per-node=", str(plan.gpus_per_node or ""), "[node] gpus"),
+        ("--mem=", node.memory, "[node] memory"),
+        ("--partition=", scheduler.partition, "[scheduler] partition"),
+        ("--account=", scheduler.account, "[scheduler] account"),
+        ("--qos=", scheduler.qos, "[scheduler] qos"),
+        ("--constraint=", scheduler.constraint, "[scheduler] constraint"),
+        ("--time=", plan.time, "--time"),
+        ("--chdir=", plan.work, work_key(plan)),
+        # sbatch does not make the folder; without it the job ends at once and leaves no word.
+        ("--output=", f"{plan.logs}/", "[paths] logs"),
+    ]
+    lines = [f"#SBATCH {directive(option, value, key)}" for option, value, key in said if value]
+    lines[-1] += "%x_%j.out"
+    lines.append("#SBATCH --open-mode=append")
+    lines.append(f"#SBATCH --{'' if scheduler.requeue else 'no-'}requeue")
+    if scheduler.exclusive:
+        lines.append("#SBATCH --exclusive")
+    lines += [f"#SBATCH {directive_line(line)}" for line in scheduler.directives]
+    lines.append(
+        f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not."
+    )
+    return lines
+
+
+def _srun(plan: JobPlan) -> str:
+    more = _RESUME if plan.site.scheduler.auto_resume else ""
+    container = ""
+    if plan.runtime == "pyxis":
+        options = "".join(f"    {option}\n" for option in pyxis_options(plan))
+        container = (
+            f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
+        )
+        more += fill(_PYXIS, program=program_inside(plan))
+    return f"{container}{ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
+
+
+_LAUNCHERS = {
+    "srun": Launcher(
+        _srun,
+        number="${SLURM_NODEID-}",
+        carries_environment=True,
+        # scancel(1): without --batch
+        signal=f'scancel --signal={STEP_SIGNAL} "$SLURM_JOB_ID"',
+        signal_note=_SIGNAL_NOTE,
+    ),
+    "mpirun": mpi(),
+    "mpiexec": mpi(),
+}
+
+
+def _own_option(text: str) -> str | None:
+    match = re.match(r"--([a-z-]+)|-([A-Za-z])", text)
+    option = (match[1] or _SHORT.get(match[2])) if match else None
+    return f"--{option}" if option in _OWN else None
+
+
+def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
+    job = env.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    count = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or ""
+    if not count.isdigit():
+        raise UsageError("SLURM_JOB_ID is set, and SLURM_JOB_NUM_NODES is not", "use salloc")
+    return int(count), job
+
+
+def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
+    found = None
+    for line, words in directives:
+        for value in option_values(words, ("--nodes", "-N")):
+            found = (line, value)
+    if found and (match := re.fullmatch(r"(?:\d+-)?(\d+)", found[1])):
+        return found[0], int(match[1])
+    return None
+
+
+def _partitions(printed: str) -> list[Queue]:
+    found: dict[str, Queue] = {}
+    for line in printed.splitlines():
+        row = line.strip().split("|")
+        if len(row) != 6:
+            continue
+        gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", row[4]))
+        cpus, memory, nodes = (int((re.match(r"\d+", row[at]) or "0")[0]) for at in (2, 3, 5))
+        name = row[0].rstrip("*")
+        # Nodes of different kinds are listed apart: the best of each counts.
+        if old := found.get(name):
+            cpus, memory = max(old.cpus or 0, cpus), max(old.memory or 0, memory)
+            gpus, nodes = max(old.gpus or 0, gpus), old.nodes + nodes
+        found[name] = Queue(name, row[0].endswith("*"), row[1], cpus, memory, gpus, nodes)
+    return list(found.values())
+
+
+SLURM = Scheduler(
+    suffix=".sbatch",
+    render=render_slurm,
+    directives=directives,
+    launchers=_LAUNCHERS,
+    submission=Submission(
+        ("sbatch", "--parsable"),
+        first_number,
+        "Unable to contact slurm controller|Could not establish a configuration source",
+        ping="scontrol ping",
+    ),
+    site_keys=frozenset(["partition", "account", "qos", "constraint", "directives", "memory"]),
+    # sbatch hands all of its environment on, and srun takes options from there. What says where the scheduler is
+    # stays, and users' SBATCH_….
+    job_variables=r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*",
+    own_option=_own_option,
+    allocation=AllocationFacts(_find_allocation, "SLURM_JOB_ID", "salloc --nodes=N"),
+    script=ScriptFacts(
+        "#SBATCH", "SLURM_", _nodes, requeue=frozenset(["--requeue", "--no-requeue"])
+    ),
+    host=HostFacts(
+        version=("--version",),
+        list_queues=("sinfo", "--noheader", "--format=%P|%l|%c|%m|%G|%D"),
+        queues=_partitions,
+        job="SLURM_JOB_ID",
+        nodes="SLURM_JOB_NODELIST",
+        queue="partition",
+        examples=(
+            ("account", "project", "who pays"),
+            ("constraint", "", "which nodes"),
+            ("launcher", "mpirun", "default: srun"),
+        ),
+    ),
+)
