@@ -77,7 +77,7 @@ class SchedulerTable:
     partition: str = field(
         default="",
         metadata={
-            "doc": "Partition (Slurm) or queue (PBS).",
+            "doc": "Partition (Slurm) or queue (others).",
             "pattern": r"^\S*$",
             "example": "gpu",
         },
@@ -92,7 +92,7 @@ class SchedulerTable:
     constraint: str = field(
         default="",
         metadata={
-            "doc": "Which nodes: Slurm's --constraint, or what goes into each chunk of PBS's select.",
+            "doc": "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
             "pattern": r"^\S*$",
             "example": "icelake",
         },
@@ -123,7 +123,7 @@ class SchedulerTable:
     directives: tuple[str, ...] = field(
         default=(),
         metadata={
-            "doc": "More lines for the scheduler, without #SBATCH or #PBS.",
+            "doc": "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
             "check": line_problem,
             "example": ["--mail-type=END"],
         },

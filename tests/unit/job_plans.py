@@ -80,8 +80,8 @@ ADDRESSES = "\n".join(
     )
 )
 
-# Stands in for srun, mpirun, ssh and apptainer: says what it was given, and does what they would on `nodes` nodes,
-# all of which are this machine. The programs for nodes are the real ones.
+# Stands in for srun, mpirun, ssh, blaunch, flux and apptainer: says what it was given, and does what they would on
+# `nodes` nodes, all of which are this machine. The programs for nodes are the real ones.
 _LAUNCHER = """\
 #!{python}
 import json, os, pathlib, signal, subprocess, sys
@@ -99,10 +99,17 @@ if tool == "pbsdsh":  # PBS signals all of a task, and the exit code is 0 whatev
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(task.pid, number))
     task.wait()
     sys.exit(0)
+if tool == "blaunch":  # blaunch -no-shell HOST COMMAND…
+    os.execvp(arguments[2], arguments[2:])
+if tool == "flux" and arguments[0] != "run":
+    hosts = [f"n{{number}}" for number in range(int(os.environ["NODES"]))]
+    said = {{"getattr": "f9", "job": "77", "hostlist": "\\n".join(hosts)}}  # getattr jobid, job id F58
+    sys.exit(print(said[arguments[0]]))
 start = next(at for at, one in enumerate(arguments) if one in ("sh", "/bin/sh", "bash"))
 codes = []
 for number in range(int(os.environ["NODES"])):
     own = {{"SLURM_NODEID": str(number), "SLURMD_NODENAME": f"n{{number}}"}}  # of what Slurm starts on a node
+    own |= {{"FLUX_TASK_RANK": str(number)}}
     told = os.environ | own | {{"OMPI_COMM_WORLD_RANK": str(number)}}
     if tool.startswith("mpi") and "Open" not in os.environ["MPI"]:  # these give all of their own environment on
         told = own | os.environ | {{"PMI_RANK": str(number)}}
@@ -151,7 +158,17 @@ class Stage:
     def __init__(self, folder: Path, nodes: int = 1) -> None:
         self.folder, self.nodes = folder, nodes
         self.bin = folder / "bin"
-        for tool in ("srun", "mpirun", "mpiexec", "ssh", "pbsdsh", "apptainer", "envbuild"):
+        for tool in (
+            "srun",
+            "mpirun",
+            "mpiexec",
+            "ssh",
+            "pbsdsh",
+            "blaunch",
+            "flux",
+            "apptainer",
+            "envbuild",
+        ):
             executable(self.bin / tool, _LAUNCHER)
         executable(self.bin / "scontrol", _SCONTROL)
         executable(self.bin / "ip", _IP)
@@ -187,6 +204,8 @@ class Stage:
             "MPI": "mpirun (Open MPI) 4.1.4",
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "n[0-9]",
+            "LSB_JOBID": "77",
+            "LSB_DJOB_HOSTFILE": str(self.folder / "hosts"),
             "PBS_JOBID": "77.head",
             "PBS_NODEFILE": str(self.folder / "hosts"),
             "IP_ADDR": ADDRESSES,

@@ -50,6 +50,8 @@ BUILDS = {
     "slurm-venv": (SITE, VENV),
     "slurm-bundle": (SITE, replace(BUNDLED, options=("--faults",))),
     "slurm-conda": (replace(SITE, modules=ModulesTable()), replace(VENV, kind="conda")),
+    "lsf-venv": (replace(SITE, scheduler=replace(SITE.scheduler, kind="lsf")), VENV),
+    "flux-venv": (replace(SITE, scheduler=replace(SITE.scheduler, kind="flux")), VENV),
     "pbs-bundle": (GPU_SITE, replace(BUNDLED, name="gh200", target="cu126-aarch64")),
 }
 
@@ -123,7 +125,7 @@ def test_a_folder_that_cannot_be_said_is_called_by_the_sites_key() -> None:
 
 def test_kubernetes_builds_nothing() -> None:
     site = replace(SITE, scheduler=SchedulerTable(kind="kubernetes"))
-    with pytest.raises(UsageError, match="Slurm or PBS"):
+    with pytest.raises(UsageError, match="Slurm, PBS, LSF or Flux"):
         _render(site, VENV)
 
 

@@ -1,4 +1,4 @@
-"""Scripts of Slurm and PBS: what each looks like as a whole, and that shellcheck has nothing to say."""
+"""Scripts of all schedulers: what each looks like as a whole, and that shellcheck has nothing to say."""
 
 from __future__ import annotations
 
@@ -28,11 +28,30 @@ from unit.job_plans import (
 import envbuild
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
-from envbuild.site.jobs import ModulesTable
+from envbuild.site.jobs import ModulesTable, NodeTable, SchedulerTable
 
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 PBS = replace(PLAN, scheduler="pbs", launcher="mpiexec")
 GPUS = replace(PLAN, nproc_per_node=8, gpus_per_node=8, cpus_per_node=96, variables=NCCL)
+LSF = replace(PLAN, scheduler="lsf", launcher="blaunch")
+FLUX = replace(PLAN, scheduler="flux", launcher="flux")
+ON_LSF = replace(
+    SITE,
+    scheduler=SchedulerTable(
+        kind="lsf", partition="gpu", account="p1", constraint="hname!=n7", requeue=False,
+        directives=("-alloc_flags smt4",),
+    ),
+    node=NodeTable(gpus=4, cpus=44, memory="480"),
+    modules=MODULES.modules,
+)  # fmt: skip
+ON_FLUX = replace(
+    SITE,
+    scheduler=SchedulerTable(
+        kind="flux", partition="pbatch", account="p1", constraint="rack1", directives=("--urgency=20",)
+    ),
+    node=NodeTable(gpus=4, cpus=96),
+    modules=MODULES.modules,
+)  # fmt: skip
 ON_GH200 = replace(
     PBS, site=GH200, artifact=replace(VENV, target="cu126-aarch64", fabric="slingshot", provider="cxi"),
     nproc_per_node=4, gpus_per_node=4, cpus_per_node=72, preflight=True, time="1-02:30:00",
@@ -72,6 +91,21 @@ PLANS: dict[str, JobPlan] = {
     "pbs-venv-ssh": replace(PBS, launcher="ssh", preflight=True),
     "pbs-venv-pbsdsh": replace(PBS, launcher="pbsdsh"),
     "pbs-gh200": ON_GH200,
+    "lsf-venv-blaunch": LSF,
+    "lsf-venv-ssh": replace(
+        LSF, launcher="ssh", site=replace(SITE, scheduler=SchedulerTable(exclusive=False)), cpus_per_node=2
+    ),
+    "lsf-gpus-sif": replace(
+        LSF, artifact=GPU_SIF, runtime="apptainer", mounts=MOUNTS, site=ON_LSF, modules=LOADED, preflight=True,
+        nproc_per_node=4, gpus_per_node=4, cpus_per_node=44, time="1-02:30:01",
+    ),
+    "lsf-horovod": replace(LSF, strategy="horovod", launcher="mpirun"),
+    "flux-venv": FLUX,
+    "flux-gpus-sif": replace(
+        FLUX, artifact=GPU_SIF, runtime="apptainer", mounts=MOUNTS, site=ON_FLUX, modules=LOADED, preflight=True,
+        nproc_per_node=4, gpus_per_node=4, cpus_per_node=96, time="1-02:30:01",
+    ),
+    "flux-single": replace(FLUX, strategy="single", nodes=1, nproc_per_node=1),
     "pbs-sif": replace(
         PBS, artifact=SIF, runtime="apptainer", mounts=MOUNTS, launcher="ssh",
         site=replace(MODULES, scheduler=replace(MODULES.scheduler, kind="pbs", directives=("-W umask=027",))),

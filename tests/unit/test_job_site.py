@@ -117,7 +117,7 @@ def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, na
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
-        ('[scheduler]\nkind = "lsf"\n', "2:1", "'lsf' is not accepted"),
+        ('[scheduler]\nkind = "condor"\n', "2:1", "'condor' is not accepted"),
         ("[scheduler]\npartitions = 1\n", "2:1", "did you mean 'partition'"),
         ('[scheduler]\npartition = "a b"\n', "2:1", "does not match"),
         ('[scheduler]\ntime = "1h"\n', "2:1", "is no time limit"),

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from unit.job_plans import PLAN
+from unit.job_plans import PLAN, Stage, executable, recorder
 
 from envbuild.cli.job import job_command
+from envbuild.doctor import batch
+from envbuild.doctor.model import Host
+from envbuild.doctor.site_rules import contradictions
+from envbuild.jobs.lint import lint
+from envbuild.jobs.lint_script import read_script
+from envbuild.jobs.model import JobPlan
+from envbuild.jobs.preflight import find_allocation
+from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.base import minutes
+from envbuild.jobs.submit import default_script, submit
+from envbuild.site.job_site import JobSite
+from envbuild.site.jobs import NodeTable, SchedulerTable
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 
 TOP = Path(__file__).parents[2]
@@ -48,3 +63,160 @@ def test_only_the_table_names_schedulers() -> None:
         cwd=TOP, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout == ""
+
+
+def _plan(stage: Stage, name: str) -> JobPlan:
+    artifact = replace(PLAN.artifact, python=recorder(stage.folder / "env" / "python"))
+    plan = replace(PLAN, scheduler=name, launcher=LAUNCHERS[name][0], work=str(stage.folder))
+    # A node is called as the table of nodes says; only this machine's name is known.
+    line = "n${SLURM_NODEID-${FLUX_TASK_RANK-${FAKE_NODE-0}}}"
+    executable(stage.bin / "uname", f"#!/bin/sh\necho {line}\n")
+    text = (stage.bin / "blaunch").read_text()
+    told = 'os.environ["FAKE_NODE"] = arguments[1][1:]\nif tool == "blaunch":'
+    executable(stage.bin / "blaunch", text.replace('if tool == "blaunch":', told))
+    return replace(plan, artifact=artifact)
+
+
+@pytest.mark.parametrize("name", ["slurm", "lsf", "flux"])
+def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(
+    tmp_path: Path, name: str
+) -> None:
+    """The programs of LSF and Flux are stand-ins that do what their documentation says."""
+    stage = Stage(tmp_path, 2)
+    (tmp_path / "hosts").write_text("n0\nn0\nn1\n")  # a line for each slot
+    done, recorded = stage.run(render(_plan(stage, name)), env={"SLURM_JOB_ID": "77"})
+    log = tmp_path / "logs" / "pt_cpu_77.out"
+    assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+    started = sorted(
+        (one[2]["ENVBUILD_NODE"], one[2]["ENVBUILD_HOSTS"], one[2]["ENVBUILD_RUN_ID"])
+        for one in recorded
+        if one[0] == "python"
+    )
+    assert started == [(number, "n0 n1", "pt_cpu-77-0") for number in "01"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_all_signals_of_lsf_end_the_training_in_order(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    stage = Stage(tmp_path, 1)
+    plan = replace(_plan(stage, "lsf"), nodes=1)
+    executable(
+        Path(plan.artifact.python),
+        "#!/bin/sh\ntrap 'echo ended >\"$ENVBUILD_RUN/ended\"; exit 3' TERM\n"
+        'echo $$ >"$ENVBUILD_RUN/started"\nwhile :; do sleep 0.1; done\n',
+    )
+    script = tmp_path / "job.sh"
+    script.write_text(render(plan))
+    run = tmp_path / "pt_cpu_77"
+    process = subprocess.Popen(
+        ["bash", str(script)], env=stage.environment({}), cwd=tmp_path, start_new_session=True
+    )
+    try:
+        for _ in range(300):
+            if (run / "started").exists():
+                break
+            time.sleep(0.1)
+        if number == signal.SIGUSR2:  # LSF tells all processes of the job
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(30) in (3, 143), (tmp_path / "logs/pt_cpu_77.out").read_text()
+        assert (run / "ended").read_text() == "ended\n"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "answer", "job"),
+    [
+        ("lsf", "bsub", "Job <3856> is submitted to default queue <normal>.", "3856"),
+        ("flux", "flux", "ƒM7Zq9AKHno", "ƒM7Zq9AKHno"),
+        ("slurm", "sbatch", "7;cluster", "7"),
+        ("pbs", "qsub", "7.server", "7.server"),
+    ],
+)
+def test_the_schedulers_answer_names_the_job(
+    tmp_path: Path, name: str, program: str, answer: str, job: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    fake = f'#!/bin/sh\n{{ cat; echo "$@"; }} >"$HOME/told"\necho "{answer}"\n'
+    executable(tmp_path / "bin" / program, fake)
+    plan = replace(PLAN, scheduler=name, work=str(tmp_path))
+    script = default_script(plan, tmp_path)
+    script.write_text("the script\n")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    assert submit(plan, script, {"PATH": path, "HOME": str(tmp_path)}) == job
+    told = (tmp_path / "told").read_text()
+    assert ("the script" in told) == (name == "lsf")
+    assert (str(script) in told) == (name != "lsf")
+
+
+def test_a_time_limit_in_minutes_is_not_less_than_what_was_asked_for() -> None:
+    assert [minutes(text) for text in ("00:00:01", "01:30:00", "1-02:00:59")] == [1, 90, 1561]
+
+
+# As the documentation of bqueues(1) and flux-queue(1) shows them.
+_BQUEUES = """\
+QUEUE_NAME      PRIO STATUS          MAX JL/U JL/P JL/H NJOBS  PEND   RUN  SUSP
+night            30  Open:Active       -    -    -    -     0     0     0     0
+normal           30  Open:Active       -    -    -    -     0     0     0     0
+"""
+
+
+def test_doctor_and_site_check_ask_a_scheduler_by_the_facts_of_its_module(tmp_path: Path) -> None:
+    executable(tmp_path / "bsub", "#!/bin/sh\necho IBM Spectrum LSF 10.1\n")
+    executable(tmp_path / "bqueues", f"#!/bin/sh\ncat <<'END'\n{_BQUEUES}END\n")
+    executable(
+        tmp_path / "flux", '#!/bin/sh\n[ "$1" = queue ] && echo pdebug || echo libflux-core: 0.66\n'
+    )
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LSB_JOBID": "7"}
+    lsf, allocation = batch.scheduler("lsf", Host(env))
+    assert (lsf.name, lsf.status) == ("LSF", "ok")
+    assert lsf.what == "IBM Spectrum LSF 10.1; queues night, normal"
+    assert allocation.what == "job 7 of LSF"
+    (flux,) = batch.scheduler("flux", Host(env))
+    assert flux.what == "libflux-core: 0.66; queues pdebug"
+
+
+@pytest.mark.parametrize(
+    ("directives", "kind", "nodes"),
+    [
+        ('#BSUB -n 8\n#BSUB -R "span[ptile=4]"', "lsf", 2),
+        ("#BSUB -n 8", "lsf", None),
+        ("#flux: -N4 -n4", "flux", 4),
+        ("# FLUX: --nodes=3", "flux", 3),
+        ("#SBATCH -N 2", "slurm", 2),
+        ("# BSUB -n 8", "shell", None),
+    ],
+)
+def test_lint_job_reads_the_directives_of_each(
+    directives: str, kind: str, nodes: int | None
+) -> None:
+    script = read_script(f"#!/bin/bash\n{directives}\n")
+    assert (script.kind, script.nodes and script.nodes[1]) == (kind, nodes)
+
+
+@pytest.mark.parametrize("start", ["blaunch", "flux run -N2 -n2", "srun"])
+def test_lint_job_knows_the_launchers(start: str) -> None:
+    text = f"#BSUB -n 2\n#BSUB -R span[ptile=1]\nset -e\n{start} torchrun --nnodes 2 x.py\n"
+    assert "head-only" not in {one.fault.id for one in lint(text, "job.sh")}
+    alone = {one.fault.id for one in lint(text.replace(start, ""), "job.sh")}
+    assert alone & {"head-only", "started-here"}
+
+
+def test_an_allocation_of_lsf_is_found(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n0\nn0\nn1\n")
+    found = find_allocation([], {"LSB_JOBID": "9", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")})
+    assert (found.scheduler, found.nodes, found.job) == ("lsf", 2, "9")
+
+
+def test_site_check_names_keys_without_a_meaning_and_options_that_jobs_set() -> None:
+    scheduler = SchedulerTable(kind="flux", qos="q", directives=("-N4", "--urgency=20"))
+    site = JobSite("lab", scheduler=scheduler, node=NodeTable(memory="4G"))
+    found = {(one.name, one.what) for one in contradictions(site)}
+    assert ("[scheduler] qos", "is not used with flux") in found
+    assert ("[node] memory", "is not used with flux") in found
+    assert ("[scheduler] directives", "'-N4': jobs set --nodes themselves") in found
+    assert not [what for _, what in found if "urgency" in what]

@@ -36,7 +36,7 @@ def test_the_schema_file_is_current_and_refuses_what_the_loader_refuses() -> Non
     jsonschema.Draft202012Validator.check_schema(schema)
     for bad in (
         {"scheduler": {"knd": "slurm"}},
-        {"scheduler": {"kind": "lsf"}},
+        {"scheduler": {"kind": "condor"}},
         {"node": {"gpus": -1}},
     ):
         with pytest.raises(jsonschema.ValidationError):

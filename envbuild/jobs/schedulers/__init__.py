@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from envbuild.jobs.schedulers.base import Scheduler
+from envbuild.jobs.schedulers.flux import FLUX
 from envbuild.jobs.schedulers.kubernetes import KUBERNETES
+from envbuild.jobs.schedulers.lsf import LSF
 from envbuild.jobs.schedulers.pbs import PBS
 from envbuild.jobs.schedulers.slurm import SLURM
 
 SCHEDULERS: Mapping[str, Scheduler] = {
     "slurm": SLURM,
     "pbs": PBS,
+    "lsf": LSF,
+    "flux": FLUX,
     "kubernetes": KUBERNETES,
 }

@@ -1,0 +1,155 @@
+"""Flux. Rendered from its documentation, never run.
+
+Sources: flux-batch(1), flux-run(1), flux-hostlist(1), flux-job(1), flux-queue(1) and flux-environment(7) of flux-core;
+RFC 36 (directives), RFC 23 (durations).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from envbuild.jobs.containers import work_key
+from envbuild.jobs.ending import STEP_SIGNAL
+from envbuild.jobs.launchers import ABOUT
+from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import directive, directive_line, fill
+from envbuild.jobs.schedulers.base import (
+    Directive,
+    HostFacts,
+    Queue,
+    Scheduler,
+    ScriptFacts,
+    Submission,
+    minutes,
+    option_values,
+)
+from envbuild.jobs.script import about, check, known, opening, programs, steps
+
+# Options that the job's own header has.
+_OWN = (
+    "job-name", "nodes", "nslots", "cores-per-slot", "gpus-per-slot", "exclusive", "queue", "requires", "time-limit",
+    "cwd", "output", "error",
+)  # fmt: skip
+_SHORT = {"N": "nodes", "n": "nslots", "c": "cores-per-slot", "g": "gpus-per-slot", "x": "exclusive", "q": "queue",
+          "t": "time-limit"}  # fmt: skip
+
+_JOB = r"""# A batch script has no FLUX_JOB_ID. The number in decimal, for names of files.
+job=$(flux job id "$(flux getattr jobid)")
+nodes=@NODES@ job_number=$job
+restarts=0 # Flux does not start a job again
+export ENVBUILD_RUN=@RUN@_$job
+log=@LOG@_$job.out
+mkdir -p "$ENVBUILD_RUN"
+cd @WORK@
+"""
+
+_HOSTS = r"""# Nodes by their numbers; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(flux hostlist --expand --delimiter='\n' instance)
+peer=${hosts[1]-}
+"""
+
+_RUN = r"""everywhere() {
+    # This instance of Flux has the nodes of this job alone; a task has all of its node.
+    local options=(--nodes=@NODES@ --ntasks=@NODES@ --exclusive --setopt=exit-on-error)
+    options+=(--setopt=cpu-affinity=off --setopt=gpu-affinity=off --setopt=pmi=off)
+    exec flux run "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
+}"""
+
+_SIGNAL_NOTE = r"""
+# Flux signals every process of a task, also squashfuse, which holds a container's image: the signal is 23, SIGURG,
+# which only the node program heeds."""
+
+
+def _render(plan: JobPlan) -> str:
+    check(plan)
+    launcher = _LAUNCHERS[plan.launcher]
+    return "\n".join(
+        [
+            opening(plan, _directives(plan), about(plan)),
+            "",
+            known(plan, _JOB),
+            f"{programs(plan, launcher)}\n",
+            f"{_HOSTS}{steps(plan, launcher)}",
+        ]
+    )
+
+
+def _directives(plan: JobPlan) -> list[str]:
+    scheduler = plan.site.scheduler
+    bank = f"bank={scheduler.account}" if scheduler.account else ""
+    said = [
+        ("--job-name=", plan.name, "--name"),
+        ("--nodes=", str(plan.nodes), "--nodes"),
+        ("--nslots=", str(plan.nodes), "--nodes"),
+        ("--cores-per-slot=", str(plan.cpus_per_node or ""), "[node] cpus"),
+        ("--gpus-per-slot=", str(plan.gpus_per_node or ""), "[node] gpus"),
+        ("--queue=", scheduler.partition, "[scheduler] partition"),
+        ("--setattr=", bank, "[scheduler] account"),
+        ("--requires=", scheduler.constraint, "[scheduler] constraint"),
+        ("--time-limit=", f"{minutes(plan.time)}m", "--time"),
+        ("--cwd=", plan.work, work_key(plan)),
+        ("--output=", f"{plan.work}/{plan.logs}/{plan.name}_{{{{id.dec}}}}.out", "[paths] logs"),
+    ]
+    # All have one form, and no line between them begins with anything but #: RFC 36.
+    lines = [f"#flux: {directive(option, value, key)}" for option, value, key in said if value]
+    if scheduler.exclusive:
+        lines.append("#flux: --exclusive")
+    return lines + [f"#flux: {directive_line(line)}" for line in scheduler.directives]
+
+
+def _run(plan: JobPlan) -> str:
+    return f"{ABOUT}\n{fill(_RUN, nodes=plan.nodes)}"
+
+
+def _own_option(text: str) -> str | None:
+    match = re.match(r"--([a-z-]+)|-([A-Za-z])", text)
+    option = (match[1] or _SHORT.get(match[2])) if match else None
+    return f"--{option}" if option in _OWN else None
+
+
+def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
+    found = None
+    for line, words in directives:
+        for value in option_values(words, ("--nodes", "-N")):
+            found = (line, int(value)) if value.isdecimal() else None
+    return found
+
+
+def _queues(printed: str) -> list[Queue]:
+    return [Queue(line.strip()) for line in printed.splitlines() if line.strip()]
+
+
+_LAUNCHERS = {
+    "flux": Launcher(
+        _run,
+        number="${FLUX_TASK_RANK-}",
+        carries_environment=True,
+        signal=f"flux job killall --force --signal={STEP_SIGNAL}",
+        signal_note=_SIGNAL_NOTE,
+    ),
+}
+
+FLUX = Scheduler(
+    suffix=".flux",
+    render=_render,
+    directives=_directives,
+    launchers=_LAUNCHERS,
+    submission=Submission(
+        ("flux", "batch"), str.strip, "Unable to connect to Flux", ping="flux uptime"
+    ),
+    site_keys=frozenset(["partition", "account", "constraint", "directives"]),
+    # FLUX_URI stays: a job in an instance that the user started is submitted there.
+    job_variables=r"FLUX_(JOB_.*|TASK_.*|KVS_NAMESPACE|PMI_LIBRARY_PATH|PROXY_REMOTE)",
+    own_option=_own_option,
+    script=ScriptFacts("#flux:", "FLUX_", _nodes, pattern="#\\s*(?:flux|FLUX):"),
+    host=HostFacts(
+        version=("version",),
+        list_queues=("flux", "queue", "list", "--no-header", "--format={queue}"),
+        queues=_queues,
+        examples=(
+            ("account", "project", "the bank of flux-accounting"),
+            ("constraint", "", "goes into --requires"),
+        ),
+    ),
+)

@@ -1,0 +1,192 @@
+"""IBM Spectrum LSF. Rendered from its documentation, never run.
+
+Sources: IBM Spectrum LSF 10.1, command reference: bsub, bkill, blaunch, bqueues; "Starting parallel tasks with LSF
+utilities", of which blaunch is one, for their handing on signals; release notes of Fix Pack 9 for `/host` in resource
+requirements; configuration reference, "Environment variables set for job execution".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from envbuild.errors import UsageError
+from envbuild.jobs.containers import work_key
+from envbuild.jobs.launchers import SSH, each, mpi
+from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import directive, directive_line
+from envbuild.jobs.schedulers.base import (
+    AllocationFacts,
+    Directive,
+    HostFacts,
+    Queue,
+    Scheduler,
+    ScriptFacts,
+    Submission,
+    minutes,
+    option_values,
+)
+from envbuild.jobs.script import about, check, known, opening, programs, steps
+
+# Options that the job's own header has.
+_OWN = ("J", "n", "W", "cwd", "o", "oo", "e", "eo", "x", "r", "rn", "gpu", "q", "P")
+
+_JOB = r"""nodes=@NODES@ job=$LSB_JOBID job_number=$LSB_JOBID
+export ENVBUILD_RUN=@RUN@_$job
+log=@LOG@_$job.out
+mkdir -p "$ENVBUILD_RUN" @LOGS@
+cd @WORK@
+# LSF may show its own file of output only when the job has ended.
+echo "envbuild: the output goes to $log"
+exec >>"$log" 2>&1
+# LSF tells that it starts a job again (LSB_RESTART), not how often: count. Such a job meets under another name.
+restarts=0
+[ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
+echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
+# SIGUSR2 tells all processes of a job that its time is up. By default it ends them: the script alone heeds it, below.
+trap '' USR2
+"""
+
+_HOSTS = r"""# Nodes by their numbers, of a line for each slot; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(awk 'NF && !seen[$1]++ { print $1 }' "$LSB_DJOB_HOSTFILE")
+peer=${hosts[1]-}
+"""
+
+_BLAUNCH = r"""        blaunch -no-shell "${hosts[number]}" \
+            @SHELL@ "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
+"""
+
+# bkill sends INT, TERM and KILL; a job beyond its run limit gets USR2 first.
+_SIGNALS = "INT TERM USR1 USR2"
+
+
+def _render(plan: JobPlan) -> str:
+    check(plan)
+    launcher = _LAUNCHERS[plan.launcher]
+    return "\n".join(
+        [
+            opening(plan, _directives(plan), about(plan)),
+            "",
+            known(plan, _JOB),
+            _HOSTS,
+            f"{programs(plan, launcher)}\n",
+            steps(plan, launcher, _SIGNALS),
+        ]
+    )
+
+
+def _directives(plan: JobPlan) -> list[str]:
+    scheduler, node = plan.site.scheduler, plan.site.node
+    tasks = plan.nproc_per_node if plan.strategy == "horovod" else 1
+    slots = max(plan.cpus_per_node, tasks)  # of a node
+    needs = [f"span[ptile={slots}]"]
+    if scheduler.constraint:
+        value = directive("", scheduler.constraint, "[scheduler] constraint")
+        needs.insert(0, f"select[{value}]")
+    if node.memory:
+        unit = "" if node.memory[-1] in "KMGT" else "M"
+        needs.append(f"rusage[mem={node.memory}{unit}/host]")
+    said = [
+        ("-J ", plan.name, "--name"),
+        ("-n ", str(plan.nodes * slots), "--nodes"),
+        ("-W ", str(minutes(plan.time)), "--time"),
+        ("-q ", scheduler.partition, "[scheduler] partition"),
+        ("-P ", scheduler.account, "[scheduler] account"),
+        ("-cwd ", plan.work, work_key(plan)),
+        ("-o ", f"{plan.work}/{plan.logs}/{plan.name}.lsf", "[paths] logs"),
+    ]
+    lines = [f"#BSUB {directive(option, value, key)}" for option, value, key in said if value]
+    lines += [f'#BSUB -R "{need}"' for need in needs]
+    if plan.gpus_per_node:
+        lines.append(f'#BSUB -gpu "num={plan.gpus_per_node}/host"')
+    if scheduler.exclusive:
+        lines.append("#BSUB -x")
+    lines.append("#BSUB -r" if scheduler.requeue else "#BSUB -rn")
+    return lines + [f"#BSUB {directive_line(line)}" for line in scheduler.directives]
+
+
+def _blaunch(plan: JobPlan) -> str:
+    return each(plan, _BLAUNCH)
+
+
+def _job(printed: str) -> str:
+    found = re.search(r"Job <(\d+)>", printed)
+    return found[1] if found else printed.strip()
+
+
+def _own_option(text: str) -> str | None:
+    match = re.match(r"-([A-Za-z]+)", text)
+    return match[0] if match and match[1] in _OWN else None
+
+
+def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
+    job = env.get("LSB_JOBID")
+    if not job:
+        return None
+    place = env.get("LSB_DJOB_HOSTFILE", "")
+    try:
+        rows = Path(place).read_text().splitlines()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"the list of nodes, LSB_DJOB_HOSTFILE={place!r}: {reason}", "use bsub -Is"
+        ) from error
+    return len({row.split()[0] for row in rows if row.strip()}), job
+
+
+def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
+    slots = each_node = None
+    for line, words in directives:
+        for value in option_values(words, ("-n",)):
+            slots = (line, int(value)) if value.isdecimal() else None
+        if match := re.search(r"\bspan\[ptile=(\d+)\]", " ".join(words)):
+            each_node = int(match[1])
+    if slots is None or not each_node:
+        return None
+    return slots[0], -(-slots[1] // each_node)
+
+
+def _queues(printed: str) -> list[Queue]:
+    rows = [line.split() for line in printed.splitlines() if line.strip()]
+    return [Queue(row[0]) for row in rows if row[0] != "QUEUE_NAME"]
+
+
+_LAUNCHERS = {
+    "blaunch": Launcher(_blaunch),
+    "mpirun": mpi(hostfile=True),
+    "ssh": SSH,
+}
+
+LSF = Scheduler(
+    suffix=".lsf",
+    render=_render,
+    directives=_directives,
+    launchers=_LAUNCHERS,
+    submission=Submission(
+        ("bsub",),
+        _job,
+        "LSF is down|Cannot connect to LSF|batch daemon not responding",
+        ping="lsid",
+        stdin=True,  # directives of a file that is named are not read
+    ),
+    site_keys=frozenset(["partition", "account", "constraint", "directives", "memory"]),
+    job_variables=r"LSB_(JOB.*|BATCH_JID|HOSTS|MCPU_HOSTS|DJOB_.*|QUEUE|RESTART|SUB_.*|EXEC.*|OUTPUTFILE|ERRORFILE"
+    r"|EFFECTIVE_RSRCREQ|CHKPNT_.*|EXIT_.*|TRAPSIGS|ACCT_FILE|EEXEC_.*|INTERACTIVE|MAX_NUM_PROCESSORS|AFFINITY_.*"
+    r"|BIND_.*|RANK_HOSTFILE)|LS_(JOBPID|EXEC_T|SUBCWD)",
+    own_option=_own_option,
+    own_log=True,
+    allocation=AllocationFacts(_find_allocation, "LSB_JOBID", "bsub -Is"),
+    script=ScriptFacts("#BSUB", "LSB_", _nodes, requeue=frozenset(["-r", "-rn"])),
+    host=HostFacts(
+        version=("-V",),
+        list_queues=("bqueues", "-w"),
+        queues=_queues,
+        job="LSB_JOBID",
+        examples=(
+            ("account", "project", "who pays"),
+            ("constraint", "", "goes into select[…]"),
+            ("launcher", "ssh", "default: blaunch"),
+        ),
+    ),
+)
