@@ -83,13 +83,7 @@ def _toml(value: object) -> str:
 
 
 def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
-    known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
-    answering = (
-        (name, facts, found)
-        for name, facts in known
-        if (found := batch.queues(name, variables)) is not None
-    )
-    if first := next(answering, None):
+    if first := _answering(variables):
         yield from _queues(*first)
     elif find("kubectl", variables) and (variables.get("KUBECONFIG") or _kube_config(variables)):
         yield _said("kind", "kubernetes", "kubectl has a configuration")
@@ -117,6 +111,19 @@ def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
                 "time", "01:00:00", f"at most {chosen.time}" if chosen and chosen.time else ""
             )
         yield _said(key, value, why, off=True)
+
+
+def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue]] | None:
+    """The first scheduler that answers on this host, and its queues."""
+    known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
+    return next(
+        (
+            (name, facts, found)
+            for name, facts in known
+            if (found := batch.queues(name, variables)) is not None
+        ),
+        None,
+    )
 
 
 def _chosen(found: list[Queue] | None) -> Queue | None:
@@ -226,9 +233,12 @@ def _container(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _node(host: Host) -> Iterator[str]:
     gpus = next((len(f.facts["gpus"]) for f in hardware.gpus(host) if "gpus" in f.facts), 0)
-    chosen = _chosen(batch.queues("slurm", host.variables))
-    if chosen and chosen.gpus is not None and chosen.cpus is not None:
-        yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by sinfo")
+    answering = _answering(host.variables)
+    chosen = _chosen(answering[2]) if answering else None
+    if answering and chosen and chosen.gpus is not None and chosen.cpus is not None:
+        yield _said(
+            "gpus", chosen.gpus, f"of a node in {chosen.name}, by {answering[1].list_queues[0]}"
+        )
         yield _said("cpus", chosen.cpus, "0: not said")
     else:
         yield _said("gpus", gpus, "of this host")
