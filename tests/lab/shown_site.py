@@ -85,6 +85,7 @@ class ShownSite:
         for lock in (TOP / "recipes" / "pt_efa").glob("cu130*"):
             shutil.copy(lock, here / "my")
         self._horovod_of_the_guide()
+        self._recipe_of_the_tutorial()
         shutil.copytree(TOP / "recipes" / "pt_cpu", here / "B" / "recipes" / "pt_cpu")
         for script in ("train.py", "multi_gpu.py", "ddp_example.py", "base_training.py"):
             (here / script).write_text("")
@@ -95,6 +96,7 @@ class ShownSite:
         for name in (
             "logs/ddp_1234.out",
             "logs/pt_cpu_42.out",
+            "logs/my_train_42.out",
             "node1.log",
             "MOUNT/NAME/pod-1.log",
         ):
@@ -118,6 +120,16 @@ class ShownSite:
         head = file.read_text().partition("[targets")[0].replace('"horovod"', '"horovod_cu126"', 1)
         file.write_text(head + textwrap.dedent(block))
 
+    def _recipe_of_the_tutorial(self) -> None:
+        """The recipe that docs/tutorial.md has its readers write: it asks for pt_cpu's packages, so that lock fits."""
+        page = (TOP / "docs" / "tutorial.md").read_text()
+        folder = self.here / "recipes" / "my_train"
+        folder.mkdir()
+        (folder / "recipe.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+        lock = "cpu-x86_64.requirements.txt"
+        text = (TOP / "recipes" / "pt_cpu" / lock).read_text()
+        (folder / lock).write_text(text.replace("pt_cpu", "my_train"))
+
     def _build(self) -> None:
         """Artifacts as builds leave them, with receipts."""
         cpu = self.here / "build" / "pt_cpu" / "cpu-x86_64"
@@ -127,6 +139,7 @@ class ShownSite:
             self.here / "venvs" / "pytorch-ddp-cpu",
         ):
             self._venv(folder)
+        self._venv(self.here / "build/my_train/cpu-x86_64/venv", recipe="my_train")
         self._venv(self.here / "venvs" / "gh200-pbs", recipe="gh200_cu126", target="cu126-aarch64")
         for folder in (
             self.here / "build/horovod/cpu-x86_64/venv",
