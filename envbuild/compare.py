@@ -1,4 +1,4 @@
-"""Two artifacts compared: settings, packages, files. How files are seen: docs/inspect.md."""
+"""Two artifacts compared: settings, packages, files. How files are seen: docs/reference/inspect.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an artifact is, as one object: what `envbuild inspect --json` prints. Its shape: docs/inspect.md."""
+"""What an artifact is, as one object: what `envbuild inspect --json` prints. Its shape: docs/reference/inspect.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Files of artifacts as they are compared: what differs by nature, and not by content, is left out.
 
-docs/inspect.md lists the exceptions; `LEFT_OUT` says them to the user.
+docs/reference/inspect.md lists the exceptions; `LEFT_OUT` says them to the user.
 """
 
 from __future__ import annotations

@@ -27,4 +27,4 @@ class CompatFinding:
         return asdict(self)
 
 
-LOOK_IT_UP = "look it up with the project; docs/compatibility.md says how to add a row"
+LOOK_IT_UP = "look it up with the project; docs/reference/compatibility.md says how to add a row"

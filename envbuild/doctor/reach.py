@@ -112,7 +112,7 @@ def package_index(host: Host) -> Iterator[HostFinding]:
         "package index",
         urls,
         answers,
-        "set pip's index-url, proxy or cert (docs/site.md)",
+        "set pip's index-url, proxy or cert (docs/reference/site.md)",
         local=local,
     )
 

@@ -50,7 +50,8 @@ def site_file(variables: Mapping[str, str]) -> str:
     lines = [
         "# A site file of envbuild, written by `envbuild site init` from what this host has.",
         "# Read it through, correct what nodes have otherwise, then: envbuild site check FILE",
-        "# Every key: docs/site.md. In force as ~/.config/envbuild/site.toml or by $ENVBUILD_SITE; or by --site FILE.",
+        "# Every key: docs/reference/site.md.",
+        "# In force as ~/.config/envbuild/site.toml or by $ENVBUILD_SITE; or by --site FILE.",
     ]
     for name in jobs:
         lines += [

@@ -4,7 +4,7 @@ Settings, addresses and the command come by files in the run's folder, which is 
 win over them, and no runtime has to carry them.
 
 Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md; apptainer-exec(1).
-What was run with the real ones: docs/jobs.md.
+What was run with the real ones: docs/howto/jobs.md.
 """
 
 from __future__ import annotations

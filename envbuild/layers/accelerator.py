@@ -41,7 +41,7 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
                 raise BuildError(
                     f"{wheel.path.name}: this torch {fault}",
                     f"correct torch's version in [targets.{target.name}] and lock it again; "
-                    "docs/recipe.md tells which index has which build",
+                    "docs/reference/recipe.md tells which index has which build",
                 )
 
 

@@ -1,6 +1,6 @@
 """What an image's layers hold, in which order, and what each is called.
 
-Order and grouping, with the reason: docs/layering.md.
+Order and grouping, with the reason: docs/reference/layering.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layers of an environment's conda packages; order and grouping are those of wheels (docs/layering.md)."""
+"""The layers of an environment's conda packages, ordered and grouped as wheels are (docs/reference/layering.md)."""
 
 from __future__ import annotations
 

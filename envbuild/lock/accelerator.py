@@ -62,5 +62,5 @@ def _of_runtime(packages: Iterable[LockedPackage]) -> str | None:
 
 _CPU_HINT = (
     "pin torch==VERSION+cpu in the target and name the index https://download.pytorch.org/whl/cpu there"
-    " (on {arch}, releases whose plain wheel is CPU-only also do; see docs/recipe.md)"
+    " (on {arch}, releases whose plain wheel is CPU-only also do; see docs/reference/recipe.md)"
 )

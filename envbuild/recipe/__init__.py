@@ -1,1 +1,1 @@
-"""Recipes: what an environment shall contain and how it is proven (docs/recipe.md)."""
+"""Recipes: what an environment shall contain and how it is proven (docs/reference/recipe.md)."""

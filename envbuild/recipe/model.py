@@ -1,4 +1,4 @@
-"""What a recipe may say; docs/recipe.md explains it, docs/recipe.schema.json tells editors."""
+"""What a recipe may say; docs/reference/recipe.md explains it, docs/recipe.schema.json tells editors."""
 
 from __future__ import annotations
 

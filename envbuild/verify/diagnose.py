@@ -21,7 +21,7 @@ _KNOWN = (
     (r"connectFullMesh failed", "ranks advertised an address that the others cannot reach: set GLOO_SOCKET_IFNAME to "
      "the interface of the cluster's network"),
     (r"Unable to find address for: |Unable to find interface", "GLOO_SOCKET_IFNAME names no interface of this host"),
-    (r"terminate called without an active exception", "torch aborted while leaving: see docs/verification.md"),
+    (r"terminate called without an active exception", "torch aborted at exit: see docs/reference/verification.md"),
     (r"Killed|signal 9 \(SIGKILL\)", "a process was killed: memory limit of the job or node, or somebody's kill -9"),
     (r"ddp_train: error: unrecognized arguments: --bandwidth", "the artifact was built by an older envbuild, whose "
      "trainer cannot measure the network: build it again"),

@@ -111,7 +111,7 @@ def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
             "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
             "environment, a plugin that does not work with this provider), or all ranks are on one host"
         )
-    return "NCCL found another network first; see the nodes' logs and docs/fabrics.md"
+    return "NCCL found another network first; see the nodes' logs and docs/reference/fabrics.md"
 
 
 def _expected(fabric: Fabric, nodes: int) -> str:

@@ -143,7 +143,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> Itera
 
 
 def etcd_wheel(folder: Path) -> Path:
-    """A folder with the wheel of python-etcd, of which its index has only sources, as docs/jobs.md tells users to."""
+    """A folder with the wheel of python-etcd, of which its index has only sources, as docs/howto/jobs.md tells."""
     subprocess.run([sys.executable, "-m", "venv", folder / "pip"], check=True)
     line = [folder / "pip/bin/python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels"]  # fmt: skip
     subprocess.run([*line, "python-etcd==0.4.5"], check=True)

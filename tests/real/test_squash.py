@@ -37,7 +37,7 @@ from .test_docker_out import AS_NOBODY, NOBODY
 ARCH = os.uname().machine
 OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[ARCH]
 TRAIN = ["torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1"]
-# What enroot and Apptainer need, and no image has by itself: docs/squashfs.md.
+# What enroot and Apptainer need, and no image has by itself: docs/howto/squashfs.md.
 ADDED = {"etc/rc", "etc/rc.local", "etc/environment", "etc/fstab", "singularity", "environment"}
 ADDED |= {".run", ".exec", ".shell", ".test", ".singularity.d"}
 
@@ -258,7 +258,7 @@ def tree(root: Path) -> dict[bytes, tuple[Any, ...]]:
 
 
 def documented(theirs: dict[bytes, tuple[Any, ...]]) -> dict[bytes, tuple[Any, ...]]:
-    """What docs/squashfs.md says becomes of an image's own files."""
+    """What docs/howto/squashfs.md says becomes of an image's own files."""
     kept = {}
     for path, (kind, mode, _, _, data, links, notes, device) in theirs.items():
         if path.startswith(b"dev/") or path == b".dockerenv" or kind in (0o020000, 0o060000):

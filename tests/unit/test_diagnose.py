@@ -27,7 +27,7 @@ from envbuild.jobs.diagnose_rules import DiagnosisRule, load_rules
 from envbuild.jobs.needle import needle
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[2] / "docs/diagnose.md"
+DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RULES = {rule.id: rule for rule in load_rules()}
 # NCCL's own logs are kept with the tests of verify/nccl_log.py.
 NCCL = {

@@ -22,7 +22,7 @@ SHOWN = shown()
 LINES = [one for one in SHOWN if not one.is_form]
 FORMS = [one for one in SHOWN if one.is_form]
 DIFFERENT = 1  # of `envbuild diff`
-BY_HAND = "by hand on releases (docs/jobs.md)"
+BY_HAND = "by hand on releases (docs/howto/jobs.md)"
 # What is not run here, or not as it stands, by a pattern, and the test that runs such a one.
 ELSEWHERE: dict[str, str] = tomllib.loads((TOP / "tests/unit/data/commands.toml").read_text())
 # Of these not even the plan can be had here: a registry, channel or daemon is asked, or nothing is left to try.

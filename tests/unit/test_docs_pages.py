@@ -11,6 +11,10 @@ from lab.commands import PAGES, TOP
 
 # Shorter lines may say the same on two pages: a command, a row of a table.
 _LONG = 90
+_MADE_UP = "docs/envbuild/x.md"  # a changed file in test_matrix_changes.py
+_SOURCES = {".py", ".toml", ".md", ".sh"}
+# A page or a schema by its path from the top; not a part of an address.
+_NAMED = re.compile(r"(?<![\w/.-])(?:\.\./)*(docs/[\w/-]+(?:\.schema)?\.(?:md|json))\b")
 
 
 def name(page: Path) -> str:
@@ -21,6 +25,20 @@ def name(page: Path) -> str:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_pages_that_code_and_data_name_exist() -> None:
+    """A message that sends its reader to a page that was moved away helps nobody."""
+    tops = ("envbuild", "ddp_train", "recipes", "sites", "tests", "docs")
+    files = [one for top in tops for one in (TOP / top).rglob("*") if one.suffix in _SOURCES]
+    files += [TOP / "Dockerfile.cpu", TOP / "Dockerfile.gpu", TOP / "pyproject.toml"]
+    named = {
+        (name(file), page)
+        for file in files
+        for page in _NAMED.findall(file.read_text(encoding="utf-8"))
+        if page != _MADE_UP and not (TOP / page).exists()
+    }
+    assert named == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

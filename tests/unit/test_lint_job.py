@@ -17,7 +17,7 @@ from envbuild.jobs.lint import Problem, lint, lint_file, load_faults
 from envbuild.jobs.lint_shell import parse
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[2] / "docs/diagnose.md"
+DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RENDERED = sorted(
     path
     for path in (DATA / "jobs").glob("*")

@@ -91,8 +91,8 @@ def test_the_fabric_in_use_passes(fabric: str) -> None:
         ("cxi", "efa", "libfabric's provider is efa, not cxi", "FI_PROVIDER"),
         ("tcp-ofi", "cxi", "libfabric's provider is cxi, not tcp", "FI_PROVIDER"),
         ("ib", "socket", "NCCL used Socket, not IB\n      Failed to open libibverbs", "libibverbs is missing"),
-        ("socket", "ib", "NCCL used IB, not Socket", "docs/fabrics.md"),
-        ("any", "efa_endpoint_failed", "has no channel over Socket (its channels: P2P)", "docs/fabrics.md"),
+        ("socket", "ib", "NCCL used IB, not Socket", "docs/reference/fabrics.md"),
+        ("any", "efa_endpoint_failed", "has no channel over Socket (its channels: P2P)", "docs/reference/fabrics.md"),
         ("any", "network_not_found", "NCCL's log names no network", "NCCL_NET_PLUGIN"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The schema, docs/recipe.md and the shipped recipes say what the code does."""
+"""The schema, docs/reference/recipe.md and the shipped recipes say what the code does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from envbuild.recipe.model import Recipe, TargetTable, VerifyTable
 
 TOP = Path(__file__).parents[2]
 SCHEMA_FILE = TOP / "docs" / "recipe.schema.json"
-PAGE = (TOP / "docs" / "recipe.md").read_text()
+PAGE = (TOP / "docs/reference/recipe.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.S | re.M)
 SHIPPED = sorted((TOP / "recipes").glob("*/recipe.toml"))
 

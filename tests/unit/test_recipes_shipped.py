@@ -137,7 +137,7 @@ def test_list_and_docs_say_of_every_target_what_is_locked(
     text = " ".join(capsys.readouterr().out.split())
     assert "cu126-aarch64 (not locked: wheels)" in text and "cpu-x86_64 (not locked: image)" in text
     said = {}
-    for line in (RECIPES.parent / "docs/locks.md").read_text().splitlines():
+    for line in (RECIPES.parent / "docs/howto/locks.md").read_text().splitlines():
         if row := re.fullmatch(r"\| `(\w+)`, (.+?) \| (.*?) \| (.*?) ?\|", line):
             locked, missing = row[3].split(", "), re.findall(r"(\w+): ", row[4])
             state = dict.fromkeys(locked, True) | dict.fromkeys(missing, False)

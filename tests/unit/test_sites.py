@@ -1,4 +1,4 @@
-"""The shipped sites, their schema and docs/site.md say what the code does."""
+"""The shipped sites, their schema and docs/reference/site.md say what the code does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from envbuild.site.settings import SiteFile
 TOP = Path(__file__).parents[2]
 SHIPPED = sorted((TOP / "sites").glob("*.toml"))
 SCHEMA = TOP / "docs/site.schema.json"
-PAGE = (TOP / "docs/site.md").read_text()
+PAGE = (TOP / "docs/reference/site.md").read_text()
 ENV = {"HOME": "/home/ada", "USER": "ada"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The size of a data block in bytes; why 128 KiB: docs/squashfs.md.
+# The size of a data block in bytes; why 128 KiB: docs/howto/squashfs.md.
 BLOCK_SIZE = 1 << 17
 # A block's size word has this bit when the block is stored as it is.
 UNCOMPRESSED = 1 << 24
