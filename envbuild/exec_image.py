@@ -21,6 +21,7 @@ from typing import Any
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.recipe.accelerators import ACCELERATORS, CPU, Accelerator
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
@@ -79,6 +80,11 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _accelerator_here(dev: Path = Path("/dev")) -> Accelerator:
+    """Return the first family that has a device in `dev`, else CPU."""
+    return next((one for one in ACCELERATORS if one.probe and any(dev.glob(one.probe))), CPU)
+
+
 def exec_image(
     path: Path,
     command: Sequence[str],
@@ -99,7 +105,7 @@ def exec_image(
     """
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
-    image = open_image_file(path, cuda=any(Path("/dev").glob("nvidia*")))
+    image = open_image_file(path, accelerator=_accelerator_here())
     shown = {
         name: value
         for name, value in environment.variables.items()

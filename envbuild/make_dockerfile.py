@@ -62,6 +62,11 @@ def prepare_dockerfile(
             f"--builder dockerfile installs wheels, and {loaded.recipe.name} is made of conda packages",
             "leave --builder dockerfile out: the native builder makes their layers",
         )
+    if not target.family.dockerfile:
+        raise UsageError(
+            f"--builder dockerfile has no Dockerfile for {target.name}",
+            "leave --builder dockerfile out: the native builder needs none",
+        )
     if loaded.recipe.python == "3.9":
         raise UsageError(
             "--builder dockerfile needs Python 3.10 or later in the recipe",
@@ -245,7 +250,7 @@ def _layers(
         )  # fmt: skip
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)
-        if target.is_cuda and dockerfile.image_name(base) == own:
+        if target.family.gpu and dockerfile.image_name(base) == own:
             devel = dockerfile.default_base(target, "BUILD_BASE")
             builder = _unlocked(loaded, target, _mirrored(devel, environment.site))
     identity = f"docker build on {dockerfile.image_name(builder)}"
@@ -260,12 +265,12 @@ def _unlocked(loaded: LoadedRecipe, target: Target, base: str) -> ImageLock:
 
 def _default_base(loaded: LoadedRecipe, target: Target) -> str:
     base, python = dockerfile.default_base(target), loaded.recipe.python
-    if not target.is_cuda:
+    if not target.family.gpu:
         return re.sub(r"(?<=/python:)[0-9.]+", python, base)
-    if f":{target.cuda_version}." not in base:
+    if f":{target.version}." not in base:
         raise UsageError(
             f"{dockerfile.dockerfile_name(target)} builds on {base}, which is not for {target.name}",
-            f"name an image with CUDA {target.cuda_version}: --base docker.io/nvidia/cuda:TAG",
+            f"name an image with CUDA {target.version}: --base docker.io/nvidia/cuda:TAG",
         )
     return base
 

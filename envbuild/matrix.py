@@ -174,7 +174,7 @@ def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str])
         accelerator=target.accelerator,
         arch=target.arch,
         runner=runners.get(target.name) or runners[target.arch],
-        gpu=target.is_cuda,
+        gpu=target.family.gpu,
         verify=verify,
         command=shlex.join([*words, *([] if verify else ["--no-verify"])]),
     )
@@ -182,7 +182,7 @@ def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str])
 
 def _verifies(target: Target, runners: Mapping[str, str]) -> bool:
     """Whether a runner of `target` has what it takes to train."""
-    return not target.is_cuda or target.name in runners
+    return not target.family.gpu or target.name in runners
 
 
 def check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:

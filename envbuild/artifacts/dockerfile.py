@@ -84,8 +84,8 @@ def find_docker(env: Mapping[str, str]) -> DockerCommand:
 
 
 def dockerfile_name(target: Target) -> str:
-    """The Dockerfile for a target."""
-    return "Dockerfile.gpu" if target.is_cuda else "Dockerfile.cpu"
+    """Return the name of the Dockerfile for a target."""
+    return target.family.dockerfile
 
 
 def read_dockerfile(target: Target) -> str:

@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.artifacts.installed import walk_files
-from envbuild.torch_build import (
-    CUDA_LIBRARY,
-    HIP_LIBRARY,
-    MAX_VERSION_FILE,
-    VERSION_FILE,
-    torch_cuda,
-)
+from envbuild.recipe.torch_build import LIBRARIES, MAX_VERSION_FILE, VERSION_FILE, torch_builds
 
 MACHINES = {
     3: "i386",
@@ -50,7 +44,7 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
     version, libraries = None, set()
     for path in walk_files(folder):
         name = os.path.basename(path)
-        if name in (CUDA_LIBRARY, HIP_LIBRARY):
+        if name in LIBRARIES:
             libraries.add(name)
         elif name == "version.py" and path.endswith(f"/site-packages/{VERSION_FILE}"):
             version = _read(path)
@@ -62,8 +56,8 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
         if machine != wanted:
             report.foreign.append((path, name))
     if version is not None:
-        cuda = torch_cuda(version)
-        report.torch = sorted(libraries) + ([f"cuda={cuda}"] if cuda else [])
+        builds = [f"{name}={found}" for name, found in torch_builds(version).items()]
+        report.torch = sorted(libraries) + builds
     return report
 
 

@@ -53,7 +53,6 @@ Say = Callable[[str], None]
 # One plan serves every kind of image: docker, enroot and Apptainer artifacts hold the same environment.
 KIND = "image"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_CUDA = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +277,8 @@ def _variables(plan: Plan, base: BaseImage[M]) -> Mapping[str, str]:
     torch = next((p.version for p in plan.conda if p.name == "pytorch"), torch)
     if torch:
         variables["PYTORCH_VERSION"] = torch
-    if Target.parse(plan.target).is_cuda:
-        variables = {**_CUDA, **variables}
-    return {**variables, **plan.image.env}
+    own = dict(Target.parse(plan.target).family.container_variables)
+    return {**own, **variables, **plan.image.env}
 
 
 def _manifest(config: bytes, layers: list[Layer]) -> ImageManifest:

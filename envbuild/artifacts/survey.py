@@ -23,13 +23,15 @@ MODULES = (
     "__init__.py",
     "names.py",
     "record.py",
-    "torch_build.py",
     "artifacts/__init__.py",
     "artifacts/conda_survey.py",
     "artifacts/elf.py",
     "artifacts/installed.py",
     "artifacts/layer_files.py",
     "artifacts/survey.py",
+    "recipe/__init__.py",
+    "recipe/accelerators.py",
+    "recipe/torch_build.py",
 )
 
 

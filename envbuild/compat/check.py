@@ -27,12 +27,12 @@ def check_stack(
     """Judge `target` with the locked `packages` (name → version), see `stack_of`.
 
     Without `packages`, before there is a lock, the recipe's layers are judged by what it pins; what an index has, only
-    a resolution tells. Targets with neither CUDA nor layers are not judged. What is unknown is said, a line each.
+    a resolution tells. Targets with neither GPUs nor layers are not judged. What is unknown is said, a line each.
     Raises LockError with every reason and fix when something is known not to work.
     """
     recipe = loaded.recipe
     layers = [name for name, table in recipe.layers.items() if table.for_target(target.name)]
-    if not target.is_cuda and not layers:
+    if not target.family.gpu and not layers:
         return
     # Imported here: a CPU recipe needs none of it.
     from envbuild.compat.judge import judge

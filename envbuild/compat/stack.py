@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from envbuild.compat.rows import Rows, fabric_row, load_rows, pin_row, torch_build
 from envbuild.names import normalise
+from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of
 from envbuild.recipe.load import LoadedRecipe
@@ -93,7 +94,7 @@ def stack_of(
         glibc=table.glibc,
         fabric=recipe.fabric,
         provider=fabric.provider if fabric else "",
-        cuda=target.cuda_version,
+        cuda=target.version if target.family is CUDA else None,
         torch=torch,
         torch_origin=origin if torch else "",
         base=recipe.image.base != "debian",
@@ -132,7 +133,7 @@ def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Row
         return stack
     build = torch_build(rows, stack.torch, stack.arch)
     stack = replace(stack, nccl_in=build.nccl if build and stack.cuda in build.cuda else "")
-    locked = found.get(f"nvidia-nccl-{target.accelerator[:4]}")
+    locked = found.get(f"{target.family.nccl_wheel}{target.accelerator[:4]}")
     if locked:
         return replace(stack, nccl=locked, nccl_origin="lock")
     assert stack.torch is not None and stack.cuda is not None

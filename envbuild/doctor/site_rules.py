@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from envbuild.doctor.model import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.recipe.accelerators import ACCELERATORS
 from envbuild.site.job_site import JobSite
 from envbuild.site.kubernetes import huge_pages_problem
 from envbuild.site.schedulers import LAUNCHERS, listed
@@ -47,12 +48,13 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
                 f"is not used with the scheduler {kind}",
                 'leave the table out, or kind = "kubernetes"',
             )
-    if "nvidia.com/gpu" in site.kubernetes.resources:
-        yield _bad(
-            "[kubernetes] resources",
-            "nvidia.com/gpu is asked for by [node] gpus",
-            "set [node] gpus, and remove it here",
-        )
+    for one in ACCELERATORS:
+        if one.kubernetes and one.kubernetes in site.kubernetes.resources:
+            yield _bad(
+                "[kubernetes] resources",
+                f"{one.kubernetes} is asked for by [node] gpus",
+                "set [node] gpus, and remove it here",
+            )
     limits = {*site.kubernetes.resources}
     limits |= {"cpu"} if site.node.cpus else set()
     limits |= {"memory"} if site.node.memory else set()

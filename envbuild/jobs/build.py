@@ -56,7 +56,7 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
         target=build.target,
         python=f"{build.place}/bin/python",
     )
-    gpus = site.node.gpus or 1 if artifact.cuda else 0
+    gpus = site.node.gpus or 1 if artifact.accelerator.gpu else 0
     origin = site.origin("paths", "shared") if site.paths.shared else "current folder"
     return JobPlan(
         name=request.name or f"{build.name}-build",

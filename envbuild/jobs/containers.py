@@ -12,6 +12,7 @@ from __future__ import annotations
 from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, indented, inside, mount, path_word, word, words
+from envbuild.recipe.accelerators import CUDA
 
 _ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
 private() {
@@ -101,10 +102,15 @@ def pyxis_options(plan: JobPlan) -> list[str]:
         word(f"--container-image={plan.artifact.path}", "the image's path"),
         '--container-name="envbuild-$job-$restarts"',
         word(f"--container-mounts={','.join(mounts)}"),
-        "--container-env=SLURM_NODEID,SLURMD_NODENAME,CUDA_VISIBLE_DEVICES",
+        f"--container-env=SLURM_NODEID,SLURMD_NODENAME,{_visible(plan)}",
         "--no-container-mount-home",
         "--no-container-entrypoint",
     ]
+
+
+def _visible(plan: JobPlan) -> str:
+    """The variable by which Slurm names a step's GPUs; harmless where there are none."""
+    return plan.artifact.accelerator.visible or CUDA.visible
 
 
 def _mount_key(plan: JobPlan, host: str) -> str:
@@ -141,9 +147,8 @@ def _apptainer(plan: JobPlan) -> list[str]:
         source, place, options = mount(host, container)
         text = ":".join([source, place, *([",".join(options)] if options else [])])
         binds.append(words(["--bind", text]))
-    gpus = ["--nv"] if plan.artifact.cuda else []
     return [
-        " ".join(["apptainer exec --no-home", *gpus]),
+        f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip(),
         *binds,
         path_word(plan.artifact.path, "the image's path"),
     ]
@@ -168,10 +173,9 @@ def _enroot(plan: JobPlan) -> str:
         source, place, more = mount(host, container)
         flags = ",".join(["x-create=auto", "rbind", *more])
         options.append(words(["--mount", f"{source}:{place}:none:{flags}"]))
-    if plan.artifact.cuda:  # what enroot's hook 98-nvidia.sh asks for
-        options.append("--env NVIDIA_VISIBLE_DEVICES=all")
-        options.append("--env NVIDIA_DRIVER_CAPABILITIES=compute,utility")
-    named = ["SLURMD_NODENAME", *(["CUDA_VISIBLE_DEVICES"] if plan.artifact.cuda else [])]
+    accelerator = plan.artifact.accelerator
+    options += [f"--env {name}={value}" for name, value in accelerator.container_variables]
+    named = ["SLURMD_NODENAME", *([accelerator.visible] if accelerator.visible else [])]
     if plan.strategy == "horovod":
         named += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
     options += [f'${{{name}:+--env "{name}=${name}"}}' for name in named]

@@ -32,7 +32,7 @@ def _command(request: JobRequest, opened: JobInputs) -> str:
     ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)
     start = [artifact.python]
     if request.strategy == "ddp":
-        ranks = "gpu" if artifact.cuda and request.nproc_per_node is None else ranks
+        ranks = "gpu" if artifact.accelerator.gpu and request.nproc_per_node is None else ranks
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         command = tuple(torchrun.literal(word) for word in command)
     if request.strategy == "horovod":

@@ -16,6 +16,7 @@ from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_security import pod_security
 from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
+from envbuild.recipe.accelerators import ACCELERATORS
 from envbuild.site.jobs import job_variable_problem
 from envbuild.site.kubernetes import huge_pages_problem, quantity
 
@@ -25,7 +26,7 @@ _RETRIES = 3
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
-_GPU = "nvidia.com/gpu"
+_GPUS = {one.kubernetes for one in ACCELERATORS if one.kubernetes}
 _EFA = "vpc.amazonaws.com/efa"
 _ARCH = "kubernetes.io/arch"
 # torchrun's own variables are the operator's to set, and the node contract ours.
@@ -197,11 +198,11 @@ def resources(plan: JobPlan) -> dict[str, Any]:
     if plan.site.node.memory:
         limits["memory"] = _memory(plan.site.node.memory)
     if plan.gpus_per_node:
-        limits[_GPU] = str(plan.gpus_per_node)
+        limits[plan.artifact.accelerator.kubernetes] = str(plan.gpus_per_node)
     for key, amount in site.resources.items():
-        if key == _GPU:
+        if key in _GPUS:
             raise UsageError(
-                f"{plan.site.origin('kubernetes', 'resources')}: {_GPU} is asked for by [node] gpus",
+                f"{plan.site.origin('kubernetes', 'resources')}: {key} is asked for by [node] gpus",
                 "take it out of [kubernetes] resources",
             )
         limits[checked(key, "[kubernetes] resources")] = checked(amount, f"resource {key}")
@@ -236,7 +237,8 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
     }
     placed: dict[str, Any] = {"nodeSelector": selector}
     if plan.gpus_per_node:
-        placed["tolerations"] = [{"key": _GPU, "operator": "Exists", "effect": "NoSchedule"}]
+        gpu = plan.artifact.accelerator.kubernetes
+        placed["tolerations"] = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
     if plan.site.scheduler.exclusive and plan.nodes > 1:
         term = {
             "labelSelector": {"matchLabels": {LABEL: name}},

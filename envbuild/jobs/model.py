@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from envbuild import torchrun
+from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.job_site import JobSite
 
 Strategy = Literal["ddp", "horovod", "single"]
@@ -33,9 +34,9 @@ class JobArtifact:
     verified_at: str = ""
 
     @property
-    def cuda(self) -> bool:
-        """Whether its torch needs GPUs."""
-        return not self.target.startswith("cpu-")
+    def accelerator(self) -> Accelerator:
+        """What its torch is built for."""
+        return accelerator_of(self.target.partition("-")[0]) or CPU
 
     @property
     def arch(self) -> str:

@@ -175,7 +175,9 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
             if plan.site.scheduler.auto_resume
             else fill(_AGREE, launcher=plan.launcher),
             nodes=plan.nodes,
-            nccl=' NCCL_SOCKET_IFNAME="$ENVBUILD_INTERFACE"' if plan.artifact.cuda else "",
+            nccl=' NCCL_SOCKET_IFNAME="$ENVBUILD_INTERFACE"'
+            if plan.artifact.accelerator.gpu
+            else "",
         ),
     ]
     parts.append(launcher.node_lines)

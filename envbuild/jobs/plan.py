@@ -73,7 +73,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
             "strategy single is one process on one node", "leave out --nodes and --nproc-per-node"
         )
     gpus = 0
-    if artifact.cuda:
+    if artifact.accelerator.gpu:
         gpus = site.node.gpus or nproc
         if nproc > gpus:
             raise UsageError(
@@ -191,7 +191,7 @@ def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, 
         return request.nproc_per_node, "--nproc-per-node"
     if request.strategy == "single":
         return 1, "strategy single"
-    if opened.artifact.cuda:
+    if opened.artifact.accelerator.gpu:
         if not site.node.gpus:
             raise UsageError(
                 f"how many GPUs a node of site {site.name} has is not known",

@@ -43,7 +43,7 @@ def variables_of(
     elif runtime != "pod":
         origins["variables.OMP_NUM_THREADS"] = f"the CPUs that a node has, for {nproc} ranks"
     library: tuple[str, ...] = ()
-    if artifact.cuda:
+    if artifact.accelerator.gpu:
         fabric = fabric_called(artifact.fabric)
         take(fabric_variables(fabric, site.fabric), f"fabric {fabric.name}")
         for name in site.fabric.variables:

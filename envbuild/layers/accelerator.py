@@ -12,13 +12,12 @@ from pathlib import Path
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.recipe.targets import ARCHES, Target
-from envbuild.torch_build import (
-    CUDA_LIBRARY,
-    HIP_LIBRARY,
+from envbuild.recipe.torch_build import (
+    LIBRARIES,
     MAX_VERSION_FILE,
     VERSION_FILE,
     accelerator_fault,
-    torch_cuda,
+    torch_builds,
 )
 
 
@@ -35,12 +34,12 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
                 "the lock names a wheel of another platform: make it anew with `envbuild lock`",
             )
         if wheel.name == "torch":
-            cuda, libraries = _read_torch(wheel.path)
-            fault = accelerator_fault(target.name, target.cuda_version, cuda, libraries, exact=True)
+            builds, libraries = _read_torch(wheel.path)
+            fault = accelerator_fault(target.name, builds, libraries, exact=True)
             if fault is not None:
                 raise BuildError(
                     f"{wheel.path.name}: this torch {fault}",
-                    f"correct torch's version in [targets.{target.name}] and lock it again; "
+                    f"correct torch's version in {target.table} and lock it again; "
                     "docs/reference/recipe.md tells which index has which build",
                 )
 
@@ -52,8 +51,8 @@ def wheel_arch(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _read_torch(path: Path) -> tuple[str | None, list[str]]:
-    """(CUDA's version, libraries of accelerators) of the torch in a wheel."""
+def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return what the torch in a wheel is built for, and its libraries of accelerators."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.NameToInfo
@@ -61,7 +60,7 @@ def _read_torch(path: Path) -> tuple[str | None, list[str]]:
             if VERSION_FILE in names:
                 with archive.open(VERSION_FILE) as stream:
                     text = stream.read(MAX_VERSION_FILE).decode("utf-8", "replace")
-            libraries = [n for n in (CUDA_LIBRARY, HIP_LIBRARY) if f"torch/lib/{n}" in names]
+            libraries = [n for n in sorted(LIBRARIES) if f"torch/lib/{n}" in names]
     except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
         raise BuildError(f"{path} is not a wheel that can be read: {error}") from error
-    return torch_cuda(text), libraries
+    return torch_builds(text), libraries

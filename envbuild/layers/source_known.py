@@ -13,6 +13,7 @@ from typing import Any
 
 from envbuild.errors import RecipeError
 from envbuild.layers.source_job import PLACE
+from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import BuildWheel, HostLayer, Patch, SourceLayer
@@ -172,7 +173,7 @@ def _known(name: str, fabric: str, target: Target) -> Known:
     for extra in table.get("when", ()):
         if (
             fabric in extra.get("fabric", [fabric])
-            and extra.get("cuda", target.is_cuda) == target.is_cuda
+            and target.family.name in extra.get("accelerator", [target.family.name])
             and extra.get("arch", target.arch) == target.arch
         ):
             for key, values in lists.items():
@@ -208,7 +209,7 @@ def _patches(loaded: LoadedRecipe, name: str, table: LayerTable) -> tuple[Patch,
 
 def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
     """The wheels with the headers of the target's CUDA."""
-    version = target.cuda_version
+    version = target.version if target.family is CUDA else None
     known = _data()["cuda"]
     rows = known.get(version, {}).get(target.arch)
     if rows is None:

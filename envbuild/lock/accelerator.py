@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from envbuild.errors import LockError
 from envbuild.lock.format import LockedPackage
+from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of, torch_index
 from envbuild.recipe.targets import Target
 
-# Projects that only a GPU build of torch depends on; wheels named nvidia-* carry the CUDA libraries.
-_GPU_ONLY = ("triton", "pytorch-triton", "cuda-bindings", "cuda-toolkit", "cuda-pathfinder")
+_GPUS = tuple(one for one in ACCELERATORS if one.gpu)
+# What local versions begin with: `+cu126`, `+rocm6.4`.
+_LOCAL = ("cu", "rocm", "xpu")
 
 
 def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
@@ -19,7 +21,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     A wheel's build is known from its local version (`+cpu`, `+cu126`: download.pytorch.org's
     names) and from the CUDA packages that it pulls in (the builds on the default index).
     """
-    locked = list(packages)
+    locked, wanted = list(packages), target.family
     torch = next((p for p in locked if p.name == "torch"), None)
     if torch is None:
         return
@@ -27,27 +29,34 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     gpu = sorted(
         f"{p.name}=={p.version}"
         for p in locked
-        if p.name.startswith("nvidia-") or p.name in _GPU_ONLY
+        if any(re.fullmatch(one.wheels, p.name) for one in _GPUS)
     )
-    if not target.is_cuda and (gpu or local.startswith(("cu", "rocm", "xpu"))):
+    named = local.startswith(_LOCAL)
+    if not wanted.gpu and (gpu or named):
         seen = f"{len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
         raise LockError(
             f"{source}: target {target.name} is for CPUs, but torch=={torch.version} is a GPU build"
             + (f" and brings {seen}" if gpu else ""),
             _CPU_HINT.format(arch=target.arch),
         )
-    if target.is_cuda and not gpu and not local.startswith("cu"):
+    pin = (
+        f"pin torch==VERSION+{target.accelerator} in {target.table} and name the index "
+        f"{torch_index(target.accelerator)} there"
+    )
+    if wanted.gpu and not gpu and not named:
         raise LockError(
-            f"{source}: target {target.name} needs CUDA, but torch=={torch.version} is a CPU-only build",
-            f"pin torch==VERSION+{target.accelerator} in [targets.{target.name}] and name the index "
-            f"https://download.pytorch.org/whl/{target.accelerator} there",
+            f"{source}: target {target.name} needs {wanted.title}, but torch=={torch.version} is a CPU-only build",
+            pin,
         )
-    built = local if local.startswith("cu") else _of_runtime(locked)
-    if target.is_cuda and built not in (None, target.accelerator):
+    tag = local if named else _of_runtime(locked)
+    own = tag is not None or any(re.fullmatch(wanted.wheels, p.name) for p in locked)
+    if wanted.gpu and (not own or tag not in (None, target.accelerator)):
+        family = accelerator_of(tag or "") or wanted
+        other = f"another {wanted.title}" if own and family is wanted else "another accelerator"
         raise LockError(
-            f"{source}: target {target.name} resolved to torch=={torch.version}, built for another CUDA ({built})",
-            f"pin torch==VERSION+{target.accelerator} in [targets.{target.name}] and name the index "
-            f"https://download.pytorch.org/whl/{target.accelerator} there, or make it a target of {built}",
+            f"{source}: target {target.name} resolved to torch=={torch.version}, built for {other}"
+            + (f" ({tag})" if tag else ""),
+            pin + (f", or make it a target of {tag}" if tag else ""),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaPackage
+from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.targets import Target
 
 
@@ -21,17 +22,21 @@ def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], so
         if package.name not in data["packages"]:
             continue
         needs = {spec.partition(" ")[0] for spec in package.depends} & set(data["cuda_packages"])
-        gpu = package.build.startswith(("cuda", "gpu")) or bool(
+        cuda = package.build.startswith(CUDA.conda_builds) or bool(
             needs and not package.build.startswith("cpu")
         )
-        if gpu and not target.is_cuda:
+        if cuda and not target.family.gpu:
             raise LockError(
                 f"{source}: target {target.name} is for CPUs, but {package.stem} is a CUDA build"
                 + (f" and needs {', '.join(sorted(needs))}" if needs else ""),
-                f"ask for a CPU build in [targets.{target.name}]: conda = ['{package.name} * cpu*']",
+                f"ask for a CPU build in {target.table}: conda = ['{package.name} * cpu*']",
             )
-        if target.is_cuda and not gpu:
+        wanted = target.family
+        own = cuda if wanted is CUDA else package.build.startswith(wanted.conda_builds)
+        if wanted.gpu and not own:
+            kind = "CUDA" if cuda else "CPU-only"
             raise LockError(
-                f"{source}: target {target.name} needs CUDA, but {package.stem} is a CPU-only build",
-                f"ask for a CUDA build in [targets.{target.name}]: conda = ['{package.name} * cuda*']",
+                f"{source}: target {target.name} needs {wanted.title}, but {package.stem} is a {kind} build",
+                f"ask for a {wanted.title} build in {target.table}: "
+                f"conda = ['{package.name} * {wanted.conda_builds[0]}*']",
             )

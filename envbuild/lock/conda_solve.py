@@ -62,7 +62,8 @@ def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, st
         ("__glibc", recipe.recipe.targets[target.name].glibc, "0"),
         ("__archspec", "1", target.arch),
     ]
-    return [*rows, ("__cuda", target.cuda_version, "0")] if target.cuda_version else rows
+    virtual = target.family.conda_virtual
+    return [*rows, (virtual, target.version, "0")] if virtual and target.version else rows
 
 
 def solve(

@@ -16,7 +16,7 @@ from envbuild.recipe.targets import Target
 
 def nccl_package(target: Target) -> str:
     """The distribution that has NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
-    return f"nvidia-nccl-{target.accelerator[:4]}"
+    return f"{target.family.nccl_wheel}{target.accelerator[:4]}"
 
 
 def nccl_override(recipe: LoadedRecipe, target: Target) -> str | None:

@@ -114,11 +114,11 @@ class LoadedRecipe:
     def nccl_wheel(self, target: Target) -> str | None:
         """The version of NCCL's wheel that `[layers.nccl]` puts in the place of torch's pin, as PyPI writes it.
 
-        None for CPU targets, and where NCCL is not replaced. NCCL's own releases are called 2.26.2-1, where PyPI
-        has 2.26.2.
+        None for targets whose NCCL has no wheel of its own, and where it is not replaced. NCCL's own releases are
+        called 2.26.2-1, where PyPI has 2.26.2.
         """
         table = self.recipe.layers.get("nccl")
-        if table is None or not target.is_cuda or not table.for_target(target.name):
+        if table is None or not target.family.nccl_wheel or not table.for_target(target.name):
             return None
         return table.version.removesuffix("-1") if kind_of("nccl", table) == "wheel" else None
 

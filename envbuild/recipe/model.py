@@ -137,7 +137,7 @@ class Recipe:
     targets: dict[str, TargetTable] = field(
         metadata={
             "doc": "The targets this recipe can be built for: ACCELERATOR-ARCH,"
-            " cpu or cuNNN (cu126), x86_64 or aarch64.",
+            " cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64.",
             "key_check": target_problem,
             "min_items": 1,
         }

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from envbuild.errors import UsageError
+from envbuild.recipe.accelerators import ACCELERATORS, Accelerator, accelerator_of
 from envbuild.toml import closest
 
 ARCHES = ("x86_64", "aarch64")
-# Any cuNNN is accepted; these are the ones proposed for a misspelt name.
-_USUAL_ACCELERATORS = ("cpu", "cu118", "cu121", "cu124", "cu126", "cu128", "cu129", "cu130")
-_NAME = re.compile(r"(cpu|cu[0-9]{3})-(x86_64|aarch64)")
 _ARCH_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """One accelerator on one architecture, written `cpu-x86_64` or `cu126-aarch64`."""
+    """One accelerator on one architecture, written `cpu-x86_64` or `cu126-aarch64`. `accelerator` is its tag."""
 
     accelerator: str
     arch: str
@@ -41,13 +38,21 @@ class Target:
         return f"{self.accelerator}-{self.arch}"
 
     @property
-    def is_cuda(self) -> bool:
-        return self.accelerator != "cpu"
+    def table(self) -> str:
+        """`[targets.cpu-x86_64]`, the table of a recipe; a name with a dot is quoted in TOML."""
+        return f'[targets."{self.name}"]' if "." in self.name else f"[targets.{self.name}]"
 
     @property
-    def cuda_version(self) -> str | None:
-        """`12.6` for cu126; None without CUDA."""
-        return f"{self.accelerator[2:4]}.{self.accelerator[4:]}" if self.is_cuda else None
+    def family(self) -> Accelerator:
+        """The row of the accelerator: cpu, cuda, …"""
+        found = accelerator_of(self.accelerator)
+        assert found is not None, self.accelerator
+        return found
+
+    @property
+    def version(self) -> str | None:
+        """`12.6` for cu126; None for CPUs."""
+        return self.family.version(self.accelerator)
 
     def platform(self, glibc: str) -> str:
         """The platform as uv's --python-platform spells it: `x86_64-manylinux_2_28`."""
@@ -61,11 +66,13 @@ class Target:
 
 def target_problem(name: str) -> str | None:
     """Why `name` is not the name of a target; None when it is one."""
-    if _NAME.fullmatch(name):
+    tag, _, arch = name.partition("-")
+    if arch in ARCHES and accelerator_of(tag) is not None:
         return None
-    usual = [f"{accelerator}-{arch}" for accelerator in _USUAL_ACCELERATORS for arch in ARCHES]
+    usual = [f"{tag}-{arch}" for one in ACCELERATORS for tag in one.usual for arch in ARCHES]
     close = closest(name.lower(), usual)
-    form = "not a target: expected ACCELERATOR-ARCH, of cpu or cuNNN (cu126), x86_64 or aarch64"
+    *first, last = (one.form for one in ACCELERATORS)
+    form = f"not a target: expected ACCELERATOR-ARCH, of {', '.join(first)} or {last}, {' or '.join(ARCHES)}"
     return f"{form}; did you mean {close!r}?" if close else form
 
 

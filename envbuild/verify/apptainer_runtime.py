@@ -87,7 +87,8 @@ def _given(variables: Mapping[str, str]) -> dict[str, str]:
 def _command(program: Path, image: ImageFile, mode: Sequence[str], work: Path | None) -> list[str]:
     """What is common to all that is started. /tmp is the host's, as the site has set it up."""
     bind = ["--bind", f"{work}:{_WORK}", "--pwd", _WORK] if work else []
-    options = [*mode, "--cleanenv", "--no-home", *(["--nv"] if image.cuda else []), *bind]
+    gpus = [image.accelerator.apptainer] if image.accelerator.apptainer else []
+    options = [*mode, "--cleanenv", "--no-home", *gpus, *bind]
     return [str(program), "--quiet", "--nocolor", "exec", *options, str(image.path)]
 
 

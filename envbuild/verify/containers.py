@@ -25,6 +25,7 @@ from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.errors import HostError, VerificationError
 from envbuild.image.archive import Chunks
+from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.verify import processes
 
 LABEL = "org.envbuild.verify.until"
@@ -173,10 +174,10 @@ class ContainerNodes:
 
 @contextmanager
 def container_nodes(
-    client: Any, image: str, count: int, lifetime_s: float, *, gpus: bool = False
+    client: Any, image: str, count: int, lifetime_s: float, *, accelerator: Accelerator = CPU
 ) -> Iterator[ContainerNodes]:
-    """`count` containers of `image` on a network of their own, removed at the end; with `gpus` each has all of the
-    host's.
+    """`count` containers of `image` on a network of their own, removed at the end; each has all of the
+    host's GPUs of `accelerator`.
 
     Raises HostError when the daemon cannot run them.
     """
@@ -209,8 +210,9 @@ def container_nodes(
                     init=True,
                     shm_size="1g",
                     device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
-                    if gpus
+                    if accelerator.docker_request
                     else None,
+                    devices=list(accelerator.docker_devices) or None,
                 )
                 containers[node] = container
 

@@ -75,7 +75,4 @@ def _host(variables: Mapping[str, str], image: ImageFile) -> dict[str, str]:
     kept = {
         name: value for name, value in variables.items() if name in _NEEDED or name.startswith(_OWN)
     }
-    if image.cuda:  # what enroot's hook 98-nvidia.sh asks for
-        kept.setdefault("NVIDIA_VISIBLE_DEVICES", "all")
-        kept.setdefault("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
-    return kept
+    return {**dict(image.accelerator.container_variables), **kept}

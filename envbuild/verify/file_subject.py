@@ -58,7 +58,7 @@ def file_subject(
             f"an image for {target.name} cannot be started on this {host_arch()} host",
             f"run `envbuild verify {path}` on an {target.arch} node",
         )
-    image = open_image_file(path, kind, cuda=target.is_cuda)
+    image = open_image_file(path, kind, accelerator=target.family)
     started = runtime_for(image, runtime, environment)
     root = PurePosixPath("/", PREFIX)
     packages = root / "lib" / f"python{state.python}" / "site-packages"

@@ -15,26 +15,30 @@ from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
+from envbuild.recipe.accelerators import ACCELERATORS, CPU, Accelerator
 from envbuild.verify.host import Launch
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
 # A site's settings of GPUs and networks, which a job's programs need from outside; nothing else of the
 # caller's variables enters an image.
-_PASSED = ("CUDA_VISIBLE_DEVICES", "NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
+_PASSED = (
+    *(one.visible for one in ACCELERATORS if one.visible),
+    "NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM",
+)  # fmt: skip
 _MOST_STATE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """A file with a squashfs in it, from `offset` on, compressed by `compressor`; absolute `path`. `kind` is
-    ENROOT for a bare squashfs and APPTAINER for a SIF, `cuda` whether its programs need the GPU's driver."""
+    ENROOT for a bare squashfs and APPTAINER for a SIF, `accelerator` what its programs run on."""
 
     path: Path
     kind: str
     offset: int
     compressor: str
-    cuda: bool = False
+    accelerator: Accelerator = CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ def is_image_file(path: Path) -> bool:
     return is_squashfs(head) or is_sif(head)
 
 
-def open_image_file(path: Path, kind: str | None = None, *, cuda: bool = False) -> ImageFile:
+def open_image_file(
+    path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU
+) -> ImageFile:
     """The image in `path`; of `kind`, when that is given. Raises UsageError for another file, BuildError for
     a damaged one."""
     try:
@@ -75,7 +81,7 @@ def open_image_file(path: Path, kind: str | None = None, *, cuda: bool = False) 
         raise UsageError(f"{path} is no {'SIF' if kind == APPTAINER else 'squashfs'} image")
     number = struct.unpack_from("<H", block, 20)[0]
     compressor = NAMES.get(number, f"number {number}")
-    return ImageFile(path.absolute(), found, offset, compressor, cuda)
+    return ImageFile(path.absolute(), found, offset, compressor, accelerator)
 
 
 def image_state(image: ImageFile) -> State:

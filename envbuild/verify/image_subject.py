@@ -53,7 +53,7 @@ def image_subject(
         runtime=f"docker {version}".strip(),
         survey=survey,
         nodes=lambda _, count, __: container_nodes(
-            client, image_id or image.image_id, count, lifetime, gpus=target.is_cuda
+            client, image_id or image.image_id, count, lifetime, accelerator=target.family
         ),
         alone=True,
         kind="docker",

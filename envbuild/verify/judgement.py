@@ -64,7 +64,7 @@ def judge_launches(run: Launches) -> list[Check]:
         "launch",
     )
     add("fabric", fabric_checks.TITLE, lambda: _fabric(run), "launch", "world")
-    if run.network.cuda:
+    if run.network.accelerator.gpu:
         add("libraries", network_checks.LIBRARIES,
             lambda: network_checks.check_libraries(run.subject, run.network.fabric, first.reports[0]),
             "launch", "world")  # fmt: skip
@@ -129,7 +129,7 @@ def judge_launches(run: Launches) -> list[Check]:
 
 def _fabric(run: Launches) -> Check:
     report = run.first.reports[0]
-    if not run.network.cuda:
+    if not run.network.accelerator.gpu:
         return fabric_checks.check_gloo(run.interface, report)
     logs = fabric_checks.rank_logs(report, run.work)
     # LD_LIBRARY_PATH ends in what the caller's environment has.

@@ -6,11 +6,11 @@ their traffic goes over the network and not through shared memory; ranks of diff
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from envbuild.recipe.accelerators import Accelerator
 from envbuild.site.settings import FabricTable
 from envbuild.verify.fabrics import (
     Fabric,
@@ -32,19 +32,19 @@ class Network:
     variables of the caller's environment have another value in the job: name → (the caller's, the job's)."""
 
     fabric: Fabric
-    cuda: bool
+    accelerator: Accelerator
     variables: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[tuple[str, ...], ...] = ()
     replaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def of_node(self, node: int, name: str, work: str) -> dict[str, str]:
         """The variables of one node in the job called `name`, whose NCCL writes its logs into the folder `work`."""
-        if not self.cuda:
+        if not self.accelerator.gpu:
             return {}
         found = dict(self.variables)
         found["NCCL_HOSTID"] = f"envbuild-{name}-{node}"
         if self.gpus:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[node])
+            found[self.accelerator.visible] = ",".join(self.gpus[node])
         return {**found, **_DEBUG, "NCCL_DEBUG_FILE": f"{work}/{name}-nccl{node}.%h.%p.txt"}
 
 
@@ -58,8 +58,9 @@ def network_of(
     """The network of a job of `shape` (nodes, ranks of each) in the artifact. Raises UsageError for a fabric that
     is not known."""
     fabric = fabric_called(subject.state.fabric)
-    if not subject.target.is_cuda:
-        return Network(fabric, cuda=False)
+    accelerator = subject.target.family
+    if not accelerator.gpu:
+        return Network(fabric, accelerator)
     shared = (
         nodes.interface == "lo"
     )  # the nodes have this host's network, with the site's interface
@@ -72,25 +73,23 @@ def network_of(
         subject.state.layers, PurePath(subject.roots[0]), nccl_version(subject.state), path
     )
     named = {name: value for name, value in variables.items() if name != "NCCL_SOCKET_IFNAME"}
-    gpus = visible_gpus(env)
+    gpus = visible_gpus(env, accelerator)
     count, each = shape
     split = tuple(tuple(gpus[node * each : (node + 1) * each]) for node in range(count))
     return Network(
         fabric,
-        True,
+        accelerator,
         variables,
         split if shared and count > 1 and len(gpus) >= count * each else (),
         differing(named, env),
     )
 
 
-def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev")) -> list[str]:
-    """The GPUs that a process with `env` may use, as CUDA_VISIBLE_DEVICES names them."""
-    given = env.get("CUDA_VISIBLE_DEVICES")
+def visible_gpus(
+    env: Mapping[str, str], accelerator: Accelerator, dev: Path = Path("/dev")
+) -> list[str]:
+    """Return the GPUs that a process with `env` may use, as `accelerator.visible` names them."""
+    given = env.get(accelerator.visible)
     if given is not None:
         return [part.strip() for part in given.split(",") if part.strip()]
-    try:
-        found = [path.name for path in dev.iterdir() if re.fullmatch(r"nvidia\d+", path.name)]
-    except OSError:
-        return []
-    return [str(number) for number in range(len(found))]
+    return [str(number) for number, _ in enumerate(dev.glob(accelerator.devices))]

@@ -128,7 +128,9 @@ def spec_of(
         "tool": _squashfuse(environment.variables) if way == SQUASHFUSE else "",
         "folder": str(folder),
         "work": str(work or ""),
-        "libraries": driver_libraries(environment.variables) if image.cuda else {},
+        "libraries": driver_libraries(environment.variables)
+        if image.accelerator.driver_libraries
+        else {},
     }
 
 

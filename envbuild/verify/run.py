@@ -13,7 +13,7 @@ from pathlib import Path
 
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
-from envbuild.verify.cuda_checks import check_accelerator
+from envbuild.verify.accelerator_checks import check_accelerator
 from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
 from envbuild.verify.judgement import Launches, judge_launches
 from envbuild.verify.launch import Outcome, Running, TrainingJob, start_job
@@ -94,7 +94,7 @@ class _Bench:
             "--dataset_size", str(batch * _STEPS),
             "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
         )  # fmt: skip
-        arguments += ("--backend", "nccl" if self.network.cuda else "gloo")
+        arguments += ("--backend", self.network.accelerator.backend)
         if bandwidth_s:
             arguments += ("--bandwidth", bandwidth_s)
         job = TrainingJob(
@@ -189,7 +189,7 @@ def _reports_of(bench: _Bench, launched: Running) -> str:
 
 def _may_overlap(bench: _Bench, floor: float) -> bool:
     """Whether the second launch may get ready beside the first: where it does not disturb what is measured."""
-    return not bench.network.cuda and not floor
+    return not bench.network.accelerator.gpu and not floor
 
 
 def _resumes_at(reference: Outcome, first: Running) -> bool:
@@ -222,7 +222,7 @@ def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[flo
 
 
 def _bandwidth_s(bench: _Bench, floor: float) -> str:
-    if bench.network.cuda:
+    if bench.network.accelerator.gpu:
         return _BANDWIDTH_S
     return _GLOO_JUDGED_BANDWIDTH_S if floor else _GLOO_BANDWIDTH_S
 

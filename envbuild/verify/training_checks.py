@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
+from envbuild.recipe.accelerators import ACCELERATORS, CPU
+from envbuild.recipe.targets import Target
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, judge
@@ -210,12 +212,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             )
         if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
-        has_cuda = rank["torch_cuda"] is not None
-        # A base image's CUDA build may serve a CPU target; a CPU build never a CUDA one.
-        if has_cuda != subject.target.is_cuda and (locked is not None or not has_cuda):
-            wrong.append(
-                f"{where}: torch built for CUDA {rank['torch_cuda']}, target {state.target}"
-            )
+        wrong += _wrong_build(where, rank, subject.target, locked is not None)
         for what in ("torch_file", "ddp_train_file", "sys_executable"):
             if not subject.holds(rank[what]):
                 wrong.append(f"{where}: {what} is {rank[what]}, outside of the artifact")
@@ -238,6 +235,16 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             "executable": subject.relative(first["sys_executable"]),
         },
     )
+
+
+def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bool) -> list[str]:
+    """A base image's GPU build may serve a CPU target; a CPU build never a target with GPUs."""
+    builds = {one: rank.get(f"torch_{one.torch_field}") for one in ACCELERATORS if one.gpu}
+    found = next((one for one, version in builds.items() if version is not None), CPU)
+    if found is target.family or (found.gpu and not target.family.gpu and not locked):
+        return []
+    shown = found if found.gpu else target.family
+    return [f"{where}: torch built for {shown.title} {builds[shown]}, target {target.name}"]
 
 
 def _is_release(version: str, known: str) -> bool:

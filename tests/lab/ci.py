@@ -41,7 +41,7 @@ def write_locks(path: Path) -> None:
     for name in loaded.recipe.targets:
         target = Target.parse(name)
         packages = [LockedPackage("torch", "2.10.0", ("a" * 64,))]
-        if target.is_cuda:
+        if target.family.gpu:
             cuda = f"{target.accelerator[2:4]}.{target.accelerator[4:]}.77"
             packages.append(LockedPackage("nvidia-cuda-runtime-cu12", cuda, ("b" * 64,)))
         wheels = Lock(

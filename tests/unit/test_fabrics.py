@@ -12,6 +12,7 @@ import pytest
 from envbuild import make
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.errors import RecipeError, UsageError
+from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.layers import FABRICS
 from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
@@ -144,9 +145,12 @@ def test_containers_have_an_interface_of_their_own_and_cpu_targets_no_nccl() -> 
 def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, tmp_path) == ["GPU-a", "GPU-b"]
-    assert visible_gpus({}, tmp_path / "none") == []
+    assert visible_gpus({}, CUDA, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, CUDA, tmp_path) == [
+        "GPU-a",
+        "GPU-b",
+    ]
+    assert visible_gpus({}, CUDA, tmp_path / "none") == []
 
 
 def gloo_report(address: str = "127.0.0.1", *, links: int = 1, **changes: Any) -> dict[str, Any]:

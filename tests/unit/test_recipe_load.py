@@ -103,7 +103,7 @@ nodes = "two"
         ('"For the lab"', '""', r"2:1: 'description': '' does not match ^\S([^\n]*\S)?$"),
         ('"3.12"', "3.12", "3:1: 'python': expected a string, got a number"),
         ("cu126-x86_64", "cu12.6-x86_64", "10:10: 'cu12' in [targets]: not a target: expected"
-         " ACCELERATOR-ARCH, of cpu or cuNNN (cu126), x86_64 or aarch64\n"
+         " ACCELERATOR-ARCH, of cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64\n"
          "10:15: unknown key '6-x86_64' in [targets.cu12]; accepted: requirements, indexes, glibc, conda"),
         ('"2.34"', '"2.29"', None),
         ('"Pillow"', '"NUMPY>2"', "4:33: 'numpy' is also required by 'numpy==2.2.6' at HERE:4:17"),

@@ -23,7 +23,7 @@ from envbuild.recipe.targets import Target, host_arch
 def test_parts(name: str, cuda: str | None, platform: str, machine: int) -> None:
     target = Target.parse(name)
     assert (target.name, str(target)) == (name, name)
-    assert (target.is_cuda, target.cuda_version) == (cuda is not None, cuda)
+    assert (target.family.gpu, target.version) == (cuda is not None, cuda)
     assert (target.platform("2.28"), target.elf_machine) == (platform, machine)
     assert Target.parse(name) == target
 

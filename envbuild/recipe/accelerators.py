@@ -1,0 +1,118 @@
+"""Accelerators: one row for each family of processors that torch is built for. A new family is a row here.
+
+Part of the survey that runs inside artifacts: nothing but Python 3.9 is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A family of accelerators; an empty field means that the family has no such thing.
+
+    Names: `name` is the row's; `title` stands in messages; `tag` matches the names of targets, wheels' local versions
+    (`+cu126`) and PyTorch's indexes, its groups joined by dots are the version; `form` explains it, `usual` are
+    proposed for a misspelt one.
+    torch's build: the `torch_field` of torch.version and the `torch_library` tell what it is for; `wheels` matches the
+    distributions that only such a build needs, conda's build strings begin with `conda_builds`; `conda_virtual` is
+    conda's virtual package; `nccl_wheel` begins the name of the distribution with its NCCL.
+    Hosts: `devices` is the pattern of the files of GPUs, `probe` of any of the driver, both below /dev; `visible` is
+    the variable that restricts a process to some GPUs; `driver_libraries` says whether containers take libraries from
+    the host's driver.
+    Containers: `apptainer` is its option; `docker_request` asks a daemon's GPU runtime, `docker_devices` are passed to
+    a container otherwise; `container_variables` select devices where a runtime's hook reads them. `dockerfile` is the
+    file at the top of the repository.
+    Clusters: `kubernetes` is the resource of pods, `backend` torch's for collectives.
+    """
+
+    name: str
+    title: str
+    tag: str
+    form: str
+    usual: tuple[str, ...]
+    backend: str
+    torch_field: str = ""
+    torch_library: str = ""
+    wheels: str = ""
+    nccl_wheel: str = ""
+    conda_builds: tuple[str, ...] = ()
+    conda_virtual: str = ""
+    devices: str = ""
+    probe: str = ""
+    visible: str = ""
+    driver_libraries: bool = False
+    apptainer: str = ""
+    docker_request: bool = False
+    docker_devices: tuple[str, ...] = ()
+    container_variables: tuple[tuple[str, str], ...] = ()
+    dockerfile: str = ""
+    kubernetes: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        """Whether its torch needs GPUs."""
+        return bool(self.torch_library)
+
+    def version(self, tag: str) -> str | None:
+        """Return `12.6` for the tag cu126; None for a tag of another family and one without a version."""
+        match = re.fullmatch(self.tag, tag)
+        return ".".join(match.groups()) if match and match.groups() else None
+
+
+CPU = Accelerator(
+    "cpu", "CPUs", "cpu", "cpu", ("cpu",), backend="gloo", dockerfile="Dockerfile.cpu"
+)  # fmt: skip
+CUDA = Accelerator(
+    "cuda", "CUDA", "cu([0-9]{2})([0-9])", "cuNNN (cu126)",
+    ("cu118", "cu121", "cu124", "cu126", "cu128", "cu129", "cu130"),
+    backend="nccl",
+    torch_field="cuda",
+    torch_library="libtorch_cuda.so",
+    wheels="nvidia-.*|cuda-bindings|cuda-toolkit|cuda-pathfinder|triton|pytorch-triton",
+    nccl_wheel="nvidia-nccl-",
+    conda_builds=("cuda", "gpu"),
+    conda_virtual="__cuda",
+    devices="nvidia[0-9]*",
+    probe="nvidia*",
+    visible="CUDA_VISIBLE_DEVICES",
+    driver_libraries=True,
+    apptainer="--nv",
+    docker_request=True,
+    # What enroot's hook 98-nvidia.sh and NVIDIA's container runtime read.
+    container_variables=(
+        ("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
+    ),
+    dockerfile="Dockerfile.gpu",
+    kubernetes="nvidia.com/gpu",
+)  # fmt: skip
+# Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques" (variable);
+# apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource). torch calls RCCL nccl, and brings it in its wheels.
+ROCM = Accelerator(
+    "rocm", "ROCm", r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)", "rocmN.N (rocm6.4)",
+    ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
+    backend="nccl",
+    torch_field="hip",
+    torch_library="libtorch_hip.so",
+    wheels="(pytorch-)?triton-rocm",
+    conda_builds=("rocm",),
+    devices="dri/renderD*",
+    probe="kfd",
+    visible="ROCR_VISIBLE_DEVICES",
+    apptainer="--rocm",
+    docker_devices=("/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"),
+    kubernetes="amd.com/gpu",
+)  # fmt: skip
+ACCELERATORS = (CPU, CUDA, ROCM)
+
+
+def accelerator_of(tag: str) -> Accelerator | None:
+    """Return the family of the tag `cu126`; None where no family has such tags."""
+    return next((one for one in ACCELERATORS if re.fullmatch(one.tag, tag)), None)
+
+
+def torch_index(tag: str) -> str:
+    """Return the address of PyTorch's index of wheels for `cu126`."""
+    return f"https://download.pytorch.org/whl/{tag}"

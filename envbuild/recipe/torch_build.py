@@ -1,0 +1,70 @@
+"""What a build of torch is for, told from its files without importing it.
+
+Part of the survey that runs inside artifacts: nothing but Python 3.9 is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
+
+VERSION_FILE = "torch/version.py"
+# torch's own libraries for accelerators; conda has them in the environment's lib, wheels in torch/lib.
+LIBRARIES = frozenset(one.torch_library for one in ACCELERATORS if one.gpu)
+# torch/version.py has a few lines; what is longer is none.
+MAX_VERSION_FILE = 64 << 10
+# `cuda: Optional[str] = '12.6'` in one release, `cuda = '12.6'` in others; `hip = '6.4.43482-0f2d60242'`.
+_FIELDS = {
+    one.torch_field: re.compile(
+        rf"^{one.torch_field}\b[^=\n]*=\s*['\"]([0-9.]+)[^'\"\n]*['\"]", re.MULTILINE
+    )
+    for one in ACCELERATORS
+    if one.gpu
+}
+
+
+def torch_builds(text: str) -> dict[str, str]:
+    """Return the accelerators that torch was built for, {"cuda": "12.6"}, from the text of torch/version.py."""
+    found = {name: pattern.search(text) for name, pattern in _FIELDS.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def survey_builds(survey: Collection[str]) -> dict[str, str]:
+    """Return the same from the names that a survey has, `cuda=12.6` among them."""
+    pairs = (one.partition("=") for one in survey)
+    return {name: version for name, equals, version in pairs if equals}
+
+
+def accelerator_fault(
+    target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool
+) -> str | None:
+    """Return why a torch that was built for `builds`, with `libraries` of accelerators, does not suit `target`.
+
+    Without `exact` only the major version counts: conda's builds of one major version stand in for each other.
+    Returns None where it suits.
+    """
+    tag = target.partition("-")[0]
+    wanted = accelerator_of(tag)
+    if wanted is None or not wanted.gpu:
+        if not builds and not LIBRARIES & set(libraries):
+            return None
+        return f"is built for {builds_title(builds) or 'GPUs'}, and {target} is for CPUs"
+    title, version = wanted.title, wanted.version(tag) or ""
+    found = builds.get(wanted.torch_field)
+    if found is None or wanted.torch_library not in libraries:
+        return f"has no {title} in it, and {target} needs {title} {version}"
+    parts = 2 if exact else 1  # a release of HIP has more of them than its target
+    if found.split(".")[:parts] == version.split(".")[:parts]:
+        return None
+    return f"is built for {title} {found}, and {target} is for {title} {version}"
+
+
+def builds_title(builds: Mapping[str, str]) -> str:
+    """Return `CUDA 12.6` for {"cuda": "12.6"}; "" for a build for CPUs."""
+    return " and ".join(
+        f"{one.title} {builds[one.torch_field]}"
+        for one in ACCELERATORS
+        if one.torch_field in builds
+    )
