@@ -15,14 +15,14 @@ from pathlib import Path
 
 # What carries the ranks' traffic, or is used on its way.
 _LIBRARY = re.compile(
-    r"lib(nccl|torch_cuda|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?"
+    r"lib(nccl|rccl|torch_cuda|torch_hip|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?"
 )
 _ESTABLISHED = "01"
 _PROC = Path("/proc/self")
 
 
 def mapped_libraries(proc: Path = _PROC) -> list[str]:
-    """The paths of the NCCL, plugin, libfabric and CUDA torch libraries that are mapped, sorted."""
+    """The paths of the NCCL, plugin, libfabric and GPU torch libraries that are mapped, sorted."""
     found = set()
     for line in _lines(proc / "maps"):
         path = line.rstrip("\n").split(None, 5)[5:]

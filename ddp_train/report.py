@@ -38,9 +38,16 @@ def describe_rank(group: Group) -> dict[str, Any]:
         "torch_version": str(torch.__version__),
         "torch_file": torch.__file__,
         "torch_cuda": torch.version.cuda,
+        **_hip(),
         "ddp_train_file": str(Path(package_file).resolve()),
         "gloo_ifname": os.environ.get("GLOO_SOCKET_IFNAME"),
     }
+
+
+def _hip() -> dict[str, str]:
+    """`torch_hip`, the version of HIP that a torch for ROCm was built with; others have no such entry."""
+    hip = getattr(torch.version, "hip", None)
+    return {"torch_hip": hip} if hip else {}
 
 
 def describe_network(group: Group) -> dict[str, Any]:

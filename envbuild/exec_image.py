@@ -21,7 +21,7 @@ from typing import Any
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.recipe.accelerators import ACCELERATORS, CPU, Accelerator
+from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
@@ -82,7 +82,7 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _accelerator_here(dev: Path = Path("/dev")) -> Accelerator:
     """Return the first family that has a device in `dev`, else CPU."""
-    return next((one for one in ACCELERATORS if one.probe and any(dev.glob(one.probe))), CPU)
+    return next((one for one in gpu_families() if any(dev.glob(one.probe))), CPU)
 
 
 def exec_image(

@@ -1,7 +1,7 @@
 """What this host answers, and how to ask it without waiting for ever: tools, look-ups, file systems, limits.
 
-Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver), fi_info(1) of libfabric, the efa and cxi
-drivers' devices in sysfs and /dev.
+Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver), drivers/gpu/drm/amd/amdkfd/kfd_topology.c of
+the kernel (AMD's), fi_info(1) of libfabric, the efa and cxi drivers' devices in sysfs and /dev.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from typing import Any
 from .model import UNLIMITED
 
 TOOL_S = 8.0
+# The variables that restrict a process to some GPUs; ROCm's libraries obey all three.
+_CUDA = ("CUDA_VISIBLE_DEVICES",)
+_ROCM = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def driver(text: str) -> str:
@@ -39,11 +42,21 @@ def gpus(environ: Mapping[str, str]) -> int:
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     else:
         count = sum(map(_opens, glob.glob("/dev/nvidia[0-9]*")))
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count
-    chosen = [one for one in visible.split(",") if one.strip() and one.strip() != "-1"]
-    return min(count, len(chosen))
+    names: tuple[str, ...] = _CUDA
+    if not count and (count := amd_gpus()):
+        names = _ROCM
+    for visible in (environ[name] for name in names if name in environ):
+        chosen = [one for one in visible.split(",") if one.strip() and one.strip() != "-1"]
+        count = min(count, len(chosen))
+    return count
+
+
+def amd_gpus(kfd: str = "/dev/kfd", nodes: str = "/sys/class/kfd/kfd/topology/nodes") -> int:
+    """Return the number of AMD's GPUs that the kernel shows to this process, 0 where it may not open them."""
+    if not _opens(kfd):
+        return 0
+    properties = map(text, glob.glob(f"{nodes}/*/properties"))
+    return sum(bool(re.search(r"^simd_count [1-9]", one, re.MULTILINE)) for one in properties)
 
 
 def missing_provider(name: str, state: Mapping[str, Any]) -> str:

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.artifacts.installed import walk_files
-from envbuild.recipe.torch_build import LIBRARIES, MAX_VERSION_FILE, VERSION_FILE, torch_builds
+from envbuild.recipe.torch_build import (
+    MAX_VERSION_FILE,
+    VERSION_FILE,
+    torch_builds,
+    torch_libraries,
+)
 
 MACHINES = {
     3: "i386",
@@ -41,10 +46,10 @@ class ElfReport:
 def scan_elf(folder: Path, wanted: int) -> ElfReport:
     """Read the header of every regular file below `folder`; `wanted` is the e_machine to find."""
     report = ElfReport()
-    version, libraries = None, set()
+    version, libraries, known = None, set(), torch_libraries()
     for path in walk_files(folder):
         name = os.path.basename(path)
-        if name in LIBRARIES:
+        if name in known:
             libraries.add(name)
         elif name == "version.py" and path.endswith(f"/site-packages/{VERSION_FILE}"):
             version = _read(path)

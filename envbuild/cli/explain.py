@@ -108,7 +108,10 @@ def _verdict(findings: list[CompatFinding]) -> str:
 def _as_json(
     target: Target, stack: Stack, basis: str, findings: list[CompatFinding]
 ) -> dict[str, Any]:
-    names = [name for name in stack.__slots__ if name != "packages"]
+    # `rocm` is there for targets that have it alone: what others print stays as it is.
+    names = [
+        name for name in stack.__slots__ if name != "packages" and (name != "rocm" or stack.rocm)
+    ]
     return {
         "target": target.name,
         "basis": basis,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from envbuild.compat.accelerator import driver_links, glibc_links, nccl_links, torch_links
 from envbuild.compat.finding import CompatFinding, Status
 from envbuild.compat.network import libfabric_links, net_api_links, provider_links
+from envbuild.compat.rocm import rocm_links
 from envbuild.compat.rows import CompatRule, Rows, load_rows
 from envbuild.compat.stack import EXACT, Stack
 from envbuild.compat.versions import matches
@@ -19,7 +20,8 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
     """
     rows = rows or load_rows()
     links = (
-        glibc_links, driver_links, torch_links, nccl_links, net_api_links, libfabric_links, provider_links, rule_links,
+        glibc_links, driver_links, torch_links, rocm_links, nccl_links, net_api_links, libfabric_links,
+        provider_links, rule_links,
     )  # fmt: skip
     return [finding for link in links for finding in link(stack, rows)]
 
@@ -46,7 +48,13 @@ def applies(rule: CompatRule, stack: Stack) -> bool:
 
 
 def _said(name: str, stack: Stack) -> str:
-    names = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "python": "Python", "nccl": "NCCL"}
+    names = {
+        "plugin": "aws-ofi-nccl",
+        "cuda": "CUDA",
+        "rocm": "ROCm",
+        "python": "Python",
+        "nccl": "NCCL",
+    }
     words = {
         "provider": f"provider {stack.provider}",
         "plugin_aws": "built for AWS",

@@ -38,7 +38,8 @@ def net_api_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
     source, date = f"{nccl.source}; {plugin.source}", max(nccl.date, plugin.date)
     speak = f"NCCL {stack.nccl} speaks net API {_span(nccl.apis)}, {what} has {_span(plugin.apis)}"
     if both:
-        text = f"{speak}: v{max(both)} is used, from {plugin.library}"
+        library = plugin.library if stack.rocm is None else "librccl-net-ofi.so"
+        text = f"{speak}: v{max(both)} is used, from {library}"
         yield CompatFinding("good", "plugin", text, "", source, date)
     else:
         newest = max(
@@ -97,7 +98,7 @@ def provider_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         )
         return
     if not fabric.provider:
-        if stack.plugin is None and stack.fabric != "any" and stack.cuda:
+        if stack.plugin is None and stack.fabric != "any" and stack.gpus:
             text = f"NCCL speaks {stack.fabric!r} by itself"
             yield CompatFinding("good", "fabric", text, "", fabric.source, fabric.date)
         elif stack.plugin is not None and stack.fabric in ("socket", "ib"):
@@ -105,7 +106,7 @@ def provider_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
             yield CompatFinding("note", "fabric", text, "", fabric.source, fabric.date)
         return
     needs = f"fabric {stack.fabric!r} is libfabric's provider {fabric.provider!r}"
-    if stack.cuda is not None and stack.plugin is None:
+    if stack.gpus and stack.plugin is None:
         fix = "add [layers.aws-ofi-nccl] and [layers.libfabric], or set another fabric"
         if stack.base:
             text = f"{needs}; whether the base image has aws-ofi-nccl is not known"

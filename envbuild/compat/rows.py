@@ -57,6 +57,26 @@ class NcclPin:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchRocm:
+    """The ROCm versions that torch's wheels of `versions` are built for; there may be others."""
+
+    versions: str
+    rocm: tuple[str, ...]
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rccl:
+    """The NCCL that RCCL of the ROCm versions `rocm` is made from: torch for ROCm has that RCCL inside."""
+
+    rocm: str
+    nccl: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
 class Nccl:
     """The versions of the net API that NCCL of `versions` looks for in a plugin."""
 
@@ -119,6 +139,8 @@ class Rows:
 
     drivers: tuple[Driver, ...] = ()
     torch: tuple[TorchBuild, ...] = ()
+    torch_rocm: tuple[TorchRocm, ...] = ()
+    rccl: tuple[Rccl, ...] = ()
     nccl_pins: tuple[NcclPin, ...] = ()
     nccl: tuple[Nccl, ...] = ()
     plugins: tuple[Plugin, ...] = ()
@@ -133,7 +155,8 @@ def load_rows() -> Rows:
     text = resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8")
     data = tomllib.loads(text)
     tables = {
-        "drivers": Driver, "torch": TorchBuild, "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
+        "drivers": Driver, "torch": TorchBuild, "torch_rocm": TorchRocm, "rccl": Rccl,
+        "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
         "libfabric": Libfabric, "fabrics": FabricProvider, "rules": CompatRule,
     }  # fmt: skip
     return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
@@ -167,6 +190,16 @@ def nccl_pin(torch: str, cuda: str) -> str | None:
     """
     row = pin_row(load_rows(), torch, cuda)
     return row.nccl if row else None
+
+
+def torch_rocm_row(rows: Rows, torch: str) -> TorchRocm | None:
+    """Return the row of torch's builds for ROCm."""
+    return _first(row for row in rows.torch_rocm if matches(torch, row.versions))
+
+
+def rccl_row(rows: Rows, rocm: str) -> Rccl | None:
+    """Return the row of the RCCL that comes with ROCm `rocm`."""
+    return _first(row for row in rows.rccl if matches(rocm, row.rocm))
 
 
 def nccl_row(rows: Rows, version: str) -> Nccl | None:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from envbuild.compat.rows import Rows, fabric_row, load_rows, pin_row, torch_build
+from envbuild.compat.rows import Rows, fabric_row, load_rows, pin_row, rccl_row, torch_build
 from envbuild.names import normalise
-from envbuild.recipe.accelerators import CUDA
+from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of
 from envbuild.recipe.load import LoadedRecipe
@@ -26,9 +26,10 @@ class Stack:
 
     `torch` and `nccl` are versions as their packages write them. `torch_origin` is "lock", "recipe" or "conda";
     `nccl_origin` is "pin" (torch's own), "lock", "wheel" ([layers.nccl]), "source", "host" or "conda"; `nccl_in` is
-    how this build of torch has NCCL ("wheel", "inside"). `plugin` is aws-ofi-nccl's version, `plugin_aws` whether it
-    is built for AWS. `libfabric_origin` is "source", "host" or "conda". `base` is whether images are built on an
-    existing image, which may bring all of these. `packages` are distributions with one version, by normalised name.
+    how this build of torch has NCCL ("wheel", "inside"). For ROCm `nccl` is the NCCL that RCCL is made from. `plugin`
+    is aws-ofi-nccl's version, `plugin_aws` whether it is built for AWS. `libfabric_origin` is "source", "host" or
+    "conda". `base` is whether images are built on an existing image, which may bring all of these. `packages` are
+    distributions with one version, by normalised name.
     """
 
     arch: str
@@ -37,6 +38,7 @@ class Stack:
     fabric: str = "any"
     provider: str = ""
     cuda: str | None = None
+    rocm: str | None = None
     torch: str | None = None
     torch_origin: str = ""
     nccl: str | None = None
@@ -50,6 +52,11 @@ class Stack:
     driver: str | None = None
     packages: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def gpus(self) -> bool:
+        """Whether torch is for GPUs, so that NCCL or RCCL carries its collectives."""
+        return self.cuda is not None or self.rocm is not None
+
     def value(self, name: str) -> str | None:
         """What a rule's `when` compares: a field as text, or the version of the package `name`."""
         if name in _FIELDS:
@@ -62,7 +69,17 @@ class Stack:
 EXACT = frozenset(
     {"arch", "fabric", "provider", "plugin_aws", "libfabric_origin", "nccl_origin", "nccl_in"}
 )
-_FIELDS = EXACT | {"python", "glibc", "cuda", "driver", "torch", "nccl", "plugin", "libfabric"}
+_FIELDS = EXACT | {
+    "python",
+    "glibc",
+    "cuda",
+    "rocm",
+    "driver",
+    "torch",
+    "nccl",
+    "plugin",
+    "libfabric",
+}
 
 
 def stack_of(
@@ -95,6 +112,7 @@ def stack_of(
         fabric=recipe.fabric,
         provider=fabric.provider if fabric else "",
         cuda=target.version if target.family is CUDA else None,
+        rocm=target.version if target.family is ROCM else None,
         torch=torch,
         torch_origin=origin if torch else "",
         base=recipe.image.base != "debian",
@@ -129,6 +147,11 @@ def _of_conda(stack: Stack, found: Mapping[str, str]) -> Stack:
 
 def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Rows) -> Stack:
     """NCCL as torch brings it: a locked wheel, or else what torch's release is known to pin."""
+    if stack.rocm is not None and stack.torch is not None and stack.torch_origin != "conda":
+        rccl = rccl_row(rows, stack.rocm)
+        return (
+            replace(stack, nccl=rccl.nccl, nccl_origin="pin", nccl_in="inside") if rccl else stack
+        )
     if stack.cuda is None or stack.torch is None or stack.torch_origin == "conda":
         return stack
     build = torch_build(rows, stack.torch, stack.arch)

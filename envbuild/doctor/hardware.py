@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from envbuild import limits
@@ -64,7 +65,7 @@ def shared_memory(host: Host) -> Iterator[HostFinding]:
 
 
 def gpus(host: Host) -> Iterator[HostFinding]:
-    """NVIDIA GPUs: the driver, what it lists, its library."""
+    """NVIDIA GPUs: the driver, what it lists, its library; else AMD's."""
     driver = _driver_version(host)
     tool = find("nvidia-smi", host.variables)
     listed: list[list[str]] = []
@@ -105,9 +106,33 @@ def gpus(host: Host) -> Iterator[HostFinding]:
             else "load or repair NVIDIA's driver (dmesg tells why), or ask the job for GPUs"
         )
         yield HostFinding("GPU", "warn", "; ".join(parts), remedy, facts)
+    elif (host.root / "dev/kfd").exists():
+        yield _amd(host)
     else:
         what = "none: artifacts for CUDA can be built here, not verified"
         yield HostFinding("GPU", "info", what, "verify them in a job on a node with GPUs", facts)
+
+
+def _amd(host: Host) -> HostFinding:
+    """AMD's GPUs, as the kernel's driver lists them: nodes of the topology that have compute units."""
+    nodes = (host.root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    count = sum(bool(re.search(r"^simd_count [1-9]", _text(path), re.MULTILINE)) for path in nodes)
+    driver = _text(host.root / "sys/module/amdgpu/version").strip()
+    facts = {"gpus": ["AMD"] * count, "driver": driver, "devices": ["kfd"]}
+    what = f"{count} × AMD, driver {driver or 'of the kernel'}"
+    if os.access(host.root / "dev/kfd", os.R_OK | os.W_OK) and count:
+        return HostFinding("GPU", "ok", what, facts=facts)
+    remedy = (
+        "join the groups that own /dev/kfd and /dev/dri (render, video), or ask the job for GPUs"
+    )
+    return HostFinding("GPU", "warn", f"{what}, but /dev/kfd cannot be used", remedy, facts)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _libcuda(host: Host) -> str:

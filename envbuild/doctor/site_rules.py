@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from envbuild.doctor.model import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.recipe.accelerators import ACCELERATORS
+from envbuild.recipe.accelerators import gpu_families
 from envbuild.site.job_site import JobSite
 from envbuild.site.kubernetes import huge_pages_problem
 from envbuild.site.schedulers import LAUNCHERS, listed
@@ -48,8 +48,8 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
                 f"is not used with the scheduler {kind}",
                 'leave the table out, or kind = "kubernetes"',
             )
-    for one in ACCELERATORS:
-        if one.kubernetes and one.kubernetes in site.kubernetes.resources:
+    for one in gpu_families():
+        if one.kubernetes in site.kubernetes.resources:
             yield _bad(
                 "[kubernetes] resources",
                 f"{one.kubernetes} is asked for by [node] gpus",

@@ -16,7 +16,7 @@ from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_security import pod_security
 from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
-from envbuild.recipe.accelerators import ACCELERATORS
+from envbuild.recipe.accelerators import gpu_families
 from envbuild.site.jobs import job_variable_problem
 from envbuild.site.kubernetes import huge_pages_problem, quantity
 
@@ -26,7 +26,6 @@ _RETRIES = 3
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
-_GPUS = {one.kubernetes for one in ACCELERATORS if one.kubernetes}
 _EFA = "vpc.amazonaws.com/efa"
 _ARCH = "kubernetes.io/arch"
 # torchrun's own variables are the operator's to set, and the node contract ours.
@@ -200,7 +199,7 @@ def resources(plan: JobPlan) -> dict[str, Any]:
     if plan.gpus_per_node:
         limits[plan.artifact.accelerator.kubernetes] = str(plan.gpus_per_node)
     for key, amount in site.resources.items():
-        if key in _GPUS:
+        if key in {one.kubernetes for one in gpu_families()}:
             raise UsageError(
                 f"{plan.site.origin('kubernetes', 'resources')}: {key} is asked for by [node] gpus",
                 "take it out of [kubernetes] resources",

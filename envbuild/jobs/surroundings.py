@@ -11,6 +11,7 @@ from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
 from envbuild.site.job_site import JobSite
 from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_variables
+from envbuild.verify.network import plugin_settings
 
 
 def variables_of(
@@ -50,6 +51,7 @@ def variables_of(
             origins[f"variables.{name}"] = site.origin("fabric", "variables")
         root = PurePath(artifact.python).parents[1]
         plugin = plugin_variables(opened.layers, root, opened.nccl)
+        plugin = plugin_settings(artifact.accelerator, plugin)
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
     if artifact.kind == "conda":

@@ -13,11 +13,11 @@ from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.recipe.torch_build import (
-    LIBRARIES,
     MAX_VERSION_FILE,
     VERSION_FILE,
     accelerator_fault,
     torch_builds,
+    torch_libraries,
 )
 
 
@@ -60,7 +60,7 @@ def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
             if VERSION_FILE in names:
                 with archive.open(VERSION_FILE) as stream:
                     text = stream.read(MAX_VERSION_FILE).decode("utf-8", "replace")
-            libraries = [n for n in sorted(LIBRARIES) if f"torch/lib/{n}" in names]
+            libraries = [n for n in sorted(torch_libraries()) if f"torch/lib/{n}" in names]
     except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
         raise BuildError(f"{path} is not a wheel that can be read: {error}") from error
     return torch_builds(text), libraries

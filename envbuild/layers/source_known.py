@@ -176,6 +176,8 @@ def _known(name: str, fabric: str, target: Target) -> Known:
             and target.family.name in extra.get("accelerator", [target.family.name])
             and extra.get("arch", target.arch) == target.arch
         ):
+            own = {_key(option) for option in extra.get("configure", ())}
+            lists["configure"] = [o for o in lists["configure"] if _key(o) not in own]
             for key, values in lists.items():
                 values += extra.get(key, ())
     return Known(

@@ -7,12 +7,8 @@ from collections.abc import Iterable
 
 from envbuild.errors import LockError
 from envbuild.lock.format import LockedPackage
-from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of, torch_index
+from envbuild.recipe.accelerators import accelerator_of, gpu_families, torch_index
 from envbuild.recipe.targets import Target
-
-_GPUS = tuple(one for one in ACCELERATORS if one.gpu)
-# What local versions begin with: `+cu126`, `+rocm6.4`.
-_LOCAL = ("cu", "rocm", "xpu")
 
 
 def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
@@ -21,7 +17,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     A wheel's build is known from its local version (`+cpu`, `+cu126`: download.pytorch.org's
     names) and from the CUDA packages that it pulls in (the builds on the default index).
     """
-    locked, wanted = list(packages), target.family
+    locked, wanted, families = list(packages), target.family, gpu_families()
     torch = next((p for p in locked if p.name == "torch"), None)
     if torch is None:
         return
@@ -29,9 +25,10 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     gpu = sorted(
         f"{p.name}=={p.version}"
         for p in locked
-        if any(re.fullmatch(one.wheels, p.name) for one in _GPUS)
+        if any(re.fullmatch(one.wheels, p.name) for one in families)
     )
-    named = local.startswith(_LOCAL)
+    # `+cu126`, `+rocm6.4` and what has no targets here.
+    named = local.startswith(("xpu", *(one.usual[0].rstrip(".0123456789") for one in families)))
     if not wanted.gpu and (gpu or named):
         seen = f"{len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
         raise LockError(

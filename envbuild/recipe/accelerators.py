@@ -25,7 +25,8 @@ class Accelerator:
     Containers: `apptainer` is its option; `docker_request` asks a daemon's GPU runtime, `docker_devices` are passed to
     a container otherwise; `container_variables` select devices where a runtime's hook reads them. `dockerfile` is the
     file at the top of the repository.
-    Clusters: `kubernetes` is the resource of pods, `backend` torch's for collectives.
+    Clusters: `kubernetes` is the resource of pods, `backend` torch's for collectives, `nccl` the name of the
+    library behind it and `net_plugin` how the file of aws-ofi-nccl begins that this library opens.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Accelerator:
     form: str
     usual: tuple[str, ...]
     backend: str
+    nccl: str = ""
     torch_field: str = ""
     torch_library: str = ""
     wheels: str = ""
@@ -50,6 +52,7 @@ class Accelerator:
     container_variables: tuple[tuple[str, str], ...] = ()
     dockerfile: str = ""
     kubernetes: str = ""
+    net_plugin: str = ""
 
     @property
     def gpu(self) -> bool:
@@ -69,6 +72,7 @@ CUDA = Accelerator(
     "cuda", "CUDA", "cu([0-9]{2})([0-9])", "cuNNN (cu126)",
     ("cu118", "cu121", "cu124", "cu126", "cu128", "cu129", "cu130"),
     backend="nccl",
+    nccl="libnccl",
     torch_field="cuda",
     torch_library="libtorch_cuda.so",
     wheels="nvidia-.*|cuda-bindings|cuda-toolkit|cuda-pathfinder|triton|pytorch-triton",
@@ -87,13 +91,16 @@ CUDA = Accelerator(
     ),
     dockerfile="Dockerfile.gpu",
     kubernetes="nvidia.com/gpu",
+    net_plugin="libnccl-net",
 )  # fmt: skip
 # Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques" (variable);
-# apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource). torch calls RCCL nccl, and brings it in its wheels.
+# apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource); aws-ofi-nccl, src/Makefile.am of v1.18.0. torch calls
+# RCCL nccl, and brings it in its wheels.
 ROCM = Accelerator(
     "rocm", "ROCm", r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)", "rocmN.N (rocm6.4)",
     ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
     backend="nccl",
+    nccl="librccl",
     torch_field="hip",
     torch_library="libtorch_hip.so",
     wheels="(pytorch-)?triton-rocm",
@@ -104,13 +111,19 @@ ROCM = Accelerator(
     apptainer="--rocm",
     docker_devices=("/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"),
     kubernetes="amd.com/gpu",
+    net_plugin="librccl-net",
 )  # fmt: skip
-ACCELERATORS = (CPU, CUDA, ROCM)
+ACCELERATORS = {one.name: one for one in (CPU, CUDA, ROCM)}
 
 
 def accelerator_of(tag: str) -> Accelerator | None:
     """Return the family of the tag `cu126`; None where no family has such tags."""
-    return next((one for one in ACCELERATORS if re.fullmatch(one.tag, tag)), None)
+    return next((one for one in ACCELERATORS.values() if re.fullmatch(one.tag, tag)), None)
+
+
+def gpu_families() -> list[Accelerator]:
+    """Return the families whose torch needs GPUs, in the table's order."""
+    return [one for one in ACCELERATORS.values() if one.gpu]
 
 
 def torch_index(tag: str) -> str:

@@ -69,9 +69,15 @@ def target_problem(name: str) -> str | None:
     tag, _, arch = name.partition("-")
     if arch in ARCHES and accelerator_of(tag) is not None:
         return None
-    usual = [f"{tag}-{arch}" for one in ACCELERATORS for tag in one.usual for arch in ARCHES]
+    usual = [
+        f"{tag}-{arch}" for one in ACCELERATORS.values() for tag in one.usual for arch in ARCHES
+    ]
     close = closest(name.lower(), usual)
-    *first, last = (one.form for one in ACCELERATORS)
+    if "." not in name and accelerator_of(
+        f"{name}.0"
+    ):  # TOML takes the rest for a key of another table
+        return f'not a target; quote a name with a dot: [targets."{name}.N-{ARCHES[0]}"]'
+    *first, last = (one.form for one in ACCELERATORS.values())
     form = f"not a target: expected ACCELERATOR-ARCH, of {', '.join(first)} or {last}, {' or '.join(ARCHES)}"
     return f"{form}; did you mean {close!r}?" if close else form
 

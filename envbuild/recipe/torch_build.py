@@ -8,26 +8,24 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
+from envbuild.recipe.accelerators import accelerator_of, gpu_families
 
 VERSION_FILE = "torch/version.py"
-# torch's own libraries for accelerators; conda has them in the environment's lib, wheels in torch/lib.
-LIBRARIES = frozenset(one.torch_library for one in ACCELERATORS if one.gpu)
 # torch/version.py has a few lines; what is longer is none.
 MAX_VERSION_FILE = 64 << 10
 # `cuda: Optional[str] = '12.6'` in one release, `cuda = '12.6'` in others; `hip = '6.4.43482-0f2d60242'`.
-_FIELDS = {
-    one.torch_field: re.compile(
-        rf"^{one.torch_field}\b[^=\n]*=\s*['\"]([0-9.]+)[^'\"\n]*['\"]", re.MULTILINE
-    )
-    for one in ACCELERATORS
-    if one.gpu
-}
+_FIELD = r"^{}\b[^=\n]*=\s*['\"]([0-9.]+)[^'\"\n]*['\"]"
+
+
+def torch_libraries() -> set[str]:
+    """Return the names of torch's own libraries for accelerators: conda has them in lib, wheels in torch/lib."""
+    return {one.torch_library for one in gpu_families()}
 
 
 def torch_builds(text: str) -> dict[str, str]:
     """Return the accelerators that torch was built for, {"cuda": "12.6"}, from the text of torch/version.py."""
-    found = {name: pattern.search(text) for name, pattern in _FIELDS.items()}
+    names = [one.torch_field for one in gpu_families()]
+    found = {name: re.search(_FIELD.format(name), text, re.MULTILINE) for name in names}
     return {name: match[1] for name, match in found.items() if match}
 
 
@@ -48,7 +46,7 @@ def accelerator_fault(
     tag = target.partition("-")[0]
     wanted = accelerator_of(tag)
     if wanted is None or not wanted.gpu:
-        if not builds and not LIBRARIES & set(libraries):
+        if not builds and not torch_libraries() & set(libraries):
             return None
         return f"is built for {builds_title(builds) or 'GPUs'}, and {target} is for CPUs"
     title, version = wanted.title, wanted.version(tag) or ""
@@ -63,8 +61,5 @@ def accelerator_fault(
 
 def builds_title(builds: Mapping[str, str]) -> str:
     """Return `CUDA 12.6` for {"cuda": "12.6"}; "" for a build for CPUs."""
-    return " and ".join(
-        f"{one.title} {builds[one.torch_field]}"
-        for one in ACCELERATORS
-        if one.torch_field in builds
-    )
+    families = [one for one in gpu_families() if one.torch_field in builds]
+    return " and ".join(f"{one.title} {builds[one.torch_field]}" for one in families)

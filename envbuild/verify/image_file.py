@@ -15,17 +15,14 @@ from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
-from envbuild.recipe.accelerators import ACCELERATORS, CPU, Accelerator
+from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.host import Launch
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
 # A site's settings of GPUs and networks, which a job's programs need from outside; nothing else of the
 # caller's variables enters an image.
-_PASSED = (
-    *(one.visible for one in ACCELERATORS if one.visible),
-    "NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM",
-)  # fmt: skip
+_PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
 _MOST_STATE = 16 << 20
 
 
@@ -101,4 +98,5 @@ def image_state(image: ImageFile) -> State:
 
 def passed(variables: Mapping[str, str]) -> dict[str, str]:
     """What of the caller's `variables` enters an image."""
-    return {name: value for name, value in variables.items() if name.startswith(_PASSED)}
+    prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
+    return {name: value for name, value in variables.items() if name.startswith(prefixes)}

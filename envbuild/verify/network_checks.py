@@ -12,6 +12,7 @@ from typing import Any
 from envbuild import process
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.errors import EnvbuildError
+from envbuild.recipe.accelerators import gpu_families
 from envbuild.verify.fabrics import PLUGIN, Fabric
 from envbuild.verify.model import Check, judge
 from envbuild.verify.nodes import Nodes
@@ -105,9 +106,12 @@ def _library_problems(
 
 def _kind(path: str) -> str:
     name = os.path.basename(path)
-    if name.startswith("libnccl-net"):
+    if name.startswith(tuple(one.net_plugin for one in gpu_families())):
         return "plugin"
-    return {"libnccl": "nccl", "libfabric": "libfabric"}.get(name.split(".so")[0], "other")
+    stem = name.split(".so")[0]
+    if stem in {one.nccl for one in gpu_families()}:
+        return "nccl"
+    return "libfabric" if stem == "libfabric" else "other"
 
 
 def _of_layer(subject: Subject, layer: BuiltLayer, path: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
-from envbuild.recipe.accelerators import ACCELERATORS, CPU
+from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.launch import Outcome, TrainingJob
@@ -239,7 +239,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
 
 def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bool) -> list[str]:
     """A base image's GPU build may serve a CPU target; a CPU build never a target with GPUs."""
-    builds = {one: rank.get(f"torch_{one.torch_field}") for one in ACCELERATORS if one.gpu}
+    builds = {one: rank.get(f"torch_{one.torch_field}") for one in gpu_families()}
     found = next((one for one, version in builds.items() if version is not None), CPU)
     if found is target.family or (found.gpu and not target.family.gpu and not locked):
         return []

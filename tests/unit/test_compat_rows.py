@@ -22,8 +22,10 @@ from envbuild.compat.rows import (
     Nccl,
     NcclPin,
     Plugin,
+    Rccl,
     Rows,
     TorchBuild,
+    TorchRocm,
     libfabric_row,
     load_rows,
     nccl_pin,
@@ -109,6 +111,22 @@ def test_torch_build(row: TorchBuild) -> None:
         assert statuses(replace(low, torch_origin="lock"), "glibc") == ["unknown"]
     assert row.default in (*row.cuda, "cpu")
     assert row.nccl in ("wheel", "inside", "")
+
+
+@pytest.mark.parametrize("row", ROWS.torch_rocm, ids=name_of)
+def test_torch_for_rocm(row: TorchRocm) -> None:
+    stack = replace(BARE, torch=inside(row.versions), torch_origin="recipe")
+    for rocm in row.rocm:
+        assert statuses(replace(stack, rocm=rocm), "torch", row.source) == ["good"]
+    assert statuses(replace(stack, rocm="5.0"), "torch") == ["unknown"]
+    assert statuses(replace(stack, torch=None, rocm=row.rocm[0]), "torch") == ["unknown"]
+
+
+@pytest.mark.parametrize("row", ROWS.rccl, ids=name_of)
+def test_rccl(row: Rccl) -> None:
+    stack = replace(BARE, torch="2.9.1", rocm=inside(row.rocm))
+    assert statuses(stack, "nccl", row.source) == ["good"]
+    assert statuses(replace(stack, rocm=outside(row.rocm)), "nccl", row.source) == []
 
 
 @pytest.mark.parametrize("row", ROWS.nccl_pins, ids=name_of)
@@ -335,6 +353,7 @@ def test_order_is_that_of_pep_440(one: str, other: str) -> None:
         fabric=st.sampled_from([*FABRICS, "carrier-pigeon"]),
         provider=st.sampled_from(["", "tcp", "efa", "cxi"]),
         cuda=st.none() | st.sampled_from(["11.8", "12.6", "13.0"]) | ANY,
+        rocm=st.none() | st.sampled_from(["6.2.4", "6.4"]) | ANY,
         torch=st.none() | st.sampled_from(["2.7.1", "2.9.1+cu126"]) | ANY,
         torch_origin=st.sampled_from(["", "lock", "recipe", "conda"]),
         nccl=st.none() | ANY, nccl_origin=st.sampled_from(["", "pin", "lock", "wheel", "source", "host", "conda"]),
