@@ -22,7 +22,7 @@ from ..ending import leave
 from ..errors import BAD_INPUT, RUNTIME, TrainError
 from .head import Head
 from .judge import judge
-from .model import FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
+from .model import DEVICES, FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
 from .node import run_node
 from .peers import Unreached
 from .place import Place, place_of
@@ -107,8 +107,9 @@ async def _part(place: Place, environ: Mapping[str, str], options: Any, started:
             )
         return RUNTIME
     wanted = Wanted(
-        options.digest, options.gpus, options.provider, options.arch, options.shm, options.free
-    )
+        options.digest, options.gpus, options.provider, options.arch, options.shm, options.free,
+        pins=bool(options.provider and environ.get(DEVICES)),
+    )  # fmt: skip
     findings = judge(nodes, wanted)
     passed = not any(one.status == FAIL for one in findings)
     seconds = time.monotonic() - started

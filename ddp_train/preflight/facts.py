@@ -23,7 +23,7 @@ from typing import Any
 
 from ..loaded import interfaces
 from . import host as this_host
-from .model import Facts
+from .model import DEVICES, Facts
 
 _LOOKUP_S = 4.0
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -35,9 +35,12 @@ def collect(
 ) -> Facts:  # fmt: skip
     """The facts of this node; `hosts` and `addresses` are looked up. Takes seconds at most, whatever hangs."""
     state = _state(Path(sys.prefix))
+    devices = environ.get(DEVICES, "")
     jobs: dict[str, Callable[[], Any]] = {
         "gpus": lambda: this_host.gpus(environ),
-        "provider": lambda: this_host.missing_provider(provider, state) if provider else "",
+        "provider": lambda: (
+            this_host.missing_provider(provider, devices, state) if provider else ""
+        ),
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
         **{f"reverse {one}": partial(this_host.name_of, one) for one in addresses},
     }

@@ -1,7 +1,7 @@
 """What this host answers, and how to ask it without waiting for ever: tools, look-ups, file systems, limits.
 
 Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver), drivers/gpu/drm/amd/amdkfd/kfd_topology.c of
-the kernel (AMD's), fi_info(1) of libfabric, the efa and cxi drivers' devices in sysfs and /dev.
+the kernel (AMD's), fi_info(1) of libfabric.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def amd_gpus(kfd: str = "/dev/kfd", nodes: str = "/sys/class/kfd/kfd/topology/no
     return sum(bool(re.search(r"^simd_count [1-9]", one, re.MULTILINE)) for one in properties)
 
 
-def missing_provider(name: str, state: Mapping[str, Any]) -> str:
-    """Why libfabric's provider `name` is not here; "" when it is. Without fi_info the device itself is looked for."""
+def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
+    """Why libfabric's provider `name` is not here; "" when it is. Without fi_info its `devices` are looked for: a glob,
+    or GLOB=DRIVER where one of the links must lead to that driver, "" where it needs no device of its own."""
     layers = state.get("layers") or []
     places = [os.path.join(sys.prefix, "bin")]
     places += [os.path.join(str(one.get("path")), "bin") for one in layers if one.get("path")]
@@ -71,13 +72,13 @@ def missing_provider(name: str, state: Mapping[str, Any]) -> str:
             return ""
         lines = (told.stderr or told.stdout).strip().splitlines() if told else []
         return f"{tool} -p {name}: {lines[-1] if lines else 'no such provider'}"
-    devices = {"efa": "/sys/class/infiniband/*/device/driver", "cxi": "/dev/cxi*"}.get(name)
-    if devices is None:
-        return ""  # it needs no device of its own
-    found = glob.glob(devices)
-    if name == "efa":
-        found = [one for one in found if os.path.basename(os.path.realpath(one)) == "efa"]
-    return "" if found else f"no fi_info, and no {name} device ({devices})"
+    if not devices:
+        return ""
+    pattern, _, driver = devices.partition("=")
+    found = glob.glob(pattern)
+    if driver:
+        found = [one for one in found if os.path.basename(os.path.realpath(one)) == driver]
+    return "" if found else f"no fi_info, and no {name} device ({pattern})"
 
 
 def at_once(

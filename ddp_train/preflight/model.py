@@ -9,6 +9,8 @@ from typing import Any
 
 FAIL, WARN = "fail", "warn"
 UNLIMITED = -1
+# The variable in which a job's script tells of the files by which a node shows the adapters of the job's fabric.
+DEVICES = "ENVBUILD_DEVICES"
 # How many nodes or names a line shows.
 SHOWN = 6
 # Names of the package that holds NCCL, without the CUDA version at its end.
@@ -72,7 +74,8 @@ def _fits(name: str, table: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks of its nodes: "" and 0 ask nothing. `shm` and `free` are bytes."""
+    """What the job asks of its nodes: "" and 0 ask nothing. `shm` and `free` are bytes; `pins` is whether the adapters
+    of `provider` send from pinned memory."""
 
     digest: str = ""
     gpus: int = 0
@@ -80,6 +83,7 @@ class Wanted:
     arch: str = ""
     shm: int = 0
     free: int = 0
+    pins: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ _PAGE = 64 << 10
 # What libfabric and ibverbs pin of a process' memory is far more than this.
 _LITTLE_MEMLOCK = 64 << 20
 _ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
-_PINNING = ("efa", "cxi", "verbs")
 
 
 def shared(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
@@ -138,7 +137,7 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             what = f"lacks libfabric's provider {wanted.provider}: {facts.provider}"
             remedy = "use nodes with this network or another fabric; containers need /dev/infiniband or /dev/cxi*"
             yield Finding(FAIL, "fabric", at, what, remedy)
-        if wanted.provider in _PINNING and UNLIMITED != facts.memlock < _LITTLE_MEMLOCK:
+        if wanted.pins and UNLIMITED != facts.memlock < _LITTLE_MEMLOCK:
             what = f"lets a process pin {_bytes(facts.memlock)} of memory"
             remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd): what is sent is pinned"
             yield Finding(FAIL, "memlock", at, what, remedy)

@@ -9,6 +9,7 @@ from envbuild.compat.finding import LOOK_IT_UP, CompatFinding
 from envbuild.compat.rows import Rows
 from envbuild.compat.stack import Stack
 from envbuild.compat.versions import matches
+from envbuild.fabrics import load_fabrics
 
 
 def net_api_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
@@ -91,17 +92,17 @@ def libfabric_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
 
 
 def provider_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
-    fabric = data.fabric_row(rows, stack.fabric)
+    fabric = load_fabrics().get(stack.fabric)
     if fabric is None:
         yield CompatFinding(
             "unknown", "fabric", f"no row says what fabric {stack.fabric!r} needs", LOOK_IT_UP
         )
         return
     if not fabric.provider:
-        if stack.plugin is None and stack.fabric != "any" and stack.gpus:
+        if stack.plugin is None and fabric.nccl_net and stack.gpus:
             text = f"NCCL speaks {stack.fabric!r} by itself"
             yield CompatFinding("good", "fabric", text, "", fabric.source, fabric.date)
-        elif stack.plugin is not None and stack.fabric in ("socket", "ib"):
+        elif stack.plugin is not None and fabric.nccl_net:
             text = f"NCCL speaks {stack.fabric!r} by itself; aws-ofi-nccl is built and not used"
             yield CompatFinding("note", "fabric", text, "", fabric.source, fabric.date)
         return

@@ -110,16 +110,6 @@ class Libfabric:
 
 
 @dataclass(frozen=True, slots=True)
-class FabricProvider:
-    """The libfabric provider that the fabric `name` of recipes needs; "" where NCCL speaks it by itself."""
-
-    name: str
-    provider: str
-    source: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True)
 class CompatRule:
     """What does not go together: a stack that has all of `when`. `fix` says what to change."""
 
@@ -145,7 +135,6 @@ class Rows:
     nccl: tuple[Nccl, ...] = ()
     plugins: tuple[Plugin, ...] = ()
     libfabric: tuple[Libfabric, ...] = ()
-    fabrics: tuple[FabricProvider, ...] = ()
     rules: tuple[CompatRule, ...] = ()
 
 
@@ -157,7 +146,7 @@ def load_rows() -> Rows:
     tables = {
         "drivers": Driver, "torch": TorchBuild, "torch_rocm": TorchRocm, "rccl": Rccl,
         "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
-        "libfabric": Libfabric, "fabrics": FabricProvider, "rules": CompatRule,
+        "libfabric": Libfabric, "rules": CompatRule,
     }  # fmt: skip
     return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
 
@@ -220,11 +209,6 @@ def libfabric_row(rows: Rows, version: str) -> Libfabric | None:
 def driver_row(rows: Rows, cuda: str) -> Driver | None:
     """The row of drivers for CUDA `cuda`."""
     return _first(row for row in rows.drivers if matches(cuda, row.cuda))
-
-
-def fabric_row(rows: Rows, name: str) -> FabricProvider | None:
-    """The row of the fabric `name`."""
-    return _first(row for row in rows.fabrics if row.name == name)
 
 
 def _first(found: Iterable[T]) -> T | None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from envbuild.compat.rows import Rows, fabric_row, load_rows, pin_row, rccl_row, torch_build
+from envbuild.compat.rows import Rows, load_rows, pin_row, rccl_row, torch_build
+from envbuild.fabrics import load_fabrics
 from envbuild.names import normalise
 from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.checks import requirement_parts
@@ -104,13 +105,12 @@ def stack_of(
     torch = found.get("torch")
     if torch is None and conda:
         torch = next((found[name] for name in _CONDA_TORCH if name in found), None)
-    fabric = fabric_row(rows, recipe.fabric)
     stack = Stack(
         arch=target.arch,
         python=recipe.python,
         glibc=table.glibc,
         fabric=recipe.fabric,
-        provider=fabric.provider if fabric else "",
+        provider=load_fabrics()[recipe.fabric].provider,
         cuda=target.version if target.family is CUDA else None,
         rocm=target.version if target.family is ROCM else None,
         torch=torch,
@@ -179,9 +179,10 @@ def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
 
 
 def _aws(stack: Stack, options: tuple[str, ...]) -> bool:
-    """Whether the plugin is built for AWS: as its options say, else for EFA alone (data/sources.toml)."""
-    for option in reversed(options):
+    """Whether the plugin is built for AWS: as its options say, the recipe's before the fabric's."""
+    of_fabric = load_fabrics()[stack.fabric].options_of("aws-ofi-nccl", "cuda")
+    for option in reversed([*(o for row in of_fabric for o in row.configure), *options]):
         name, _, value = option.partition("=")
         if name in ("--enable-platform-aws", "--disable-platform-aws"):
             return name.startswith("--enable") and value != "no"
-    return stack.fabric == "efa"
+    return False

@@ -1,4 +1,4 @@
-"""The network between nodes: interfaces, InfiniBand, EFA, Slingshot, libfabric.
+"""The network between nodes: interfaces, adapters of the fabrics that recipes may name, libfabric.
 
 Sources: the kernel's Documentation/ABI of /sys/class/net and /sys/class/infiniband; netdevice(7); fi_info(1).
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding, Status
+from envbuild.fabrics import load_fabrics
 
 _SIOCGIFADDR = 0x8915
 # Bridges, and pairs, of containers: no way to another node.
@@ -102,51 +103,51 @@ def network(host: Host) -> Iterator[HostFinding]:
 
 
 def adapters(host: Host) -> Iterator[HostFinding]:
-    """Adapters for remote memory: InfiniBand and RoCE, EFA, Slingshot."""
-    rows, kinds, down = [], set(), []
-    for device in _entries(host.root / "sys/class/infiniband"):
+    """The adapters of the fabrics that recipes may name."""
+    rows, kinds, down, mounted = [], set(), [], set()
+    known = [(f.name, f.adapter) for f in load_fabrics().values() if f.adapter]
+    for device in (d for c in dict.fromkeys(a.sysfs for _, a in known)
+                   for d in _entries(host.root / "sys/class" / c)):  # fmt: skip
         driver = os.path.basename(os.path.realpath(device / "device/driver"))
+        fitting = [row for row in known
+                   if row[1].sysfs == device.parent.name and row[1].driver in ("", driver)]  # fmt: skip
+        if not fitting:
+            continue
+        # A row that names the driver goes before one that takes all of the class.
+        name, adapter = max(fitting, key=lambda row: bool(row[1].driver))
         ports = [
             (_text(port / "link_layer"), _text(port / "state"), _text(port / "rate"))
             for port in _entries(device / "ports")
         ]
-        kind = (
-            "efa" if driver == "efa" else "roce" if any(p[0] == "Ethernet" for p in ports) else "ib"
-        )
+        kind = next((adapter.link_layers[p[0]] for p in ports if p[0] in adapter.link_layers), name)
         kinds.add(kind)
+        mounted |= {adapter.mounted} - {""}
         active = any("ACTIVE" in state for _, state, _ in ports)
         rate = next((rate for _, _, rate in ports if rate), "")
         rows.append(f"{device.name} ({kind}{f', {rate}' if rate else ''})")
         down += [] if active or not ports else [device.name]
-    slingshot = [device.name for device in _entries(host.root / "sys/class/cxi")]
-    rows += [f"{name} (cxi)" for name in slingshot]
-    kinds |= {"cxi"} if slingshot else set()
     facts = {"adapters": rows, "kinds": sorted(kinds), "down": down}
     if not rows:
-        yield HostFinding("adapters", "info", "no InfiniBand, RoCE, EFA or Slingshot", facts=facts)
+        *names, last = (name for _, adapter in known for name in adapter.called)
+        text = f"no {', '.join(names)} or {last}"
+        yield HostFinding("adapters", "info", text, facts=facts)
     elif down:
         remedy = "see ibstat, or let the administrator look at cable and switch"
         yield HostFinding(
             "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", remedy, facts
         )
     else:
-        seen = (host.root / "dev/infiniband").is_dir() or kinds == {"cxi"}
-        remedy = "" if seen else "pass /dev/infiniband into this container"
-        status: Status = "ok" if seen else "warn"
-        yield HostFinding(
-            "adapters",
-            status,
-            ", ".join(rows) + ("" if seen else "; /dev/infiniband is not here"),
-            remedy,
-            facts,
-        )
+        absent = ", ".join(sorted(f for f in mounted if not (host.root / f.lstrip("/")).is_dir()))
+        remedy = f"pass {absent} into this container" if absent else ""
+        status: Status = "warn" if absent else "ok"
+        text = ", ".join(rows) + (f"; {absent} is not here" if absent else "")
+        yield HostFinding("adapters", status, text, remedy, facts)
 
 
 def libfabric(host: Host) -> Iterator[HostFinding]:
     """The providers of the host's libfabric."""
-    tool = find(
-        "fi_info", host.variables, "/usr/sbin:/sbin:/opt/amazon/efa/bin:/opt/cray/libfabric/bin"
-    )
+    vendors = [fabric.fi_info for fabric in load_fabrics().values() if fabric.fi_info]
+    tool = find("fi_info", host.variables, ":".join(["/usr/sbin", "/sbin", *vendors]))
     if tool is None:
         yield HostFinding(
             "libfabric",

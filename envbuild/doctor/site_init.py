@@ -14,6 +14,7 @@ from envbuild.doctor.ask import find
 from envbuild.doctor.model import Host
 from envbuild.doctor.run import together
 from envbuild.doctor.tools import module_init
+from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import job_variable_problem, value_problem
@@ -248,13 +249,13 @@ def _node(host: Host) -> Iterator[str]:
 
 def _fabric() -> Iterator[str]:
     outer = [i for i in fabric.interfaces() if i.up and i.addresses and not i.inner]
-    best = max(outer, key=lambda i: (i.name.startswith("hsn"), i.speed or 0), default=None)
+    own = tuple(one.interfaces for one in load_fabrics().values() if one.interfaces)
+    best = max(outer, key=lambda i: (i.name.startswith(own), i.speed or 0), default=None)
     names = ", ".join(f"{i.name} {i.addresses[0]}" for i in outer)
     if best is None:
         yield _said("interface", "eth0", "no interface here has an address", off=True)
     else:
         # Nodes may call theirs otherwise, and jobs find it by the route; Slingshot's is not the default one.
-        yield _said(
-            "interface", best.name, f"this host has {names}", off=not best.name.startswith("hsn")
-        )
+        off = not best.name.startswith(own)
+        yield _said("interface", best.name, f"this host has {names}", off=off)
     yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
+from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact
 from envbuild.layers.compose import PREFIX
-from envbuild.verify.fabrics import fabric_called
 from envbuild.verify.network_checks import nccl_version
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -137,7 +137,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
         target=state.target,
         python=python,
         fabric=state.fabric,
-        provider=fabric_called(state.fabric).provider,
+        provider=find_fabric(state.fabric).provider,
         verified_at=receipt["verified_at"] if receipt else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
@@ -184,7 +184,7 @@ def _image(
         target=receipt["target"] if receipt else str(target),
         python=f"/{PREFIX}/bin/python",
         fabric=fabric,
-        provider=fabric_called(fabric).provider,
+        provider=find_fabric(fabric).provider,
         verified_at=receipt["verified_at"] if receipt and passed else "",
     )
     _check_target(named, artifact.target, target)

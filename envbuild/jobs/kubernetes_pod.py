@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.fabrics import adapter_of, preflight_devices
 from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_security import pod_security
 from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
+from envbuild.jobs.quote import word
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.site.jobs import job_variable_problem
 from envbuild.site.kubernetes import huge_pages_problem, quantity
@@ -26,7 +28,6 @@ _RETRIES = 3
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
-_EFA = "vpc.amazonaws.com/efa"
 _ARCH = "kubernetes.io/arch"
 # torchrun's own variables are the operator's to set, and the node contract ours.
 _RESERVED = re.compile(r"PET_.*|ENVBUILD_.*|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE")
@@ -180,6 +181,8 @@ def _preflight(plan: JobPlan) -> list[str]:
         words.append(f"--shm {quantity(_shm(plan))}")
     # Backquotes: kubelet would take $(…) for one of its own.
     alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
+    if devices := preflight_devices(plan.artifact.provider):
+        alone += f" ENVBUILD_DEVICES={word(devices)}"
     return [f'{alone} "$1" -m ddp_train.preflight {" ".join(words)} || exit 5']
 
 
@@ -205,10 +208,11 @@ def resources(plan: JobPlan) -> dict[str, Any]:
                 "take it out of [kubernetes] resources",
             )
         limits[checked(key, "[kubernetes] resources")] = checked(amount, f"resource {key}")
-    if plan.artifact.provider == "efa" and plan.nodes > 1 and _EFA not in limits:
+    adapter = adapter_of(plan.artifact.provider)
+    if adapter and adapter.resource and plan.nodes > 1 and adapter.resource not in limits:
         raise UsageError(
-            f"the artifact needs EFA, and pods of site {plan.site.name} get none",
-            f'write "{_EFA}" = "1", or how many a node has, in [kubernetes.resources]',
+            f"the artifact needs {adapter.called[0]}, and pods of site {plan.site.name} get none",
+            f'write "{adapter.resource}" = "1", or how many a node has, in [kubernetes.resources]',
         )
     if problem := huge_pages_problem(limits):
         where = plan.site.origin("kubernetes", "resources")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.fabrics import adapter_of
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 
@@ -131,8 +132,9 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
             yield Found(found.id, line, found.value, str(nodes))
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = (container.get("resources") or {}).get("limits") or {}
-    if provider[0] == "efa" and "vpc.amazonaws.com/efa" not in limits:
-        yield Found("efa-device", provider[1])
+    adapter = adapter_of(provider[0] or "")
+    if adapter and adapter.resource and adapter.resource not in limits:
+        yield Found("efa-device", provider[1], adapter.resource)
 
 
 def _quoted(word: str) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from envbuild.fabrics import load_fabrics
 from envbuild.jobs.lint_script import Found, ParsedScript
 from envbuild.jobs.lint_shell import Command
 
@@ -19,7 +20,6 @@ _NAMES = re.compile(r"\$\{?(\w+)")
 _OF_RENDEZVOUS = re.compile(
     r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
 )
-_ELSEWHERE = re.compile(r"\bhsn\d|/dev/cxi|\bFI_CXI_|slingshot|\bcray|\bmlx5_", re.IGNORECASE)
 _DEBUG = {
     "NCCL_DEBUG": "INFO|TRACE",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
@@ -48,7 +48,8 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
     text = "\n".join(line for line in script.lines if not line.startswith("#!"))
     for command, value in script.exported("FI_PROVIDER"):
-        signs = _ELSEWHERE.search(text)
+        others = [f.signs for f in load_fabrics().values() if f.signs and f.provider != "efa"]
+        signs = re.search("|".join(others), text, re.IGNORECASE)
         if value.split(";")[0] == "efa" and signs:
             yield Found("efa-elsewhere", command.line, signs[0])
     for command, value in script.exported("LD_LIBRARY_PATH"):

@@ -9,6 +9,7 @@ Sources: torch.distributed.run's documentation; pytorch/pytorch issues 73656, 79
 
 from __future__ import annotations
 
+from envbuild.fabrics import preflight_devices
 from envbuild.jobs.containers import start_container
 from envbuild.jobs.ending import in_order
 from envbuild.jobs.model import JobPlan, Launcher
@@ -184,7 +185,7 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
     if plan.modules and not launcher.carries_environment:
         parts.append(f'if [ "$extra" != inside ]; then\n{indented(module_lines(plan))}\nfi\n\n')
     parts.append(start_container(plan))
-    parts.append(f"case $step in\npreflight) set -- {_preflight(plan)} ;;\n")
+    parts.append(f"case $step in\npreflight) {_preflight(plan)} ;;\n")
     parts.append(f"training)\n{_training(plan)}    ;;\nesac\n")
     if plan.library_path:
         path = word(":".join(plan.library_path), "library_path")
@@ -235,4 +236,6 @@ def _preflight(plan: JobPlan) -> str:
         given += ["--gpus", str(plan.gpus_per_node)]
     if artifact.provider:
         given += ["--provider", artifact.provider]
-    return words(given)
+    devices = preflight_devices(artifact.provider)
+    told = f"export ENVBUILD_DEVICES={word(devices)} && " if devices else ""
+    return f"{told}set -- {words(given)}"

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 from envbuild.artifacts.conda_activate import set_variables
+from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
 from envbuild.site.job_site import JobSite
-from envbuild.verify.fabrics import fabric_called, fabric_variables, plugin_variables
 from envbuild.verify.network import plugin_settings
+from envbuild.verify.network_variables import fabric_variables, plugin_variables
 
 
 def variables_of(
@@ -45,7 +46,7 @@ def variables_of(
         origins["variables.OMP_NUM_THREADS"] = f"the CPUs that a node has, for {nproc} ranks"
     library: tuple[str, ...] = ()
     if artifact.accelerator.gpu:
-        fabric = fabric_called(artifact.fabric)
+        fabric = find_fabric(artifact.fabric)
         take(fabric_variables(fabric, site.fabric), f"fabric {fabric.name}")
         for name in site.fabric.variables:
             origins[f"variables.{name}"] = site.origin("fabric", "variables")

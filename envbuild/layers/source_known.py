@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import RecipeError
+from envbuild.fabrics import load_fabrics
 from envbuild.layers.source_job import PLACE
 from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.layers import LayerTable, kind_of
@@ -157,6 +158,11 @@ def _key(option: str) -> str:
     return _NEGATED_VARIABLE.sub(r"\1WITH_", name)
 
 
+def _replaced(options: Sequence[str], others: Sequence[str]) -> list[str]:
+    """`options` with `others`, each at the position of the one that is about the same, or at the end."""
+    return list(({_key(o): o for o in options} | {_key(o): o for o in others}).values())
+
+
 @lru_cache(maxsize=1)
 def _data() -> dict[str, Any]:
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
@@ -172,14 +178,16 @@ def _known(name: str, fabric: str, target: Target) -> Known:
     }
     for extra in table.get("when", ()):
         if (
-            fabric in extra.get("fabric", [fabric])
-            and target.family.name in extra.get("accelerator", [target.family.name])
+            target.family.name in extra.get("accelerator", [target.family.name])
             and extra.get("arch", target.arch) == target.arch
         ):
             own = {_key(option) for option in extra.get("configure", ())}
             lists["configure"] = [o for o in lists["configure"] if _key(o) not in own]
             for key, values in lists.items():
                 values += extra.get(key, ())
+    for row in load_fabrics()[fabric].options_of(name, target.family.name):
+        lists["configure"] = _replaced(lists["configure"], row.configure)
+        lists["packages"] += row.packages
     return Known(
         url=table["url"],
         system=table["system"],

@@ -12,8 +12,6 @@ from envbuild.recipe.targets import target_problem
 if TYPE_CHECKING:
     from envbuild.toml import Document, Problem
 
-# How ranks of different nodes reach each other; data/fabrics.toml has what each needs.
-FABRICS = ("any", "socket", "ib", "efa", "cxi", "tcp-ofi")
 SYSTEMS = ("autotools", "make", "wheel")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+-]*")
 _OPTION = re.compile(r"\S[^\n\x00]*")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from envbuild.fabrics import fabric_names
 from envbuild.recipe.checks import (
     index_problem,
     requirement_parts,
@@ -162,9 +163,10 @@ class Recipe:
         default_factory=CondaTable,
         metadata={"doc": "What conda environments are made of."},
     )
-    fabric: Literal["any", "socket", "ib", "efa", "cxi", "tcp-ofi"] = field(
+    fabric: str = field(
         default="any",
         metadata={
+            "choices": fabric_names,
             "doc": "The network between nodes that verification must see in use; `any` takes what is there.",
             "example": "efa",
         },

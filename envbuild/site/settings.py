@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.fabrics import fabric_name_problem
 from envbuild.site.jobs import (
     ContainerTable,
     ModulesTable,
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
 
 def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
-
-
-def _fabric_problem(name: str) -> str | None:
-    # As in recipe/layers.py, which is a room further left.
-    known = ("any", "socket", "ib", "efa", "cxi", "tcp-ofi")
-    return None if name in known else f"no fabric is called {name!r}; there are {', '.join(known)}"
 
 
 def _variable_problem(name: str) -> str | None:
@@ -102,7 +97,7 @@ class FabricTable:
         metadata={
             "doc": "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
             " A recipe's own busbw_floor goes over it.",
-            "key_check": _fabric_problem,
+            "key_check": fabric_name_problem,
             "minimum": 0,
         },
     )

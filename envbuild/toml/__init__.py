@@ -6,7 +6,7 @@ that dataclass to editors. A field may be a str, bool, int, float, Literal, anot
 its `field(metadata=...)` may hold:
 
     doc        what the key means           example    a good value, for the schema
-    pattern    regular expression           choices    the accepted values
+    pattern    regular expression           choices    the accepted values, or () -> them
     minimum    least number                 check      function: value -> what is wrong, or None
     min_items  least number of entries      key_check  the same, for the keys of a dict
                                             entry_check  the same, of (key, value) of a dict

@@ -104,8 +104,9 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
 def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | None:
     if base is float and not math.isfinite(value):
         return f"expected a finite number, got {value}"
-    if "choices" in rules and value not in rules["choices"]:
-        return f"{value!r} is not accepted{nearest(value, rules['choices'])}"
+    choices = choices_of(rules)
+    if choices and value not in choices:
+        return f"{value!r} is not accepted{nearest(value, choices)}"
     if "minimum" in rules and value < rules["minimum"]:
         return f"expected at least {rules['minimum']}, got {value}"
     # Before the pattern, whose message repeats the value: a check may know that it is secret.
@@ -114,6 +115,12 @@ def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | N
     if found is None and "pattern" in rules and not re.fullmatch(rules["pattern"], value):
         return f"{value!r} does not match {rules['pattern']}"
     return found
+
+
+def choices_of(rules: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The accepted values, which a function may give when they are asked for; () for no such rule."""
+    choices = rules.get("choices", ())
+    return tuple(choices() if callable(choices) else choices)
 
 
 def _add(problems: list[Problem], keys: Keys, what: str | None) -> None:

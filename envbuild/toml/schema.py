@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from envbuild.toml.decode import KINDS, hints_of, is_required, shape_of
+from envbuild.toml.decode import KINDS, choices_of, hints_of, is_required, shape_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,8 +38,8 @@ def _schema(hint: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
         least = {"minProperties": rules["min_items"]} if "min_items" in rules else {}
         return {"type": "object", "additionalProperties": _schema(inner, rules), **least}
     result: dict[str, Any] = {"type": KINDS[base][1]}
-    if inner or "choices" in rules:
-        result["enum"] = list(inner or rules["choices"])
+    if choices := inner or choices_of(rules):
+        result["enum"] = list(choices)
     return result | {rule: rules[rule] for rule in ("pattern", "minimum") if rule in rules}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild.verify.fabrics import Fabric
+from envbuild.fabrics import Fabric
 from envbuild.verify.model import Check, judge
 from envbuild.verify.nccl_log import Kind, NcclLog, parse_nccl_log
 
@@ -97,7 +97,7 @@ def _telling(fabric: Fabric) -> tuple[Kind, ...]:
     """The kinds of faults that tell why NCCL did not take `fabric`."""
     if fabric.by_plugin:
         return ("plugin failed", "plugin missing", "fatal")
-    return ("no adapter", "fatal") if fabric.name == "ib" else ("fatal",)
+    return ("no adapter", "fatal") if fabric.adapter else ("fatal",)
 
 
 def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:

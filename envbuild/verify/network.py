@@ -10,16 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from envbuild.fabrics import Fabric, find_fabric
 from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.settings import FabricTable
-from envbuild.verify.fabrics import (
-    Fabric,
-    differing,
-    fabric_called,
-    fabric_variables,
-    plugin_variables,
-)
 from envbuild.verify.network_checks import nccl_version
+from envbuild.verify.network_variables import differing, fabric_variables, plugin_variables
 from envbuild.verify.nodes import Nodes
 from envbuild.verify.subject import Subject
 
@@ -57,7 +52,7 @@ def network_of(
 ) -> Network:
     """The network of a job of `shape` (nodes, ranks of each) in the artifact. Raises UsageError for a fabric that
     is not known."""
-    fabric = fabric_called(subject.state.fabric)
+    fabric = find_fabric(subject.state.fabric)
     accelerator = subject.target.family
     if not accelerator.gpu:
         return Network(fabric, accelerator)

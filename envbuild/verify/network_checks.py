@@ -12,9 +12,10 @@ from typing import Any
 from envbuild import process
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.errors import EnvbuildError
+from envbuild.fabrics import Fabric
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.verify.fabrics import PLUGIN, Fabric
 from envbuild.verify.model import Check, judge
+from envbuild.verify.network_variables import PLUGIN
 from envbuild.verify.nodes import Nodes
 from envbuild.verify.subject import Subject
 

@@ -238,7 +238,8 @@ def test_a_run_folder_that_each_node_has_for_itself_is_found(cluster: Cluster) -
 
 def test_what_nodes_do_not_offer_is_named(cluster: Cluster) -> None:
     asked = ["--gpus", "2", "--provider", "efa", "--shm", str(1 << 50), "--free", str(1 << 60)]
-    told = preflight(cluster, *asked)
+    devices = {"ENVBUILD_DEVICES": "/sys/class/infiniband/*/device/driver=efa"}
+    told = preflight(cluster, *asked, change=dict.fromkeys(cluster.nodes, devices))
     assert told.failed - {"memlock"} == {"gpus", "fabric", "shm", "space"}, told.words["n1"]
     assert all(nodes == ["n1", "n2", "n3"] for nodes in told.named("gpus").values())
 

@@ -17,7 +17,6 @@ from envbuild.compat.judge import CompatFinding, applies, judge
 from envbuild.compat.rows import (
     CompatRule,
     Driver,
-    FabricProvider,
     Libfabric,
     Nccl,
     NcclPin,
@@ -34,9 +33,8 @@ from envbuild.compat.rows import (
 )
 from envbuild.compat.stack import _FIELDS, EXACT, Stack
 from envbuild.compat.versions import key, matches, older
+from envbuild.fabrics import Fabric, load_fabrics
 from envbuild.layers.source_known import known_versions
-from envbuild.recipe.layers import FABRICS
-from envbuild.verify.fabrics import load_fabrics
 
 ROWS = load_rows()
 DATA = Path(__file__).parents[2] / "envbuild" / "data" / "compatibility.toml"
@@ -178,7 +176,7 @@ def test_oldest_libfabric_of_a_plugin(row: Plugin) -> None:
 def test_providers_of_a_libfabric(row: Libfabric) -> None:
     stack = replace(BARE, plugin="1.21.1", libfabric=inside(row.versions), libfabric_origin="host")
     assert row.symbol in of(stack, "libfabric", row.source)[-1].text
-    for fabric in (one for one in ROWS.fabrics if one.provider):
+    for fabric in (one for one in load_fabrics().values() if one.provider):
         if fabric.provider in row.providers:
             wanted = replace(stack, fabric=fabric.name, provider=fabric.provider)
             assert statuses(wanted, "fabric", row.source) == ["good"]
@@ -188,8 +186,8 @@ def test_providers_of_a_libfabric(row: Libfabric) -> None:
     assert [one.status for one in found] == ["bad"] and found[0].fix
 
 
-@pytest.mark.parametrize("row", ROWS.fabrics, ids=name_of)
-def test_fabric(row: FabricProvider) -> None:
+@pytest.mark.parametrize("row", load_fabrics().values(), ids=lambda row: row.name)
+def test_fabric(row: Fabric) -> None:
     stack = replace(BARE, cuda="12.6", fabric=row.name, provider=row.provider)
     have = replace(stack, plugin="1.21.1", libfabric="2.1.0", libfabric_origin="host")
     assert "bad" not in statuses(have, "fabric")
@@ -265,13 +263,6 @@ def test_every_row_says_who_says_so_and_when() -> None:
             assert datetime.date(2024, 1, 1) < row["date"] < datetime.date(2100, 1, 1)
     assert len({rule.id for rule in ROWS.rules}) == len(ROWS.rules)
     assert {rule.status for rule in ROWS.rules} <= {"bad", "unknown"}
-    assert {one.name for one in ROWS.fabrics} == set(FABRICS)
-
-
-def test_the_fabrics_of_verification_have_the_same_providers() -> None:
-    assert {one.name: one.provider for one in ROWS.fabrics} == {
-        name: fabric.provider for name, fabric in load_fabrics().items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -350,7 +341,7 @@ def test_order_is_that_of_pep_440(one: str, other: str) -> None:
         Stack,
         arch=st.sampled_from(["x86_64", "aarch64", "riscv64"]),
         python=ANY, glibc=ANY,
-        fabric=st.sampled_from([*FABRICS, "carrier-pigeon"]),
+        fabric=st.sampled_from([*load_fabrics(), "carrier-pigeon"]),
         provider=st.sampled_from(["", "tcp", "efa", "cxi"]),
         cuda=st.none() | st.sampled_from(["11.8", "12.6", "13.0"]) | ANY,
         rocm=st.none() | st.sampled_from(["6.2.4", "6.4"]) | ANY,

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from envbuild import make
+from ddp_train.preflight.host import missing_provider
+from envbuild import fabrics, make
 from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.compat.judge import judge
+from envbuild.compat.stack import stack_of
+from envbuild.doctor.fabric import adapters
+from envbuild.doctor.model import Host
 from envbuild.errors import RecipeError, UsageError
+from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
+from envbuild.jobs.lint_kubernetes import lint_manifest
+from envbuild.layers.source_known import source_layers
 from envbuild.recipe.accelerators import CUDA
-from envbuild.recipe.layers import FABRICS
+from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable, load_site
-from envbuild.toml.decode import hints_of
+from envbuild.toml import json_schema
 from envbuild.verify.fabric_checks import check_gloo
-from envbuild.verify.fabrics import (
-    differing,
-    fabric_called,
-    fabric_variables,
-    load_fabrics,
-    plugin_variables,
-)
 from envbuild.verify.network import network_of, visible_gpus
 from envbuild.verify.network_checks import check_bandwidth, check_libraries, nccl_version
+from envbuild.verify.network_variables import differing, fabric_variables, plugin_variables
 from envbuild.verify.subject import Subject
 
+TREE = Path(__file__).resolve().parents[2]
 ROOT = Path("/env")
 PLUGIN = BuiltLayer("aws-ofi-nccl", "1.21.1", "f")
 OLD_PLUGIN = BuiltLayer("aws-ofi-nccl", "1.14.2", "f")
@@ -38,15 +43,17 @@ CRAY = BuiltLayer("libfabric", "1.22.0", "", path="/opt/cray/libfabric/1.22.0")
 
 
 def test_every_fabric_of_recipes_is_known_and_every_value_has_its_source() -> None:
-    assert set(load_fabrics()) == set(FABRICS) == set(get_args(hints_of(Recipe)["fabric"]))
+    schema = json.loads((TREE / "docs/recipe.schema.json").read_text())
+    assert list(load_fabrics()) == schema["properties"]["fabric"]["enum"]
     for fabric in load_fabrics().values():
+        assert len(fabric.source) > 10 and re.fullmatch(r"20\d\d-\d\d-\d\d", fabric.date)
         assert fabric.title and fabric.by_plugin is ("ofi" in fabric.name or bool(fabric.provider))
         assert not fabric.nccl_net or fabric.nccl_net in fabric.names
         for row in fabric.rows:
             assert row.source.startswith("https://") and row.why
             assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date)
     with pytest.raises(UsageError, match="no fabric is called 'roce'; known are any"):
-        fabric_called("roce")
+        find_fabric("roce")
 
 
 def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> None:
@@ -303,3 +310,81 @@ def test_a_site_describes_its_network(tmp_path: Path) -> None:
 def test_mistakes_of_a_site_are_named(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=re.escape(said)):
         site_file(tmp_path, text)
+
+
+TOY = """
+[fabrics.toynet]
+title = "a network of toys, by libfabric"
+nccl_net = "AWS Libfabric"
+names = ["AWS Libfabric"]
+provider = "toy"
+run_on = ""
+source = "https://toys.example.org"
+date = "2026-11-22"
+interfaces = "toy"
+signs = '\\bTOY_'
+
+[fabrics.toynet.adapter]
+called = ["ToyNet"]
+sysfs = "toynet"
+mounted = "/dev/toynet"
+devices = "/dev/toynet/*"
+resource = "toys.example.org/nic"
+
+[[fabrics.toynet.options]]
+layer = "libfabric"
+configure = ["--enable-toy", "--enable-verbs"]
+
+[[fabrics.toynet.variables]]
+name = "FI_PROVIDER"
+value = "toy"
+why = "toys only"
+source = "https://toys.example.org"
+date = "2026-11-22"
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table with one more row."""
+    path = tmp_path / "fabrics.toml"
+    path.write_text(fabrics._FILE.read_text(encoding="utf-8") + TOY)
+    monkeypatch.setattr(fabrics, "_FILE", path)
+    load_fabrics.cache_clear()
+    yield
+    load_fabrics.cache_clear()
+
+
+def test_a_fabric_is_one_row(toy: None, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        'name = "toys"\ndescription = "toys"\npython = "3.11"\nrequirements = ["torch==2.7.1"]\nfabric = "toynet"\n'
+        '[targets.cu126-x86_64]\n[layers.libfabric]\nversion = "2.1.0"\n'
+    )
+    loaded, target = load_recipe(path), Target.parse("cu126-x86_64")
+    assert "toynet" in json_schema(Recipe, id="a", title="b")["properties"]["fabric"]["enum"]
+    # compatibility: libfabric has no such provider; source layers: its options take the places of the known ones
+    refused = [one.text for one in judge(stack_of(loaded, target, None)) if one.status == "bad"]
+    assert any("provider 'toy', which libfabric 2.1.0 does not have" in text for text in refused)
+    (layer,) = source_layers(loaded, target)[0]
+    assert "--enable-toy" in layer.configure
+    assert "--enable-verbs" in layer.configure and "--disable-verbs" not in layer.configure
+    # site, job, verification
+    site_file = tmp_path / "site.toml"
+    site_file.write_text("[fabric]\nbusbw_floor = { toynet = 3 }\n")
+    site = load_site({"HOME": str(tmp_path), "ENVBUILD_SITE": str(site_file)}).fabric
+    assert fabric_variables(find_fabric("toynet"), site)["FI_PROVIDER"] == "toy"
+    assert preflight_devices("toy") == "/dev/toynet/*"
+    # preflight, as the job's script asks it
+    assert "no toy device" in missing_provider("toy", str(tmp_path / "dev/*"), {})
+    assert missing_provider("toy", str(path), {}) == ""
+    # doctor and lint-job
+    (tmp_path / "sys/class/toynet/toy0").mkdir(parents=True)
+    (found,) = adapters(Host({}, root=tmp_path))
+    assert found.status == "warn" and found.facts["kinds"] == ["toynet"]
+    assert "/dev/toynet is not here" in found.what
+    variable = "env: [{name: FI_PROVIDER, value: toy}]"
+    pod = f"kind: Pod\nspec: {{containers: [{{image: a, command: [torchrun, t.py], {variable}}}]}}"
+    assert [one.value for one in lint_manifest(pod, "pod.yaml") if one.id == "efa-device"] == [
+        "toys.example.org/nic"
+    ]

@@ -68,7 +68,8 @@ PLANS: dict[str, JobPlan] = {
     "slurm-enroot": replace(GPUS, artifact=EFA_SQSH, runtime="enroot", mounts=MOUNTS, site=AWS),
     "slurm-apptainer-cpu": replace(PLAN, artifact=SIF, runtime="apptainer", mounts=MOUNTS),
     "slurm-apptainer-cuda": replace(
-        GPUS, artifact=GPU_SIF, runtime="apptainer", mounts=(*MOUNTS, ("/data", "/data:ro"))
+        GPUS, artifact=GPU_SIF, runtime="apptainer", mounts=(*MOUNTS, ("/data", "/data:ro")),
+        variables=tuple((name, "cxi" if name == "FI_PROVIDER" else value) for name, value in NCCL),
     ),
     "slurm-own": replace(PLAN, artifact=SQSH, runtime="own", mounts=MOUNTS),
     "slurm-horovod": replace(PLAN, strategy="horovod", launcher="mpirun"),

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from envbuild.artifacts.state import State
+from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable
-from envbuild.verify.fabrics import fabric_called
 from envbuild.verify.judgement import Launches, judge_launches
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, Settings
@@ -108,7 +108,7 @@ def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "
         Outcome(**launched[name]) for name in ("first", "second", "reference")
     )
     job, resumed = TrainingJob(**launched["job"]), TrainingJob(**launched["resumed"])
-    network = Network(fabric_called(subject.state.fabric), CPU)
+    network = Network(find_fabric(subject.state.fabric), CPU)
     run = Launches(
         subject, work, job, first, resumed, second, reference, launched["half"], launched["epochs"],
         1e-4, network, launched["interface"], floor, floor_of,

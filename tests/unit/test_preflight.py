@@ -271,7 +271,7 @@ def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
     [
         (Wanted(gpus=2), {"gpus": 1}, "gpus"),
         (Wanted(provider="efa"), {"provider": "no device"}, "fabric"),
-        (Wanted(provider="efa"), {"memlock": 65536}, "memlock"),
+        (Wanted(provider="efa", pins=True), {"memlock": 65536}, "memlock"),
         (Wanted(arch="aarch64"), {}, "architecture"),
     ],
 )

@@ -246,7 +246,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=
 cd "${ENVBUILD_RUN%/*}"
 
 case $step in
-preflight) set -- -m ddp_train.preflight --arch aarch64 --digest sha256:abababababababababababababababababababababababababababababababab --gpus 4 --provider cxi ;;
+preflight) export ENVBUILD_DEVICES='/dev/cxi*' && set -- -m ddp_train.preflight --arch aarch64 --digest sha256:abababababababababababababababababababababababababababababababab --gpus 4 --provider cxi ;;
 training)
     head=${ENVBUILD_ADDRESSES%% *}
     case $head in

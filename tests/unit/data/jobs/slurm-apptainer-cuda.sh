@@ -34,7 +34,7 @@ cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
 export OMP_NUM_THREADS=$((threads > 8 ? threads / 8 : 1))
 export NCCL_NET='AWS Libfabric'
-export FI_PROVIDER=efa
+export FI_PROVIDER=cxi
 export HTTPS_PROXY=http://proxy.example:3128
 set -- -m ddp_train 10 1 \
     --checkpoint_path "$ENVBUILD_RUN"/snapshot.pt \
@@ -249,7 +249,7 @@ if [ "$extra" != inside ]; then
 fi
 
 case $step in
-preflight) set -- -m ddp_train.preflight --arch aarch64 --gpus 8 --provider cxi ;;
+preflight) export ENVBUILD_DEVICES='/dev/cxi*' && set -- -m ddp_train.preflight --arch aarch64 --gpus 8 --provider cxi ;;
 training)
     head=${ENVBUILD_ADDRESSES%% *}
     case $head in

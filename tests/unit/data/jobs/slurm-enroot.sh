@@ -285,7 +285,7 @@ if [ "$extra" != inside ]; then
 fi
 
 case $step in
-preflight) set -- -m ddp_train.preflight --arch x86_64 --gpus 8 --provider efa ;;
+preflight) export ENVBUILD_DEVICES='/sys/class/infiniband/*/device/driver=efa' && set -- -m ddp_train.preflight --arch x86_64 --gpus 8 --provider efa ;;
 training)
     head=${ENVBUILD_ADDRESSES%% *}
     case $head in

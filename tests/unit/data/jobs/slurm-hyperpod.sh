@@ -246,7 +246,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=
 cd "${ENVBUILD_RUN%/*}"
 
 case $step in
-preflight) set -- -m ddp_train.preflight --arch x86_64 --gpus 8 --provider efa ;;
+preflight) export ENVBUILD_DEVICES='/sys/class/infiniband/*/device/driver=efa' && set -- -m ddp_train.preflight --arch x86_64 --gpus 8 --provider efa ;;
 training)
     head=${ENVBUILD_ADDRESSES%% *}
     case $head in

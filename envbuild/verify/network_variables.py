@@ -1,4 +1,4 @@
-"""What each fabric needs of its jobs: data/fabrics.toml, and the variables of a launch in an artifact.
+"""The variables by which a launch in an artifact uses its fabric.
 
 How NCCL finds its plugin: from 2.21 on NCCL_NET_PLUGIN may be a path (dlopen; up to 254 characters from 2.26 on),
 before, only the end of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl, src/net.cc of v2.18.5-1
@@ -9,88 +9,17 @@ version (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
 
 from __future__ import annotations
 
-import functools
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import PurePath
 
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.errors import UsageError
+from envbuild.fabrics import Fabric
 from envbuild.site.settings import FabricTable
 
 PLUGIN = "aws-ofi-nccl"
 # NCCL keeps a plugin's name in 255 bytes, with the NUL.
 _LONGEST_NAME = 254
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One variable that a fabric needs; `source` is the address that says so, `date` when it was read or written."""
-
-    name: str
-    value: str
-    why: str
-    source: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fabric:
-    """A network between nodes. `nccl_net` is for NCCL_NET, "" leaves NCCL its choice; `names` are those by which
-    NCCL's log may call it; `provider` is libfabric's, "" without libfabric; `run_on` the hardware on which the
-    settings were run, "" for none."""
-
-    name: str
-    title: str
-    provider: str
-    nccl_net: str
-    names: tuple[str, ...]
-    rows: tuple[Variable, ...] = ()
-    notes: tuple[str, ...] = ()
-    run_on: str = ""
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Name → value, as the data has them ({interface} stands for the site's)."""
-        return {row.name: row.value for row in self.rows}
-
-    @property
-    def by_plugin(self) -> bool:
-        """Whether NCCL needs its libfabric plugin for it."""
-        return bool(self.provider)
-
-
-@functools.cache
-def load_fabrics() -> Mapping[str, Fabric]:
-    """data/fabrics.toml, by name."""
-    text = resources.files("envbuild.data").joinpath("fabrics.toml").read_text(encoding="utf-8")
-    return {
-        name: Fabric(
-            name=name,
-            title=table["title"],
-            provider=table["provider"],
-            nccl_net=table["nccl_net"],
-            names=tuple(table["names"]),
-            rows=tuple(Variable(**row) for row in table.get("variables", ())),
-            notes=tuple(table.get("notes", ())),
-            run_on=table["run_on"],
-        )
-        for name, table in tomllib.loads(text)["fabrics"].items()
-    }
-
-
-def fabric_called(name: str) -> Fabric:
-    """The fabric of that name. Raises UsageError for an artifact whose fabric this envbuild does not know."""
-    known = load_fabrics()
-    if name not in known:
-        raise UsageError(
-            f"no fabric is called {name!r}; known are {', '.join(known)}",
-            "verify the artifact with the envbuild that built it, or a newer one",
-        )
-    return known[name]
 
 
 def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
