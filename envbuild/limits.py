@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from envbuild.mounts import parse_mounts
+
 # Version 1 says so, rounded down to pages, where it has no limit.
 _NO_LIMIT = 1 << 62
 _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
-_OCTAL = re.compile(rb"\\([0-7]{3})")
 
 
 def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
@@ -77,31 +78,21 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         names, _, path = rest.partition(":")
         for name in names.split(","):
             places[name] = path
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(" "), after.split(" ")
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == "cgroup2":
+    for mount in parse_mounts(_text(root / "proc/self/mountinfo")):
+        if mount.kind == "cgroup2":
             version, place = 2, places.get("")
-        elif kind[0] == "cgroup" and controller in kind[2].split(","):
+        elif mount.kind == "cgroup" and controller in mount.own_options:
             version, place = 1, places.get(controller)
         else:
             continue
         if place is None:
             continue
-        top = root / _unescaped(fields[4]).lstrip("/")
+        top = root / mount.at.lstrip("/")
         # Only a part of the hierarchy may be mounted, as in a container that has no namespace of its own.
-        inner = os.path.relpath(place, _unescaped(fields[3])) if place.startswith("/") else "."
+        inner = os.path.relpath(place, mount.top) if place.startswith("/") else "."
         parts = [] if inner.startswith("..") or inner == "." else inner.split("/")
         for depth in range(len(parts), -1, -1):
             yield version, top.joinpath(*parts[:depth])
-
-
-def _unescaped(text: str) -> str:
-    """A path of mountinfo, in which blanks and backslashes are octal."""
-    raw = _OCTAL.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), os.fsencode(text))
-    return os.fsdecode(raw)
 
 
 def _text(path: Path) -> str:

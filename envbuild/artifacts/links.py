@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from envbuild.mounts import mount_of, parse_mounts, read_mounts
+
 # Hardlinks into a shared cache on NFS break under root_squash and delayed attributes, and uv's own
 # fallback is a warning for each run; copying is what its maintainers advise there.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"})
@@ -28,21 +30,8 @@ def link_mode(store: Path, place: Path, mounts: str | None = None) -> str:
 
 def file_system(path: Path, mounts: str | None = None) -> str:
     """The type of the file system that holds `path`, "" when it cannot be told."""
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-    wanted = os.path.realpath(path)
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        fields, _, rest = line.partition(" - ")
-        words = fields.split()
-        if len(words) < 5 or not rest:
-            continue
-        point = words[4].replace("\\040", " ")
-        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        # A later line of the same mount point covers the earlier one.
-        if inside and len(point) >= len(best):
-            best, kind = point, rest.split()[0]
-    return kind
+    try:
+        found = mount_of(path, read_mounts() if mounts is None else parse_mounts(mounts))
+    except OSError:
+        return ""
+    return found.kind if found else ""

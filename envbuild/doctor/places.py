@@ -6,19 +6,15 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from envbuild.doctor.ask import ask, find
 from envbuild.doctor.model import Host, HostFinding, Status
+from envbuild.mounts import Mount, mount_of, read_mounts
 from envbuild.progress import human_size
 
-# Seen by several hosts, or served by one.
-NETWORK = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "fuse.ceph", "fuse.sshfs",
-     "fuse.glusterfs", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "fuse.juicefs", "efs", "fhgfs", "daos"}
-)  # fmt: skip
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 # An environment with torch for CPUs, and its wheels; one for CUDA.
 _SMALL, _COMFORTABLE = 3 << 30, 12 << 30
@@ -26,43 +22,14 @@ _LITTLE = 256 << 20
 _INODES = 60_000
 # Folders of the store (store/store.py), by the plural of what is in them.
 _HOLDS = {"wheels": "wheels", "conda packages": "conda/archives", "image blobs": "blobs/sha256"}
-_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """The file system that a path lies on."""
-
-    kind: str
-    options: frozenset[str]
-    at: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether other hosts may see it."""
-        return self.kind in NETWORK
-
-
-def mount_of(path: Path, root: Path = Path("/")) -> Mount | None:
-    """The file system of `path`, of which the nearest part that exists counts; None where the kernel does not tell."""
+def mount_at(path: Path, root: Path = Path("/")) -> Mount | None:
+    """The file system of `path`; None where the kernel does not tell."""
     try:
-        text = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
+        return mount_of(path, read_mounts(root))
     except OSError:
         return None
-    real = os.path.realpath(path)
-    best: Mount | None = None
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, types = before.split(" "), after.split(" ")
-        if len(fields) < 6 or not types[0]:
-            continue
-        at = _OCTAL.sub(lambda m: chr(int(m[1], 8)), fields[4])
-        # Of several at one place the last lies on top.
-        if (real == at or real.startswith(at.rstrip("/") + "/")) and (
-            best is None or len(at) >= len(best.at)
-        ):
-            best = Mount(types[0], frozenset(fields[5].split(",")), at)  # fmt: skip
-    return best
 
 
 def store(host: Host) -> Iterator[HostFinding]:
@@ -127,7 +94,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
     there = path
     while not os.path.exists(there) and there != there.parent:
         there = there.parent
-    mount = mount_of(there, host.root)
+    mount = mount_at(there, host.root)
     about = os.statvfs(there)
     facts: dict[str, Any] = {
         "path": str(path),
@@ -177,7 +144,7 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
 
 
 def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
-    mount = mount_of(folder, host.root)
+    mount = mount_at(folder, host.root)
     if mount and mount.kind == "lustre" and (tool := find("lfs", host.variables)):
         command = [tool, "quota", "-q", "-h", "-u", str(os.getuid()), str(folder)]
     elif tool := find("quota", host.variables):

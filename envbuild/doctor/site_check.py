@@ -130,7 +130,7 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
                 "another folder, or another mode",
             )
             continue
-        mount = places.mount_of(there)
+        mount = places.mount_at(there)
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
             remedy = (
                 "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"

@@ -17,6 +17,7 @@ from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
+from envbuild.mounts import read_mounts
 from envbuild.site.jobs import job_variable_problem, value_problem
 from envbuild.site.schedulers import TITLES, listed
 
@@ -175,7 +176,7 @@ def _paths(host: Host) -> Iterator[str]:
             candidates.append(line)
     shared = []
     for place in candidates:
-        mount = places.mount_of(Path(place), host.root)
+        mount = places.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
             shared.append((place, mount.kind))
     shared.sort(key=lambda row: row[0] == "/home")  # the home folder last
@@ -209,16 +210,10 @@ def _paths(host: Host) -> Iterator[str]:
 
 def _mounts(root: Path) -> list[str]:
     try:
-        text = (root / "proc/self/mountinfo").read_text(errors="replace")
+        mounts = read_mounts(root)
     except OSError:
         return []
-    found = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) > 4 and after.split(" ")[0] in places.NETWORK and "\\" not in fields[4]:
-            found.append(fields[4])
-    return found
+    return [mount.at for mount in mounts if mount.shared and not re.search(r"[\s\\]", mount.at)]
 
 
 def _container(variables: Mapping[str, str]) -> Iterator[str]:

@@ -6,9 +6,9 @@ Runs in the process that builds the namespace; needs nothing but Python's own li
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 
+from envbuild.mounts import read_mounts
 from envbuild.verify import mounting
 from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, mount
 
@@ -123,13 +123,5 @@ def _resolved(root: str, place: str) -> str:
 
 def mounts_below(place: str) -> list[str]:
     """The mount points at and below `place`."""
-    points = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as rows:
-        for row in rows:
-            # The kernel writes spaces and the like as three octal digits.
-            escaped = row.split()[4].encode(errors="surrogateescape")
-            raw = re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), escaped)
-            point = raw.decode(errors="surrogateescape")
-            if point == place or point.startswith(place.rstrip("/") + "/"):
-                points.append(point)
-    return points
+    below = place.rstrip("/") + "/"
+    return [m.at for m in read_mounts() if m.at == place or m.at.startswith(below)]

@@ -147,7 +147,7 @@ broken line
     ],
 )
 def test_the_file_system_of_a_path(tmp_path: Path, path: str, kind: str, shared: bool) -> None:
-    mount = places.mount_of(Path(path), write(tmp_path, {"proc/self/mountinfo": MOUNTS}))
+    mount = places.mount_at(Path(path), write(tmp_path, {"proc/self/mountinfo": MOUNTS}))
     assert mount is not None and (mount.kind, mount.shared) == (kind, shared)
 
 
