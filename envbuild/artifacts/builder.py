@@ -14,12 +14,12 @@ from envbuild import limits
 from envbuild.artifacts.squash import composed, write_sqsh
 from envbuild.debian.defaults import rules_digest
 from envbuild.environment import Environment
+from envbuild.file_lock import file_lock
 from envbuild.image.entry import Tree
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
-from envbuild.layers.made import alone
 from envbuild.layers.segments import MadeSegment, Segments
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import ImageLock, OciLock
@@ -47,7 +47,7 @@ def builder_file(
     if place.is_file():
         return place
     try:
-        with alone(place.with_suffix(".lock")):
+        with file_lock(place.with_suffix(".lock"), remove=True):
             if not place.is_file():  # another process may just have made it
                 say(f"the builder of {lock.target} is made: {_title(lock)}")
                 _write(lock, folder, place, environment, say, offline)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.errors import BuildError
+from envbuild.file_lock import file_lock
 from envbuild.layers.conda_package import Info, read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import say
@@ -129,24 +129,16 @@ def held(store: Store) -> Iterator[None]:
     """
     pkgs = store.folder("conda", "pkgs")
     store.folder("conda", "stamps")
-    try:
-        lock = os.open(store.root / "conda" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise store.unwritable(error) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another envbuild uses the conda packages in {store.root}; waiting for it …")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # no flock on this file system: rattler's own lock is all there is
-            pass
+    told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
+    with contextlib.ExitStack() as stack:
+        try:  # where there are no locks, rattler's own is all there is
+            stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: say(told)))
+        except OSError as error:
+            raise store.unwritable(error) from error
         for left in pkgs.glob(".*"):
             if left.is_dir():
                 remove_tree(left)
         yield
-    finally:
-        os.close(lock)
 
 
 def archives(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError
+from envbuild.file_lock import folder_lock
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -27,24 +27,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the right to build at `place`; a second builder waits, saying so.
 
-    The lock is flock(2) on the parent folder: it leaves no file behind and ends with the process.
-    Where the file system has no flock the build goes on without; the exchange itself stays atomic.
+    The lock is on the parent folder. Without it, where the file system has none, the exchange itself stays atomic.
     """
-    with writing(place.parent):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another envbuild is building in {place.parent}; waiting for it …")
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        except OSError:
-            pass
+    told = f"another envbuild is building in {place.parent}; waiting for it …"
+    with contextlib.ExitStack() as held:
+        with writing(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(place.parent, lambda: say(told)))
         recover(place)
         yield
-    finally:
-        os.close(folder)
 
 
 def recover(place: Path) -> None:

@@ -15,7 +15,7 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.progress import transfer
 from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
-from envbuild.store.store import alone
+from envbuild.store.store import locked_partial
 
 _PARALLEL = 6
 _GRACE_S = 0.5
@@ -117,7 +117,7 @@ def _fetch_one(
 ) -> None:
     digest = f"sha256:{deb.sha256}"
     roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
-    with alone(blobs.partial(digest), client.stop) as partial:
+    with locked_partial(blobs.partial(digest), client.stop) as partial:
         for root in roots:
             if _here(deb, blobs):  # another process was quicker
                 break

@@ -19,7 +19,7 @@ from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.store.client import Client, Mismatch, NotFound
-from envbuild.store.store import alone
+from envbuild.store.store import locked_partial
 
 if TYPE_CHECKING:
     from pysequoia import Cert
@@ -168,7 +168,7 @@ def fetch_packages(
     # By hash first: a list replaced while we read is no error then.
     urls = [f"{release.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
     urls.append(f"{release.folder}/{name}")
-    with alone(blobs.partial(digest), client.stop) as partial:
+    with locked_partial(blobs.partial(digest), client.stop) as partial:
         for url in urls:
             try:
                 client.download(url, partial, frozenset([sha256]), moved)

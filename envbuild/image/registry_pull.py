@@ -6,7 +6,6 @@ Source: OCI distribution specification 1.1, "Pull", and RFC 9110 §14 (ranges).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from envbuild.errors import BuildError
+from envbuild.file_lock import file_lock
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     INDEXES,
@@ -86,7 +86,7 @@ def fetch_blob(
         if blobs.has(blob):
             moved(blob.size)
             return blobs.path(blob.digest)
-        with _alone(blobs.partial(blob.digest), stop) as (stream, partial):
+        with _partial_file(blobs.partial(blob.digest), stop) as (stream, partial):
             if blobs.has(blob):  # another process has got it meanwhile
                 moved(blob.size)
                 return blobs.path(blob.digest)
@@ -234,29 +234,16 @@ def _extent(status: int, headers: Any) -> tuple[int | None, int | None]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, stop: threading.Event) -> Iterator[tuple[BinaryIO, Path]]:
-    """Hold a partial file for this download alone, by flock on itself.
+def _partial_file(path: Path, stop: threading.Event) -> Iterator[tuple[BinaryIO, Path]]:
+    """A partial file, locked for this download; where there are no locks, a private one."""
 
-    Elsewhere, where there is no flock, a private file. Who held it before may have moved it into its
-    place or removed it: then it is opened anew.
-    """
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with os.fdopen(handle, "r+b") as stream:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if stop.wait(0.05):
-                        raise Stopped from None
-                    continue
-                except OSError:
-                    path = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-                break
-            try:
-                same = os.path.samestat(os.fstat(handle), os.stat(path))
-            except FileNotFoundError:
-                same = False
-            if same:
-                yield stream, path
-                return
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped
+
+    with file_lock(path, pause=pause) as held:
+        if not held:
+            path = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            path.touch()
+        with path.open("r+b") as stream:
+            yield stream, path

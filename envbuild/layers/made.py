@@ -7,17 +7,15 @@ written for a `Maker` of either.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from envbuild.file_lock import file_lock
 from envbuild.files import write_atomically
 from envbuild.image.entry import Tree, closing
 from envbuild.image.layer import Layer, write_layer
@@ -83,7 +81,7 @@ class Tars:
             return made
         note = _note(part, self.store)
         try:
-            with alone(note.with_suffix(".lock")):
+            with file_lock(note.with_suffix(".lock"), remove=True):
                 made = known_part(part, self.store)  # another process may just have made it
                 if made is not None:
                     return made
@@ -175,32 +173,3 @@ def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
 
 def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Make a layer alone (flock); where there is no flock, two processes may both make it.
-
-    Raises OSError when the lock cannot be opened.
-    """
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _still(path, lock):
-                continue  # whoever held it removed it: others may hold a new one
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # while it is held
-            return
-        finally:
-            os.close(lock)
-
-
-def _still(path: Path, lock: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(lock))
-    except FileNotFoundError:
-        return False

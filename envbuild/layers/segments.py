@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from envbuild.errors import BuildError
+from envbuild.file_lock import file_lock
 from envbuild.files import write_atomically
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, closing
@@ -25,7 +26,6 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.made import (
     Distributions,
-    alone,
     known_part,
     read_distributions,
     recorded,
@@ -94,7 +94,7 @@ class Segments:
         if made is not None:
             return made
         try:
-            with alone(place.with_suffix(".lock")):
+            with file_lock(place.with_suffix(".lock"), remove=True):
                 made = _known(place, title)  # another process may just have made it
                 if made is not None:
                     return made

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from pathlib import Path, PurePath
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
+from envbuild.file_lock import file_lock
 from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_fetch import fetch_source, fetch_wheels
@@ -38,7 +38,7 @@ from envbuild.layers.source_wheel import environment_of, renew_records, unpack_t
 from envbuild.layers.workshop import Workshop
 from envbuild.limits import workers
 from envbuild.recipe.sources import SourceLayer
-from envbuild.store.store import Store, alone, remove_tree
+from envbuild.store.store import Store, remove_tree
 
 # Raised whenever the same inputs would give other files: what older versions built is not taken then.
 _ENGINE = 1
@@ -81,9 +81,9 @@ def build_layer(
     archive = fetch_source(layer, environment, offline=offline)
     cuda = fetch_wheels(layer.wheels, environment, offline=offline)
     tools = fetch_wheels(layer.build, environment, offline=offline)
-    lock = store.folder("partial") / f"built-{tree.parent.name}"
+    lock = store.folder("partial") / f"built-{tree.parent.name}.lock"
     try:
-        with alone(lock, threading.Event()):
+        with file_lock(lock, remove=True):
             if read_manifest(tree) is None:
                 begun = time.monotonic()
                 with store.working("building") as folder:

@@ -8,15 +8,14 @@ the second, so that a run that was killed between the two is noticed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envbuild.compat.check import check_stack
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError
+from envbuild.file_lock import folder_lock
 from envbuild.lock import format as pip_format
 from envbuild.lock.conda import (
     CondaLock,
@@ -201,7 +200,9 @@ def _write(
 ) -> None:
     part = part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
     beside = path.with_name(pip_lock_name(target))
-    with _alone(path.parent):  # another target's run may be writing the same file
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # another target's run may be writing the same file
+            held.enter_context(folder_lock(path.parent))
         others = read(path) or {}
         parts = {
             name: other
@@ -214,22 +215,6 @@ def _write(
         if not with_pip:
             with contextlib.suppress(OSError):
                 beside.unlink()
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold `folder` (flock) where it exists and its file system has locks."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:

@@ -17,7 +17,7 @@ from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
 from envbuild.store.sources import Link, PackageSource, local_files, matches, remote_sources
-from envbuild.store.store import Store, alone
+from envbuild.store.store import Store, locked_partial
 
 _PARALLEL = 8
 _GRACE_S = 0.5
@@ -252,7 +252,7 @@ def download(
 
     `known` tells whether another was quicker. Raises what `Client.download` raises.
     """
-    with alone(store.folder("partial") / key, client.stop) as partial:
+    with locked_partial(store.folder("partial") / key, client.stop) as partial:
         if there := known():
             return there
         digest = client.download(url, partial, hashes, moved)

@@ -14,7 +14,6 @@ uv/                            uv's cache: unpacked wheels, from which environme
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import json
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
+from envbuild.file_lock import file_lock, folder_lock
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
@@ -146,17 +146,18 @@ class Store:
         for left in home.iterdir():
             with contextlib.suppress(OSError):
                 if left.name.startswith(_this_boot()) or left.stat().st_mtime < limit:
-                    with _held(left):
-                        remove_tree(left)
-        with contextlib.ExitStack() as held:
-            folder = self._held_folder(home, held)
+                    with folder_lock(left, wait=False) as held:
+                        if held:
+                            remove_tree(left)
+        with contextlib.ExitStack() as stack:
+            folder = self._held_folder(home, stack)
             try:
                 yield folder
             finally:
                 remove_tree(folder)
 
-    def _held_folder(self, home: Path, held: contextlib.ExitStack) -> Path:
-        """A new folder in `home`, held until `held` is closed. Another caller may take it for a left-over before we
+    def _held_folder(self, home: Path, stack: contextlib.ExitStack) -> Path:
+        """A new folder in `home`, held until `stack` is closed. Another caller may take it for a left-over before we
         hold it, and remove it: then there is another."""
         while True:
             try:
@@ -164,13 +165,9 @@ class Store:
             except OSError as error:
                 raise self.unwritable(error) from error
             try:
-                held.enter_context(_held(folder))
+                stack.enter_context(folder_lock(folder, wait=False))
             except (BlockingIOError, FileNotFoundError):
                 continue
-            except (
-                OSError
-            ):  # a file system without flock: nobody can take the folder for a left-over
-                pass
             if folder.exists():
                 return folder
 
@@ -212,34 +209,18 @@ def _this_boot() -> str:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold `folder` (flock). Raises BlockingIOError when another process does."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
+def locked_partial(path: Path, stop: threading.Event) -> Iterator[Path]:
+    """Lock the partial file `path` for this download; where there are no locks, a private name."""
 
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise KeyboardInterrupt
 
-@contextlib.contextmanager
-def alone(path: Path, stop: threading.Event) -> Iterator[Path]:
-    """Hold `path` for this download alone (flock); elsewhere, where there is no flock, a private name."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if stop.wait(0.05):
-                    raise KeyboardInterrupt from None
-                continue
-            except OSError:
-                path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-            break
+    lock = path.with_suffix(".lock")
+    with file_lock(lock, pause=pause) as held:
+        if not held:
+            path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
         for used in (lock, path):  # young again: clean_stale must not take what is in use
             with contextlib.suppress(OSError):
                 os.utime(used)
         yield path
-    finally:
-        os.close(lock)

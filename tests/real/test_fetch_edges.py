@@ -25,7 +25,7 @@ from envbuild.site.settings import Site
 from envbuild.store.client import Client, Unreachable
 from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
 from envbuild.store.sources import matches, read_page
-from envbuild.store.store import Store, alone
+from envbuild.store.store import Store, locked_partial
 
 WHEEL = "demo-1.0-py3-none-any.whl"
 WEEK_OLD = time.time() - 8 * 86400
@@ -240,7 +240,7 @@ def test_a_download_under_way_is_not_stale(tmp_path: Path) -> None:
     for name in ("key", "key.lock"):
         (store.folder("partial") / name).write_bytes(b"")
         os.utime(store.folder("partial") / name, (WEEK_OLD, WEEK_OLD))
-    with alone(store.folder("partial") / "key", threading.Event()):
+    with locked_partial(store.folder("partial") / "key", threading.Event()):
         store.clean_stale()
         assert {path.name for path in (tmp_path / "partial").iterdir()} == {"key", "key.lock"}
         with (tmp_path / "partial/key.lock").open() as lock, pytest.raises(BlockingIOError):

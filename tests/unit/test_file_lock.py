@@ -1,0 +1,55 @@
+"""Locks between processes: two open files of one process exclude each other as those of two processes do."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from envbuild.file_lock import file_lock, folder_lock
+
+
+def test_a_second_holder_is_told_that_it_waits_and_comes_after_the_first(tmp_path: Path) -> None:
+    path, order, waits = tmp_path / "lock", [], threading.Event()
+
+    def second() -> None:
+        with file_lock(path, waits.set):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with file_lock(path, remove=True) as held:
+        assert held
+        thread.start()
+        assert waits.wait(10)
+        order.append("first")
+    thread.join(10)
+    # The first removed the file while it held it: the second took a new one.
+    assert order == ["first", "second"] and path.exists()
+
+
+def test_a_pause_may_give_up(tmp_path: Path) -> None:
+    def stop(seconds: float) -> None:
+        assert 0 < seconds < 1
+        raise KeyboardInterrupt
+
+    with file_lock(tmp_path / "lock"), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with file_lock(tmp_path / "lock", pause=stop):
+            pass
+
+
+def test_a_folder_that_is_held_is_refused_and_no_file_is_left(tmp_path: Path) -> None:
+    with folder_lock(tmp_path), pytest.raises(BlockingIOError):  # noqa: SIM117
+        with folder_lock(tmp_path, wait=False):
+            pass
+    with folder_lock(tmp_path, wait=False) as held:
+        assert held and not list(tmp_path.iterdir())
+
+
+def test_without_flock_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with file_lock(tmp_path / "lock") as held, folder_lock(tmp_path, wait=False) as both:
+        assert not held and not both
