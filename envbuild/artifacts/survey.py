@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
-from envbuild.artifacts.elf import ElfReport, scan_elf
+from envbuild.artifacts.elf_scan import ElfReport, scan_elf
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions
 from envbuild.artifacts.layer_files import check_layers
 
 # The modules that a survey elsewhere needs, from the package's folder.
 MODULES = (
     "__init__.py",
+    "elf.py",
     "names.py",
     "record.py",
     "artifacts/__init__.py",
     "artifacts/conda_survey.py",
-    "artifacts/elf.py",
+    "artifacts/elf_scan.py",
     "artifacts/installed.py",
     "artifacts/layer_files.py",
     "artifacts/survey.py",

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from envbuild.elf import MACHINES, is_elf, machine_name, read_elf
 from envbuild.errors import BuildError, HostError
-from envbuild.layers.source_elf import MACHINES, is_elf, read_elf
 from envbuild.layers.source_job import PREFIX
 
 _CHUNK = 1 << 20
@@ -85,9 +85,8 @@ def _move_elf(
     if elf is None:
         raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
     if elf.machine != MACHINES[arch]:
-        known = {number: name for name, number in MACHINES.items()}
         raise BuildError(
-            f"{name} is for {known.get(elf.machine, f'machine {elf.machine}')}, not for {arch}",
+            f"{name} is for {machine_name(elf.machine)}, not for {arch}",
             "a layer is built on a node of its own architecture, with a compiler for it",
         )
     if elf.dynamic and elf.needed:

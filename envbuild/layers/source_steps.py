@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.elf import is_elf
 from envbuild.errors import BuildError
-from envbuild.layers.source_elf import is_elf
 from envbuild.layers.source_job import PREFIX, SourceBuild
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from envbuild.elf import MACHINES
 from envbuild.errors import UsageError
 from envbuild.recipe.accelerators import ACCELERATORS, Accelerator, accelerator_of
 from envbuild.toml import closest
 
 ARCHES = ("x86_64", "aarch64")
 _ARCH_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}
-_ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 @dataclass(frozen=True, order=True)
@@ -61,7 +61,7 @@ class Target:
     @property
     def elf_machine(self) -> int:
         """e_machine in the ELF header of this architecture's programs and libraries."""
-        return _ELF_MACHINES[self.arch]
+        return MACHINES[self.arch]
 
 
 def target_problem(name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from envbuild.artifacts.elf import MACHINES
 from envbuild.artifacts.survey import Survey
 from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
@@ -66,7 +65,7 @@ def _layers(survey: Survey) -> str:
 def check_architecture(subject: Subject, survey: Survey) -> Check:
     """Every ELF file is for the target's processor."""
     report = survey.elf
-    wanted = MACHINES[subject.target.elf_machine]
+    wanted = subject.target.arch
     shown = [f"{path} is {machine}" for path, machine in report.foreign]
     return judge(
         "architecture",

@@ -19,7 +19,7 @@ import pytest
 from lab.conda_server import Server
 
 from envbuild.artifacts.survey import survey
-from envbuild.layers.source_elf import MACHINES
+from envbuild.elf import MACHINES
 from envbuild.recipe.targets import host_arch
 from envbuild.verify.receipt import passing_receipt
 

@@ -19,11 +19,11 @@ import pytest
 from lab import sources
 from lab.sources import SourceArchive, layer, pack, patch
 
+from envbuild.elf import read_elf
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError
 from envbuild.layers.host_workshop import host_identity, host_workshop
 from envbuild.layers.source_build import build_layer
-from envbuild.layers.source_elf import read_elf
 from envbuild.layers.source_known import source_layers
 from envbuild.layers.source_manifest import read_manifest
 from envbuild.layers.source_standalone import describe

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.artifacts.elf import elf_machine, scan_elf
+from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.installed import check_files, distributions, names_and_versions
+from envbuild.elf import elf_machine
 
 
 def install(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Path:

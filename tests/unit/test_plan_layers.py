@@ -16,7 +16,7 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild import make_layers
 from envbuild.artifacts import layer_files, layers_in
-from envbuild.artifacts.elf import ElfReport
+from envbuild.artifacts.elf_scan import ElfReport
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
 from envbuild.artifacts.installed import check_files
+from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
 from envbuild.layers.host_workshop import build_variables, host_workshop
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure, likely_cause
-from envbuild.layers.source_elf import MACHINES, read_elf
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_manifest import (
     SourceManifest,

@@ -1,4 +1,4 @@
-"""What an ELF file says about itself, as far as moving it needs. Nothing but the standard library is imported.
+"""What an ELF file says about itself. Needs nothing but Python 3.9.
 
 Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
 versioning (DT_VERNEED). Read by program headers, as the dynamic linker does: section headers may be stripped.
@@ -6,6 +6,7 @@ versioning (DT_VERNEED). Read by program headers, as the dynamic linker does: se
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -13,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-MACHINES = {"x86_64": 62, "aarch64": 183}
+# e_machine of processors.
+MACHINES = {
+    "i386": 3,
+    "ppc64": 21,
+    "s390x": 22,
+    "arm": 40,
+    "x86_64": 62,
+    "aarch64": 183,
+    "riscv64": 243,
+}
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERNEED, _VERNEEDNUM = 0x6FFFFFFE, 0x6FFFFFFF
@@ -22,7 +32,7 @@ _MOST, _FAR = 1 << 24, 1 << 40
 _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Elf:
     """A 64-bit ELF file. `dynamic` says whether the dynamic linker reads it. `runpath` is DT_RUNPATH, or DT_RPATH where
     there is none; `versions` are the symbol versions that it needs, such as GLIBC_2.34."""
@@ -39,6 +49,27 @@ class Elf:
         """The newest glibc that its symbols ask for, (0, 0) for none."""
         found = [_GLIBC.fullmatch(version) for version in self.versions]
         return max(((int(m[1]), int(m[2])) for m in found if m), default=(0, 0))
+
+
+def machine_name(machine: int) -> str:
+    """The processor with this e_machine."""
+    return next((n for n, number in MACHINES.items() if number == machine), f"machine {machine}")
+
+
+def elf_machine(path: str) -> int | None:
+    """The e_machine of the ELF file at `path`, None for any other file and for one that cannot be read."""
+    try:
+        # Asked of ten thousands of files; a file object costs three times that.
+        file = os.open(path, os.O_RDONLY)
+        try:
+            head = os.read(file, 20)
+        finally:
+            os.close(file)
+    except OSError:
+        return None
+    if len(head) < 20 or head[:4] != b"\x7fELF":
+        return None
+    return int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")
 
 
 def is_elf(path: Path) -> bool:

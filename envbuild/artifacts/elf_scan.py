@@ -1,4 +1,4 @@
-"""Which processor every ELF file of an artifact is for (System V ABI, ELF header, e_machine), and torch's accelerator.
+"""Which processor every ELF file of an artifact is for, and torch's accelerator.
 
 Part of the survey that runs in artifacts: nothing but Python 3.9 is needed.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.artifacts.installed import walk_files
+from envbuild.elf import elf_machine, machine_name
 from envbuild.recipe.torch_build import (
     MAX_VERSION_FILE,
     VERSION_FILE,
@@ -17,15 +18,6 @@ from envbuild.recipe.torch_build import (
     torch_libraries,
 )
 
-MACHINES = {
-    3: "i386",
-    40: "arm",
-    62: "x86_64",
-    183: "aarch64",
-    243: "riscv64",
-    21: "ppc64",
-    22: "s390x",
-}
 # Headers of code for a GPU are ELF too (NVIDIA's cubin, AMD's code objects); they are not for the processor.
 _ACCELERATORS = frozenset({190, 224})
 
@@ -56,7 +48,7 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
         machine = elf_machine(path)
         if machine is None or machine in _ACCELERATORS:
             continue
-        name = MACHINES.get(machine, f"machine {machine}")
+        name = machine_name(machine)
         report.counts[name] = report.counts.get(name, 0) + 1
         if machine != wanted:
             report.foreign.append((path, name))
@@ -72,20 +64,3 @@ def _read(path: str) -> str | None:
             return stream.read(MAX_VERSION_FILE)
     except OSError:
         return None
-
-
-def elf_machine(path: str) -> int | None:
-    """The e_machine of the ELF file at `path`, None for any other file."""
-    try:
-        file = os.open(
-            path, os.O_RDONLY
-        )  # of ten thousands of files; a file object costs three times that
-        try:
-            head = os.read(file, 20)
-        finally:
-            os.close(file)
-    except OSError:
-        return None
-    if len(head) < 20 or head[:4] != b"\x7fELF":
-        return None
-    return int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")
