@@ -6,8 +6,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from envbuild.artifacts.metadata import MAX_SIZE, Note, interest
 from envbuild.errors import BuildError
+from envbuild.files import replacing
 from envbuild.image.compression import Hashed
 from envbuild.image.entry import FILE
 from envbuild.image.sparse import Unpacked
@@ -105,14 +104,8 @@ def _write(path: Path, made: LayerListing) -> None:
         for n, m in enumerate(made.members)
     ]  # fmt: skip
     data = {"format": FORMAT, "members": rows, "notes": list(made.notes.items())}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(gzip.compress(json.dumps(data).encode(), 1, mtime=0))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(json.dumps(data).encode(), 1, mtime=0))
 
 
 def _known(path: Path) -> LayerListing | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +13,7 @@ from typing import BinaryIO, cast
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.files import write_atomically
+from envbuild.files import replacing, write_atomically
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, closing
 from envbuild.image.in_place import opened
@@ -99,7 +97,7 @@ class Segments:
                 if made is not None:
                     return made
                 self.say(f"  layer: {short(title)}")
-                segment = self._write(items(), folder, place)
+                segment = self._write(items(), place)
                 distributions = tuple(sorted(found))
                 write_atomically(place.with_suffix(".json"), json.dumps(distributions))
                 save(segment, place.with_suffix(".index"))  # last: it stands for the whole
@@ -107,16 +105,10 @@ class Segments:
             raise self.store.unwritable(error) from error
         return MadeSegment(segment, title, distributions)
 
-    def _write(self, items: Items, folder: Path, place: Path) -> Segment:
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
-        os.close(handle)
-        try:
-            with contextlib.closing(items):  # now, not when collected: it may hold archives
-                segment = write_segment(items, Path(name), self.codec, self.workers)
-            os.chmod(name, 0o644)
-            os.replace(name, _data(place))
-        finally:
-            Path(name).unlink(missing_ok=True)
+    def _write(self, items: Items, place: Path) -> Segment:
+        # Closed now, not when collected: it may hold archives.
+        with replacing(_data(place)) as path, contextlib.closing(items):
+            segment = write_segment(items, path, self.codec, self.workers)
         return replace(segment, path=_data(place))
 
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock, folder_lock
+from envbuild.files import replacing
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
@@ -98,16 +99,10 @@ class Store:
         place = self.root / kind / digest / name
         if place.is_file():
             return place
-        folder = self.folder(kind, digest)
+        self.folder(kind, digest)
         try:
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb") as stream:
-                    stream.write(make())
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, place)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            with replacing(place) as temporary:
+                temporary.write_bytes(make())
         except OSError as error:
             raise self.unwritable(error) from error
         return place
@@ -128,9 +123,8 @@ class Store:
             OSError, BuildError
         ):  # a store that is read-only costs time, no more
             self.folder("digests")
-            temporary = note.with_name(f".{note.name}.{os.getpid()}.{time.monotonic_ns()}")
-            temporary.write_text(json.dumps([*key, digest]), encoding="utf-8")
-            os.replace(temporary, note)
+            with replacing(note) as temporary:
+                temporary.write_text(json.dumps([*key, digest]), encoding="utf-8")
         return digest
 
     @contextlib.contextmanager

@@ -6,18 +6,16 @@ options. The bytes depend on the layer and the compressor alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import struct
-import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
+from envbuild.files import replacing
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec
@@ -218,16 +216,8 @@ def save(segment: Segment, index: Path) -> None:
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
     index.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{index.name}.", dir=index.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(packed)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, index)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(index) as temporary:
+        temporary.write_bytes(packed)
 
 
 def load(index: Path, data: Path) -> Segment | None:
