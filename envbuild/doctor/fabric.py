@@ -106,15 +106,18 @@ def adapters(host: Host) -> Iterator[HostFinding]:
     """The adapters of the fabrics that recipes may name."""
     rows, kinds, down, mounted = [], set(), [], set()
     known = [(f.name, f.adapter) for f in load_fabrics().values() if f.adapter]
-    for device in (d for c in dict.fromkeys(a.sysfs for _, a in known)
-                   for d in _entries(host.root / "sys/class" / c)):  # fmt: skip
+    classes = dict.fromkeys(adapter.sysfs for _, adapter in known)
+    for device in (d for name in classes for d in _entries(host.root / "sys/class" / name)):
         driver = os.path.basename(os.path.realpath(device / "device/driver"))
-        fitting = [row for row in known
-                   if row[1].sysfs == device.parent.name and row[1].driver in ("", driver)]  # fmt: skip
-        if not fitting:
+        found = [
+            (name, adapter)
+            for name, adapter in known
+            if adapter.sysfs == device.parent.name and adapter.driver in ("", driver)
+        ]
+        if not found:
             continue
-        # A row that names the driver goes before one that takes all of the class.
-        name, adapter = max(fitting, key=lambda row: bool(row[1].driver))
+        # A fabric that names the driver goes before one that takes all of the class.
+        name, adapter = max(found, key=lambda row: row[1].driver)
         ports = [
             (_text(port / "link_layer"), _text(port / "state"), _text(port / "rate"))
             for port in _entries(device / "ports")
