@@ -271,7 +271,7 @@ if [ "$extra" != inside ]; then
 fi
 
 case $step in
-preflight) set -- -m ddp_train.preflight --arch aarch64 --gpus 4 --provider cxi ;;
+preflight) export ENVBUILD_DEVICES='/dev/cxi*' && set -- -m ddp_train.preflight --arch aarch64 --gpus 4 --provider cxi ;;
 training)
     head=${ENVBUILD_ADDRESSES%% *}
     case $head in
