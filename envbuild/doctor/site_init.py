@@ -147,7 +147,7 @@ def _modules(host: Host) -> Iterator[str]:
     loaded = [
         name
         for name in host.variables.get("LOADEDMODULES", "").split(":")
-        if name.isprintable() and name
+        if name.strip() and name.isprintable()
     ]
     why = "loaded now" if loaded else "exact versions, the same for building and running"
     yield _said("build", loaded or ["python/3.11"], why, off=not loaded)
