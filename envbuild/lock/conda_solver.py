@@ -24,7 +24,7 @@ _RETRIES = 2
 _INDEX = ".shards-cache-v1"
 
 
-class SolverError(Exception):
+class SolveFailed(Exception):
     """What is wrong: `kind` and the rest of the answer."""
 
     def __init__(self, kind: str, **more: Any) -> None:
@@ -33,7 +33,7 @@ class SolverError(Exception):
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The records that solve `request`. Raises Fault."""
+    """The records that solve `request`. Raises SolveFailed."""
     from rattler import MatchSpec, solve
     from rattler.channel import ChannelPriority
     from rattler.exceptions import InvalidMatchSpecError, SolverError
@@ -43,7 +43,7 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             specs.append(MatchSpec(text, strict=True))
         except InvalidMatchSpecError as error:
-            raise SolverError("spec", index=index, text=str(error)) from None
+            raise SolveFailed("spec", index=index, text=str(error)) from None
     gateway, channels, used = await _open(request)
     platforms = [request["platform"], "noarch"]
     kept = await _kept(gateway, channels, platforms, request["keep"])
@@ -59,9 +59,9 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
             channel_relations="disabled",
         )
     except SolverError as error:
-        raise SolverError("unsatisfiable", text=str(error)) from None
+        raise SolveFailed("unsatisfiable", text=str(error)) from None
     except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
-        raise SolverError("channel", text=str(error)) from None
+        raise SolveFailed("channel", text=str(error)) from None
     return {"records": [_row(record) for record in records], "used": used}
 
 
@@ -85,7 +85,7 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
             serving = trial
             break
         else:
-            raise SolverError("unreachable", channel=channel["url"], refusals=refusals)
+            raise SolveFailed("unreachable", channel=channel["url"], refusals=refusals)
     used = [serving[channel["url"]]["url"] for channel in request["channels"]]
     places = [
         _place(channel["url"], serving[channel["url"]]["url"]) for channel in request["channels"]
@@ -220,7 +220,7 @@ def main(path: str) -> None:
     moved = _set_aside(Path(request["cache"]), request["offline"])
     try:
         result = asyncio.run(answer(request))
-    except SolverError as fault:
+    except SolveFailed as fault:
         result = fault.answer
         for aside, place in moved:  # what --offline needs
             with contextlib.suppress(OSError):

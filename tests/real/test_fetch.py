@@ -613,14 +613,14 @@ from pathlib import Path
 from envbuild.errors import EnvbuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.fetch import Wanted, locate_wheels
+from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.store.store import Store
 import requests, mousebender.simple  # the base line of memory is that of a process with its libraries
 store, index, name, version, digest, user = sys.argv[1:]
 if user != "-":
     os.setgroups([]); os.setgid(int(user)); os.setuid(int(user))
 pip = PipConfig(index_url=index, retries=1, timeout_s=20.0)
-wanted = Wanted(name, version, frozenset({digest}))
+wanted = WantedWheel(name, version, frozenset({digest}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     found = locate_wheels([wanted], Store(Path(store)), pip, Site(Path(store), ()), [],

@@ -148,6 +148,7 @@ SCRIPT = """
     import sys
     from pathlib import Path
     from envbuild.image.squashfs.read import open_squashfs
+    from envbuild.image.squashfs.unpack import unpack
     with open(sys.argv[1], "rb") as stream:
         unpack(open_squashfs(stream, 0, "lab"), Path(sys.argv[2]), owners=False)
     # getrusage(2) would tell of the process that started this one, too
