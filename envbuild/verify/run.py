@@ -80,6 +80,7 @@ class _Bench:
         snapshot: str | None = None,
         max_restarts: int = 0,
         bandwidth_s: str | None = None,
+        lean: bool = False,
         extra: Mapping[str, str] | None = None,
     ) -> Running:
         """Start the trainer, on `nodes` × `nproc_per_node` ranks (default: the settings') or, with `nodes` 0, as one
@@ -104,7 +105,7 @@ class _Bench:
             nproc_per_node=nproc_per_node,
             timeout_s=settings.timeout_s,
             max_restarts=max_restarts,
-            lean=name == "resume",
+            lean=lean,
         )
         work = str(self.nodes.work)
         return start_job(
@@ -147,21 +148,21 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
                 if layer.check
             ]
             again = None
-            if _may_overlap(bench, floor) and _resumes_at(reference.wait(), first):
+            reference_outcome = reference.wait() if _may_overlap(bench, floor) else None
+            if reference_outcome and _may_start_beside(first, reference_outcome):
                 again = stack.enter_context(
                     _resume(bench, {RESUME_AFTER: _reports_of(bench, first)})
                 )
             first_outcome = first.wait()
             resumed = first.job
             second = first_outcome
-            if (
-                first_outcome.finished
-            ):  # else all that follows is blocked, and not worth the waiting
+            # Else all that follows is blocked, and not worth the waiting.
+            if first_outcome.finished:
                 say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
                 again = again or stack.enter_context(_resume(bench))
                 again.started = time.monotonic()
                 resumed, second = again.job, again.wait()
-        reference_outcome = reference.wait()
+        reference_outcome = reference_outcome or reference.wait()
     checks += judge_launches(
         Launches(
             subject, bench.work, first.job, first_outcome, resumed, second, reference_outcome, half,
@@ -178,7 +179,7 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
 
 def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
     return bench.start(
-        "resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", extra=extra
+        "resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra
     )
 
 
@@ -192,9 +193,10 @@ def _may_overlap(bench: _Bench, floor: float) -> bool:
     return not bench.network.accelerator.gpu and not floor
 
 
-def _resumes_at(reference: Outcome, first: Running) -> bool:
-    """Whether the artifact's trainer, as its report says, can wait for its turn; returns when the agents of the
-    `first` launch have imported torch, which takes them as long as it took the reference."""
+def _may_start_beside(first: Running, reference: Outcome) -> bool:
+    """Return whether the second launch may start beside `first`: the artifact's trainer, as the report of `reference`
+    says, can wait for its turn. If so, sleep until the agents of `first` have imported torch, which takes them as long
+    as it took the reference."""
     report = reference.reports[0] if reference.reports else {}
     if RESUME_AFTER not in report.get("variables", []):
         return False

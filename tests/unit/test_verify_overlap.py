@@ -10,7 +10,7 @@ import pytest
 
 from envbuild.verify.launch import Outcome, Running, TrainingJob
 from envbuild.verify.nodes import Nodes
-from envbuild.verify.run import _resumes_at
+from envbuild.verify.run import _may_start_beside
 
 
 def first_launch(ago: float) -> Running:
@@ -33,7 +33,7 @@ SECONDS = {"seconds": {"import_torch": 2.0}}
 def test_a_trainer_that_does_not_wait_for_its_turn_is_started_after_the_first(
     reports: list[dict[str, Any]],
 ) -> None:
-    assert not _resumes_at(reference(*reports), first_launch(60))
+    assert not _may_start_beside(first_launch(60), reference(*reports))
 
 
 def test_it_starts_when_the_agents_of_the_first_have_imported_torch(
@@ -42,6 +42,6 @@ def test_it_starts_when_the_agents_of_the_first_have_imported_torch(
     slept: list[float] = []
     monkeypatch.setattr("envbuild.verify.run.time.sleep", slept.append)
     known = {**SECONDS, "variables": ["DDP_TRAIN_RESUME_AFTER"]}
-    assert _resumes_at(reference(known), first_launch(0.5))
-    assert _resumes_at(reference(known), first_launch(9.0))
+    assert _may_start_beside(first_launch(0.5), reference(known))
+    assert _may_start_beside(first_launch(9.0), reference(known))
     assert slept == [pytest.approx(1.5, abs=0.1), 0.0]
