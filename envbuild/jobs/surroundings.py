@@ -11,7 +11,6 @@ from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
 from envbuild.site.job_site import JobSite
-from envbuild.verify.network import plugin_settings
 from envbuild.verify.network_variables import fabric_variables, plugin_variables
 
 
@@ -51,8 +50,9 @@ def variables_of(
         for name in site.fabric.variables:
             origins[f"variables.{name}"] = site.origin("fabric", "variables")
         root = PurePath(artifact.python).parents[1]
-        plugin = plugin_variables(opened.layers, root, opened.nccl)
-        plugin = plugin_settings(artifact.accelerator, plugin)
+        plugin = plugin_variables(
+            opened.layers, root, opened.nccl, accelerator=artifact.accelerator
+        )
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
     if artifact.kind == "conda":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from envbuild.fabrics import Fabric, find_fabric
-from envbuild.recipe.accelerators import CUDA, Accelerator
+from envbuild.recipe.accelerators import Accelerator
 from envbuild.site.settings import FabricTable
 from envbuild.verify.network_checks import nccl_version
 from envbuild.verify.network_variables import differing, fabric_variables, plugin_variables
@@ -64,10 +64,13 @@ def network_of(
     if site.interface and not shared:
         variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
     path = "" if subject.alone else env.get("LD_LIBRARY_PATH", "")
-    plugin = plugin_variables(
-        subject.state.layers, PurePath(subject.roots[0]), nccl_version(subject.state), path
+    variables |= plugin_variables(
+        subject.state.layers,
+        PurePath(subject.roots[0]),
+        nccl_version(subject.state),
+        path,
+        accelerator=accelerator,
     )
-    variables |= plugin_settings(accelerator, plugin)
     named = {name: value for name, value in variables.items() if name != "NCCL_SOCKET_IFNAME"}
     gpus = visible_gpus(env, accelerator)
     count, each = shape
@@ -79,15 +82,6 @@ def network_of(
         split if shared and count > 1 and len(gpus) >= count * each else (),
         differing(named, env),
     )
-
-
-def plugin_settings(accelerator: Accelerator, found: Mapping[str, str]) -> dict[str, str]:
-    """Return `plugin_variables` with the name that the plugin's file has for `accelerator`."""
-    return {
-        name: value.replace(CUDA.net_plugin, accelerator.net_plugin or CUDA.net_plugin)
-        if name == "NCCL_NET_PLUGIN" else value
-        for name, value in found.items()
-    }  # fmt: skip
 
 
 def visible_gpus(

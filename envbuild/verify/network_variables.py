@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.fabrics import Fabric
+from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.settings import FabricTable
 
 PLUGIN = "aws-ofi-nccl"
@@ -37,22 +38,28 @@ def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
 
 
 def plugin_variables(
-    layers: Sequence[BuiltLayer], root: PurePath, nccl: str, path: str = ""
+    layers: Sequence[BuiltLayer],
+    root: PurePath,
+    nccl: str,
+    path: str = "",
+    *,
+    accelerator: Accelerator = CUDA,
 ) -> dict[str, str]:
-    """How NCCL of version `nccl` ("" if unknown) finds the plugin in the environment at `root`, and the plugin the
-    host's libfabric. `path` is what LD_LIBRARY_PATH would be without. Empty for an artifact without them."""
+    """How NCCL of version `nccl` ("" if unknown), or RCCL by `accelerator`, finds the plugin in the environment at
+    `root`, and the plugin the host's libfabric. `path` is what LD_LIBRARY_PATH would be without. Empty for an artifact
+    without them."""
     by_name = {layer.name: layer for layer in layers}
     folders: list[str] = []
     found: dict[str, str] = {}
     if plugin := by_name.get(PLUGIN):
         folder = PurePath(plugin.path) / "lib" if plugin.path else root / "lib"
-        name = "libnccl-net-ofi.so" if _at_least(plugin.version, (1, 15)) else "libnccl-net.so"
-        whole = str(folder / name)
+        end = "-ofi" if _at_least(plugin.version, (1, 15)) else ""
+        whole = str(folder / f"{accelerator.net_plugin}{end}.so")
         if _at_least(nccl, (2, 21)) and len(whole.encode()) <= _LONGEST_NAME:
             found["NCCL_NET_PLUGIN"] = whole
         else:
             folders.append(str(folder))
-            if name != "libnccl-net.so":
+            if end:
                 found["NCCL_NET_PLUGIN"] = "ofi"
     if (host := by_name.get("libfabric")) and host.path:
         folders += [f"{host.path}/lib64", f"{host.path}/lib"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from unit.test_job_kubernetes import GPUS, ON_GPUS
 
 from ddp_train.preflight.host import amd_gpus
 from envbuild.artifacts.elf_scan import scan_elf
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.doctor import hardware
@@ -31,7 +32,8 @@ from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_o
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.torch_build import torch_builds
-from envbuild.verify.network import plugin_settings, visible_gpus
+from envbuild.verify.network import visible_gpus
+from envbuild.verify.network_variables import plugin_variables
 from envbuild.verify.training_checks import _wrong_build
 
 TARGET = Target.parse("rocm6.4-x86_64")
@@ -217,9 +219,17 @@ def test_pods_ask_for_amd_s_resource() -> None:
 
 
 def test_the_plugin_s_file_is_the_one_that_rccl_opens() -> None:
-    found = {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so", "LD_LIBRARY_PATH": "/x/libnccl-net"}
-    assert plugin_settings(CUDA, found) == found
-    rocm = plugin_settings(ROCM, found)
+    layers = [
+        BuiltLayer("aws-ofi-nccl", "1.21.1", ""),
+        BuiltLayer("libfabric", "1.22.0", "", path="/x/libnccl-net"),
+    ]
+    found = {
+        "NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so",
+        "LD_LIBRARY_PATH": "/x/libnccl-net/lib64:/x/libnccl-net/lib",
+    }
+    root = PurePath("/env")
+    assert plugin_variables(layers, root, "2.22.3", accelerator=CUDA) == found
+    rocm = plugin_variables(layers, root, "2.22.3", accelerator=ROCM)
     assert rocm == {**found, "NCCL_NET_PLUGIN": "/env/lib/librccl-net-ofi.so"}
 
 
