@@ -295,6 +295,6 @@ def _compile(compiler: Compiler, share: _Share, children: _Children) -> _Compile
 
 
 def _environment() -> dict[str, str]:
-    # A Python from a module tree may find its library by this alone.
+    # A Python from a module tree may find libpython only by this variable.
     libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
     return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}

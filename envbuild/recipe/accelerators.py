@@ -85,7 +85,7 @@ CUDA = Accelerator(
     driver_libraries=True,
     apptainer="--nv",
     docker_request=True,
-    # What enroot's hook 98-nvidia.sh and NVIDIA's container runtime read.
+    # Read by enroot's hook 98-nvidia.sh and by NVIDIA's container runtime.
     container_variables=(
         ("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
     ),

@@ -276,12 +276,12 @@ def conda_images(tmp_path_factory: pytest.TempPathFactory, pt_conda: Site) -> di
     )
     shutil.copy(pt_conda.lock, place)
     command = Command(folder, {**pt_conda.command.env, **NO_DAEMON})
-    oci = command.json(
+    command.json(
         "docker", "pt_cpu", "--out", "oci:image",
         "--target", f"cpu-{ARCH}", "--target", f"cpu-{OTHER}",
     )  # fmt: skip
     files = command.json("build", "pt_cpu", "--artifact", "enroot,apptainer")
-    return {"command": command, "oci": oci, "files": files["artifacts"]}
+    return {"command": command, "files": files["artifacts"]}
 
 
 def test_squashfs_and_sif_of_conda_packages_are_verified(conda_images: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ def directives(plan: JobPlan) -> list[str]:
         ("--constraint=", scheduler.constraint, "[scheduler] constraint"),
         ("--time=", plan.time, "--time"),
         ("--chdir=", plan.work, work_key(plan)),
-        # sbatch does not make the folder; without it the job ends at once and leaves no word.
+        # sbatch does not create this folder; without it the job ends at once and leaves no log.
         ("--output=", f"{plan.logs}/", "[paths] logs"),
     ]
     lines = [f"#SBATCH {directive(option, value, key)}" for option, value, key in said if value]
