@@ -40,19 +40,23 @@ def layer_table(name: str, archive: SourceArchive, **more: object) -> str:
     return f"[layers.{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in told.items())
 
 
+def fabric_recipe(folder: Path, archive: SourceArchive, configure: Sequence[str] = ()) -> None:
+    """A recipe `pt_minimal` that has libfabric in `folder`, with the locks of the shipped one."""
+    shutil.copytree(REPOSITORY / "recipes/pt_minimal", folder / "recipes/pt_minimal")
+    recipe = folder / "recipes/pt_minimal/recipe.toml"
+    more = {"configure": list(configure)} if configure else {}
+    layers = layer_table("libfabric", archive, **more)
+    recipe.write_text(recipe.read_text() + "\n" + layers + QUICK)
+
+
 @pytest.fixture(scope="session")
 def fabric(
     tmp_path_factory: pytest.TempPathFactory, session_store: Path, libfabric_source: SourceArchive
 ) -> Command:
-    """The command in a folder with a recipe `pt_minimal` that has libfabric, with the locks of the shipped one.
-
-    It compiles in half the time with these options; test_source_layers.py builds it as it is."""
+    """The command in a folder with a recipe that has libfabric with options that halve the time of its compilation."""
     folder = tmp_path_factory.mktemp("fabric")
-    shutil.copytree(REPOSITORY / "recipes/pt_minimal", folder / "recipes/pt_minimal")
-    recipe = folder / "recipes/pt_minimal/recipe.toml"
     light = ["--disable-static", "--disable-shm", "--disable-rxd", "--disable-udp", "CFLAGS=-O0"]
-    layers = layer_table("libfabric", libfabric_source, configure=light)
-    recipe.write_text(recipe.read_text() + "\n" + layers + QUICK)
+    fabric_recipe(folder, libfabric_source, light)
     return Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
 
 
@@ -153,8 +157,11 @@ def test_the_docker_image_passes_in_two_containers_and_has_the_same_layer(
 
 
 def test_the_venv_passes_where_it_is_and_fails_when_a_file_of_the_layer_is_another(
-    fabric: Command, tmp_path: Path
+    session_store: Path, libfabric_source: SourceArchive, tmp_path: Path
 ) -> None:
+    # This host's compilers make the layer once for all workers: test_source_layers.py has the same.
+    fabric_recipe(tmp_path, libfabric_source)
+    fabric = Command(tmp_path, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
     made = fabric.json("venv", "pt_minimal", "--locked")
     assert checks_of(made)["layer:libfabric"]["status"] == "pass"
     moved = tmp_path / "moved"
