@@ -1,4 +1,4 @@
-"""Threads for work beside the reader of a stream, which a Ctrl-C at any moment ends.
+"""Threads for work beside the reader of a stream, and for several items at once; Ctrl-C ends them at any moment.
 
 Not concurrent.futures: its locks are Python code, and a Ctrl-C within them leaves them locked, so that its threads,
 and its `shutdown`, wait without end. `queue.SimpleQueue` is C code.
@@ -7,15 +7,21 @@ and its `shutdown`, wait without end. `queue.SimpleQueue` is C code.
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 P = ParamSpec("P")
 # A signal that arrives just before a wait does not end it, but the next one.
 _POLL_S = 0.5
+# How long `each` waits for threads that may hang in a silent server's answer.
+_GRACE_S = 0.5
 
 
 class Answer(Generic[T]):
@@ -67,14 +73,15 @@ class Workers:
             self._started += 1
         return answer
 
-    def close(self) -> None:
-        """Wait for the calls under way; those that have not begun are dropped."""
+    def close(self, wait_s: float = math.inf) -> None:
+        """Wait up to `wait_s` seconds for the calls under way; drop those that have not begun."""
         self._closed = True
         for _ in range(self._started):
             self._calls.put(None)
-        while self._started:
+        end = time.monotonic() + wait_s
+        while self._started and (left := end - time.monotonic()) > 0:
             with suppress(Empty):
-                self._ended.get(timeout=_POLL_S)
+                self._ended.get(timeout=min(left, _POLL_S))
                 self._started -= 1
 
     def _work(self) -> None:
@@ -82,3 +89,37 @@ class Workers:
             if not self._closed:
                 call()
         self._ended.put(None)
+
+
+def each(
+    items: Sequence[T],
+    work: Callable[[T, threading.Event], R],
+    count: int,
+    stop: threading.Event | None = None,
+) -> list[R]:
+    """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
+
+    The first error, or Ctrl-C, sets `stop` and is raised; the threads get half a second to react to `stop`.
+    """
+    stop = stop or threading.Event()
+    done: SimpleQueue[tuple[int, Answer[R]]] = SimpleQueue()
+
+    def run(number: int) -> None:
+        answer: Answer[R] = Answer()
+        answer.give(lambda: work(items[number], stop))
+        done.put((number, answer))
+
+    pool, results = Workers(count), dict[int, R]()
+    try:
+        for number in range(len(items)):
+            pool.submit(run, number)
+        while len(results) < len(items):
+            with suppress(Empty):
+                number, answer = done.get(timeout=_POLL_S)
+                results[number] = answer.result()
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        pool.close(_GRACE_S)
+    return [results[number] for number in range(len(items))]

@@ -15,7 +15,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from envbuild.layers.conda_package import Info, read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import say
 from envbuild.store.store import Store, remove_tree
+from envbuild.workers import each
 
 Located = Sequence[tuple[CondaPackage, Path]]
 Locate = Callable[[Sequence[CondaPackage]], Located]
@@ -220,13 +220,10 @@ def _room(info: Info) -> tuple[int | None, str]:
 
 
 def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:
-    def digest(path: Path) -> str | None:
+    def digest(path: Path, _: object) -> str | None:
         with contextlib.suppress(OSError):
             return store.file_digest(path)
         return None
 
-    with ThreadPoolExecutor(2) as pool:
-        digests = pool.map(digest, found.values())
-        return [
-            package for package, now in zip(found, digests, strict=True) if now != package.sha256
-        ]
+    digests = each(list(found.values()), digest, 2)
+    return [package for package, now in zip(found, digests, strict=True) if now != package.sha256]

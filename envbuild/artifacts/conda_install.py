@@ -9,7 +9,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import Advance, say, transfer
 from envbuild.store.store import Store, remove_tree
+from envbuild.workers import Answer, Workers
 
 # Of rattler's errors what the operating system said, which tells more than the rest.
 _ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -108,8 +108,8 @@ def _link_and_check(work: _Work, command: str, then: Callable[[], None]) -> list
 
     An error while one of them is damaged is that damage's.
     """
-    with ThreadPoolExecutor(1) as pool:
-        checking: Future[list[CondaPackage]] | None = None
+    with contextlib.closing(Workers(1)) as pool:
+        checking: Answer[list[CondaPackage]] | None = None
         try:
             with _progress(work) as moved:
                 _link(work, moved)

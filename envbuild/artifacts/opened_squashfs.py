@@ -21,11 +21,11 @@ from envbuild.artifacts.state import FILE as STATE
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
-from envbuild.image.parallel import each
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
+from envbuild.workers import each
 
 if TYPE_CHECKING:
     from envbuild.artifacts.facts import Request
@@ -211,7 +211,7 @@ def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
         return f"sha256:{seen.hexdigest()}"
 
     try:
-        found = each(spans, digest, len(spans), "digest")
+        found = each(spans, digest, len(spans))
     except OSError as error:
         raise BuildError(f"{place}: cannot be read: {error.strerror}") from error
     return found[0], found[-1]

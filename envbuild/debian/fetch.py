@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -16,9 +14,9 @@ from envbuild.image.blobs import Blobs
 from envbuild.progress import transfer
 from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
 from envbuild.store.store import locked_partial
+from envbuild.workers import each
 
 _PARALLEL = 6
-_GRACE_S = 0.5
 
 
 def fetch_debs(
@@ -35,7 +33,13 @@ def fetch_debs(
         size = sum(deb.size for deb in missing)
         try:
             with transfer(f"fetching {len(missing)} Debian packages", size) as moved:
-                _fetch_all(missing, blobs, archives, client, answers, moved)
+                down: dict[str, str] = {}
+
+                def fetch(deb: LockedDeb, _: object) -> None:
+                    _fetch_one(deb, blobs, archives, client, answers[deb.name], down, moved)
+
+                # The largest first: none of them is then what all wait for at the end.
+                each(sorted(missing, key=lambda deb: -deb.size), fetch, _PARALLEL, client.stop)
         except OSError as error:
             raise BuildError(
                 f"the store {blobs.root} cannot be written: {error.strerror or error}",
@@ -51,59 +55,6 @@ def _here(deb: LockedDeb, blobs: Blobs) -> bool:
         return blobs.path(f"sha256:{deb.sha256}").stat().st_size == deb.size
     except OSError:
         return False
-
-
-def _fetch_all(
-    missing: Sequence[LockedDeb],
-    blobs: Blobs,
-    archives: Sequence[DebianSuite],
-    client: Client,
-    answers: dict[str, list[str]],
-    moved: Callable[[int], None],
-) -> None:
-    from queue import Empty, SimpleQueue
-
-    waiting: SimpleQueue[LockedDeb] = SimpleQueue()
-    done: SimpleQueue[BaseException | None] = SimpleQueue()
-    # The largest first: none of them is then what all wait for at the end.
-    for deb in sorted(missing, key=lambda deb: -deb.size):
-        waiting.put(deb)
-    down: dict[str, str] = {}
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            try:
-                deb = waiting.get_nowait()
-            except Empty:
-                return
-            try:
-                _fetch_one(deb, blobs, archives, client, answers[deb.name], down, moved)
-                done.put(None)
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                done.put(error)
-
-    # Daemons: Python would wait at its end for a thread that hangs in a silent server's answer.
-    threads = [
-        threading.Thread(target=work, daemon=True, name=f"debian-{number}")
-        for number in range(min(_PARALLEL, len(missing)))
-    ]
-    finished = False
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in missing:
-            if (error := done.get()) is not None:
-                raise error
-        finished = True
-    finally:
-        stop.set()
-        if not finished:  # whoever is in the midst of a file ends at its next chunk
-            client.stop.set()
-        deadline = time.monotonic() + _GRACE_S
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _fetch_one(

@@ -19,7 +19,6 @@ from envbuild.image import registry_pull, registry_push, registry_upload
 from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials, find_credentials
 from envbuild.image.model import Descriptor
-from envbuild.image.parallel import each
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
 from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
@@ -28,6 +27,7 @@ from envbuild.image.registry_pull import Advance
 from envbuild.image.registry_push import Pushed
 from envbuild.image.registry_upload import CHUNK
 from envbuild.image.retry import RequestFailed
+from envbuild.workers import each
 
 _WORKERS = 4
 # A mirror is a help: one that falters must not hold up the registry itself.
@@ -69,7 +69,7 @@ class Registry:
     def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, moved: Advance) -> list[Path]:
         """The files of several blobs, fetched at the same time; `moved` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
-        each(unique, partial(self._fetch, blobs=blobs, moved=moved), _WORKERS, "pull")
+        each(unique, partial(self._fetch, blobs=blobs, moved=moved), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
 
     def has_blob(self, digest: str) -> bool:

@@ -14,10 +14,10 @@ from urllib.parse import quote
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
-from envbuild.image.parallel import each
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, push_blob
 from envbuild.image.retry import RequestFailed
+from envbuild.workers import each
 
 Advance = Callable[[int], None]
 _WORKERS = 4
@@ -98,6 +98,6 @@ def push(
         moved(blob.size)
         return how
 
-    ways = each(unique, bring, _WORKERS, "push")
+    ways = each(unique, bring, _WORKERS)
     sent = sum(blob.size for blob, way in zip(unique, ways, strict=True) if way == "uploaded")
     return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"))

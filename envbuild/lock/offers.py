@@ -77,9 +77,9 @@ class Offers:
         return self._known
 
     def _links(self, names: Sequence[str]) -> dict[str, list[Link]]:
-        from envbuild.image.parallel import each
         from envbuild.store.client import Client, NotFound, Unreachable
         from envbuild.store.sources import local_files, remote_sources
+        from envbuild.workers import each
 
         environment = self.environment
         local = [
@@ -102,7 +102,7 @@ class Offers:
 
         jobs = [(name, number) for name in names for number in range(len(sources))]
         found: defaultdict[str, list[Link]] = defaultdict(lambda: list(local))
-        for (name, _), links in zip(jobs, each(jobs, ask, _AT_ONCE, "releases"), strict=True):
+        for (name, _), links in zip(jobs, each(jobs, ask, _AT_ONCE), strict=True):
             found[name] += links
         return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from envbuild.site.settings import Site
 from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
 from envbuild.store.sources import Link, PackageSource, local_files, matches, remote_sources
 from envbuild.store.store import Store, locked_partial
+from envbuild.workers import each
 
 _PARALLEL = 8
-_GRACE_S = 0.5
 Advance = Callable[[int], None]
 Item = TypeVar("Item")
 
@@ -142,53 +141,10 @@ def fetch_each(
     title: str,
     total: int | None = None,
 ) -> dict[Item, Path]:
-    """The file that `fetch` has for each of `missing`, several at a time; `total` bytes are shown where known.
-
-    An error that it raises, or Ctrl-C, stops all at the next chunk.
-    """
-    import threading
-    from queue import Empty, SimpleQueue
-
-    found: dict[Item, Path] = {}
-    waiting: SimpleQueue[Item] = SimpleQueue()
-    outcomes: SimpleQueue[tuple[Item, Path | BaseException | None]] = SimpleQueue()
-    for item in missing:
-        waiting.put(item)
-
-    def work(moved: Advance) -> None:
-        while not client.stop.is_set():
-            try:
-                item = waiting.get_nowait()
-            except Empty:
-                return
-            try:
-                outcomes.put((item, fetch(item, moved)))
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                outcomes.put((item, error))
-
-    # Daemons, not an executor: Python waits for an executor's threads at its end, and one may hang
-    # in a silent server's answer for minutes after Ctrl-C.
+    """Return the file that `fetch` finds for each of `missing`, several at a time; show `total` bytes where known."""
     with transfer(title, total) as moved:
-        threads = [
-            threading.Thread(target=work, args=(moved,), daemon=True, name=f"fetch-{number}")
-            for number in range(min(_PARALLEL, len(missing)))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for _ in missing:
-                item, outcome = outcomes.get()
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                if outcome is not None:
-                    found[item] = outcome
-        finally:
-            client.stop.set()
-            deadline = time.monotonic() + _GRACE_S
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, deadline - time.monotonic()))
-    return found
+        paths = each(missing, lambda item, _: fetch(item, moved), _PARALLEL, client.stop)
+    return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
 
 def _fetch_one(

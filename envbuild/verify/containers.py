@@ -15,8 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -27,6 +26,7 @@ from envbuild.errors import HostError, VerificationError
 from envbuild.image.archive import Chunks
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.verify import processes
+from envbuild.workers import Workers
 
 LABEL = "org.envbuild.verify.until"
 _WORK = "/envbuild-verify"
@@ -218,7 +218,7 @@ def container_nodes(
 
             # In threads, which finish what they began when we are interrupted: a container that the daemon
             # makes while nobody waits for its answer would stay.
-            with ThreadPoolExecutor(count) as pool:
+            with closing(Workers(count)) as pool:
                 for started in [pool.submit(run, node) for node in range(count)]:
                     started.result()
         except DockerException as error:

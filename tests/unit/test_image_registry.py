@@ -19,11 +19,11 @@ from lab.fake_registry import Call, Fake, fake_registry
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse
-from envbuild.image.parallel import each
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
 from envbuild.image.registry_http import Transport, Wire
 from envbuild.image.retry import RequestFailed, retry_after
+from envbuild.workers import each
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -674,8 +674,8 @@ def test_any_retry_after_is_a_time_or_none(value: str) -> None:
 
 
 def test_work_in_parallel_keeps_its_order_and_ends_with_the_first_error() -> None:
-    assert each(range(20), lambda item, _stop: item * item, 4, "t") == [n * n for n in range(20)]
-    assert each([], lambda item, _stop: item, 4, "t") == []
+    assert each(range(20), lambda item, _stop: item * item, 4) == [n * n for n in range(20)]
+    assert each([], lambda item, _stop: item, 4) == []
     done = []
 
     def work(item: int, stop: threading.Event) -> None:
@@ -685,5 +685,5 @@ def test_work_in_parallel_keeps_its_order_and_ends_with_the_first_error() -> Non
             done.append(item)
 
     with pytest.raises(ValueError, match="third"):
-        each(range(1000), work, 4, "t")
+        each(range(1000), work, 4)
     assert len(done) < 20

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.parallel import each
 from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_inodes import Inode, listed, read_inode
 from envbuild.image.squashfs.read_lookup import Attributes, fragment, fragments, owners
 from envbuild.image.squashfs.read_tables import MAGIC, ImageBytes, MetadataReader, Superblock
+from envbuild.workers import each
 
 # Bytes; longer paths cannot be opened on Linux.
 _MAX_PATH = 4095
@@ -150,7 +150,7 @@ class SquashfsImage:
             return [work(*item) for item in lot if not stop.is_set()]
 
         workers = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-        done = each(list(_lots(files)), run, workers, "squashfs")
+        done = each(list(_lots(files)), run, workers)
         return [result for lot in done for result in lot]
 
     def find(self, path: str) -> int | None:
