@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.debian.index import Package, PackageIndex
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
 from envbuild.debian.release import DebianRelease, fetch_packages, fetch_release, load_keys
@@ -14,7 +15,7 @@ from envbuild.debian.sources import DebianSuite, suites
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.progress import say, transfer
-from envbuild.store.client import Client, NotFound, Unreachable
+from envbuild.store.client import Client
 
 if TYPE_CHECKING:
     from pysequoia import Cert
@@ -69,7 +70,7 @@ def _add_first(
                 index.add(path, form, archive.kind)
         except NotFound:
             answers.append(f"{archive}: not there")
-        except Unreachable as error:
+        except RequestFailed as error:
             answers.append(f"{archive}: {error}")
         except LockError as error:
             answers.append(error.message)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from envbuild.cache.download import locked_partial
+from envbuild.cache.retry import Mismatch, NotFound, RequestFailed
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.progress import transfer
-from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
-from envbuild.store.store import locked_partial
+from envbuild.store.client import Client
 from envbuild.workers import each
 
 _PARALLEL = 6
@@ -83,16 +83,14 @@ def _fetch_one(
             except NotFound:
                 answers.append(f"{source}: not there")
             except Mismatch as other:
-                answers.append(f"{source}: has other content, sha256:{other}")
-            except Unreachable as error:
+                answers.append(f"{source}: has other content, sha256:{other.sha256}")
+            except RequestFailed as error:
                 answers.append(f"{source}: {error}")
-                if isinstance(error, Down):
+                if error.is_down:
                     down[root] = str(error)
             else:
                 blobs.adopt(partial, digest)
                 break
-    with contextlib.suppress(OSError):
-        blobs.partial(digest).with_suffix(".lock").unlink()
 
 
 def _not_found(lacking: Sequence[LockedDeb], answers: dict[str, list[str]]) -> BuildError:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.download import locked_partial
+from envbuild.cache.retry import Mismatch, NotFound
 from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.store.client import Client, Mismatch, NotFound
-from envbuild.store.store import locked_partial
+from envbuild.store.client import Client
 
 if TYPE_CHECKING:
     from pysequoia import Cert
@@ -67,7 +68,7 @@ def load_keys(keyring: Path | None = None) -> list[Cert]:
 def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) -> DebianRelease:
     """Fetch and check an archive's InRelease, or its Release and Release.gpg.
 
-    Raises NotFound or Unreachable for an archive that cannot be read, and LockError for one that is
+    Raises RequestFailed for an archive that cannot be read, and LockError for one that is
     unsigned, badly signed, signed by unknown or expired keys alone, or of another suite.
     """
     folder = f"{archive.url}/dists/{archive.suite}"
@@ -152,7 +153,7 @@ def fetch_packages(
     """The package list of a component for a Debian architecture: its file and how it is compressed
     (".xz", ".gz", ""). It is taken from `blobs` when its content is there already.
 
-    Raises NotFound or Unreachable, and LockError when the suite has no such list or another is served.
+    Raises RequestFailed, and LockError when the suite has no such list or another is served.
     """
     for form in _FORMS:
         name = f"{component}/binary-{arch}/Packages{form}"
@@ -178,7 +179,7 @@ def fetch_packages(
                 continue
             except Mismatch as other:
                 raise LockError(
-                    f"{release.archive}: {name} has sha256:{other}, but the signed Release says {digest}",
+                    f"{release.archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
                     "the mirror may be in the midst of an update: try again, or name another",
                 ) from None
             break

@@ -60,10 +60,8 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
 
 def reach(probe: Probe, environment: Environment) -> str | None:
     """None when the address answers, else why not. Only headers are waited for."""
-    import requests
-
+    from envbuild.cache.retry import NotFound, RequestFailed
     from envbuild.debian.sources import debian_client
-    from envbuild.store.client import NotFound, Unreachable
 
     if probe.url.startswith("file:"):
         folder = Path(unquote(urlsplit(probe.url).path))
@@ -73,11 +71,9 @@ def reach(probe: Probe, environment: Environment) -> str | None:
         client.reach(f"{probe.url.rstrip('/')}/{probe.page}")
     except NotFound:
         return f"it answers, and has no {probe.page}"
-    except Unreachable as error:
+    except RequestFailed as error:
         # A registry that wants to know who asks is there.
-        return None if probe.answers_refused and "HTTP 401" in str(error) else str(error)
-    except (requests.RequestException, ValueError) as error:
-        return redact(str(error).splitlines()[0])
+        return None if probe.answers_refused and error.status == 401 else str(error)
     return None
 
 

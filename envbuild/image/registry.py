@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.http import HttpClient
+from envbuild.cache.retry import RequestFailed
+from envbuild.cache.transport import Transport
 from envbuild.errors import UsageError
 from envbuild.image import registry_pull, registry_push, registry_upload
 from envbuild.image.blobs import Blobs
@@ -22,11 +25,9 @@ from envbuild.image.model import Descriptor
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
 from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
-from envbuild.image.registry_http import Transport, Wire
 from envbuild.image.registry_pull import Advance
 from envbuild.image.registry_push import Pushed
 from envbuild.image.registry_upload import CHUNK
-from envbuild.image.retry import RequestFailed
 from envbuild.workers import each
 
 _WORKERS = 4
@@ -118,7 +119,7 @@ class Registry:
     def close(self) -> None:
         """Close the connections that are kept open."""
         for endpoint in self._sources:
-            endpoint.wire.close()
+            endpoint.http.close()
 
     @property
     def _sources(self) -> tuple[Endpoint, ...]:
@@ -204,5 +205,5 @@ def _endpoint(
     find: Callable[[], Credentials | None],
     retries: int,
 ) -> Endpoint:
-    wire = Wire(transport, plain=base.startswith("http:"))
-    return Endpoint(name, base, repository, wire, Login(find, wire, retries), retries)
+    http = HttpClient(transport, plain=base.startswith("http:"))
+    return Endpoint(name, base, repository, http, Login(find, http, retries), retries)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
+from envbuild.cache.http import HttpClient, failure, read_all, split
+from envbuild.cache.retry import RequestFailed, patiently
 from envbuild.image.credentials import Credentials
-from envbuild.image.registry_http import Wire, failure, read_all, split
-from envbuild.image.retry import RequestFailed, patiently
 
 _MAX_TOKEN = 1 << 20
 _CLIENT = "envbuild"
@@ -58,7 +58,7 @@ class Login:
     """
 
     find: Callable[[], Credentials | None] = field(repr=False)
-    wire: Wire
+    http: HttpClient
     retries: int
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _found: list[Credentials | None] = field(default_factory=list, repr=False)
@@ -76,7 +76,7 @@ class Login:
             return self._found[0]
 
     def header(self, scopes: Sequence[str], stop: threading.Event) -> str | None:
-        """The Authorization for `scopes`, None before the registry has asked. Raises Failed."""
+        """The Authorization for `scopes`, None before the registry has asked. Raises RequestFailed."""
         with self._lock:
             if self._bearer is None:
                 return self._basic
@@ -138,7 +138,7 @@ class Login:
             fields = [*fields, ("account", known.username)]
         query = urlencode(parse_qsl(parts.query, keep_blank_values=True) + fields)
         headers = {"Authorization": _basic(known)} if known else {}
-        with self.wire.send(
+        with self.http.send(
             "GET", urlunsplit(parts._replace(query=query)), headers, own=False
         ) as response:  # fmt: skip
             if response.status_code != 200:
@@ -148,7 +148,7 @@ class Login:
     def _post(self, realm: str, fields: list[tuple[str, str]], stop: threading.Event) -> bytes:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         body = urlencode(fields).encode()
-        with self.wire.send("POST", realm, headers, body, own=False) as response:
+        with self.http.send("POST", realm, headers, body, own=False) as response:
             if response.status_code != 200:
                 raise failure(response)
             return read_all(response, _MAX_TOKEN, stop)

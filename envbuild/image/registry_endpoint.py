@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
+from envbuild.cache.http import Body, HttpClient, failure, origin, split
+from envbuild.cache.retry import RequestFailed, patiently
 from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES
 from envbuild.image.registry_auth import Login
-from envbuild.image.registry_http import Body, Wire, failure, origin, split
-from envbuild.image.retry import RequestFailed, patiently
 
 if TYPE_CHECKING:
     import requests
@@ -30,7 +30,7 @@ class Endpoint:
     name: str
     base: str
     repository: str
-    wire: Wire
+    http: HttpClient
     login: Login
     retries: int
     # Why no request can succeed; set for a mirror that does not answer, so that it is asked once only.
@@ -58,7 +58,7 @@ class Endpoint:
     ) -> requests.Response:
         """An answer with a status of `ok`, its body not read yet; close it.
 
-        `body` is called for each time that the body must be sent. Raises Failed.
+        `body` is called for each time that the body must be sent. Raises RequestFailed.
         """
         return patiently(
             lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
@@ -67,7 +67,7 @@ class Endpoint:
         )
 
     def follow(self, response: requests.Response) -> str:
-        """The URL that an answer's Location names. Raises Failed when it has none."""
+        """The URL that an answer's Location names. Raises RequestFailed when it has none."""
         location = response.headers.get("Location")
         if not location:
             raise RequestFailed(f"its answer HTTP {response.status_code} lacks a Location")
@@ -114,7 +114,7 @@ class Endpoint:
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers
-            response = self.wire.send(method, url, sent, body() if body else None, own=own)
+            response = self.http.send(method, url, sent, body() if body else None, own=own)
             code = response.status_code
             if code not in _REDIRECTS or not response.headers.get("Location"):
                 return response

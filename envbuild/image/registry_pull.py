@@ -1,22 +1,20 @@
-"""Manifests and blobs from a registry or its mirrors: checked, and gone on with where a try was cut.
+"""Download manifests and blobs from a registry or its mirrors with resume, and check their digests.
 
-Source: OCI distribution specification 1.1, "Pull", and RFC 9110 §14 (ranges).
+Source: OCI distribution specification 1.1, "Pull".
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
+from envbuild.cache.http import read_all
+from envbuild.cache.retry import Mismatch, RequestFailed, patiently
 from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     INDEXES,
@@ -27,8 +25,9 @@ from envbuild.image.model import (
     is_digest,
 )
 from envbuild.image.registry_endpoint import Endpoint, complain
-from envbuild.image.registry_http import BLOCK, blocks, read_all
-from envbuild.image.retry import RequestFailed, Stopped, patiently, pause
+
+if TYPE_CHECKING:
+    import requests
 
 T = TypeVar("T")
 Advance = Callable[[int], None]
@@ -82,26 +81,29 @@ def fetch_blob(
     as must come again. Raises BuildError; then what was got is kept for a later run, unless it is wrong.
     """
     wanted = f"{what}: blob {blob.digest}"
+    hashes = frozenset({blob.digest.partition(":")[2]})
     try:
-        if blobs.has(blob):
-            moved(blob.size)
-            return blobs.path(blob.digest)
-        with _partial_file(blobs.partial(blob.digest), stop) as (stream, partial):
-            if blobs.has(blob):  # another process has got it meanwhile
-                moved(blob.size)
-                return blobs.path(blob.digest)
-            download = _Download(blob, stream, moved, stop)
-            try:
-                download.take_up()
-                _first(sources, download.run, wanted)
-                stream.flush()
-                blobs.adopt(partial, blob.digest)
-            finally:
-                if not download.have and blob.size:
-                    partial.unlink(missing_ok=True)
-        return blobs.path(blob.digest)
+        if not blobs.has(blob):
+            with locked_partial(blobs.partial(blob.digest), stop) as partial:
+                if not blobs.has(blob):  # else another process has got it meanwhile
+                    with open_download(partial, hashes, blob.size, moved, stop) as download:
+                        _first(sources, lambda one: _download(one, blob, download, stop), wanted)
+                    return blobs.adopt(partial, blob.digest)
     except OSError as error:
         raise BuildError(f"{wanted}: {error.filename or blobs.root}: {error.strerror}") from error
+    moved(blob.size)
+    return blobs.path(blob.digest)
+
+
+def _download(source: Endpoint, blob: Descriptor, download: Download, stop: threading.Event) -> str:
+    url, scopes = source.url(f"blobs/{blob.digest}"), (source.scope("pull"),)
+
+    def ask(headers: Mapping[str, str]) -> requests.Response:
+        return source.request(
+            "GET", url, stop, scopes=scopes, ok=ANSWERS, headers=headers, retries=0
+        )
+
+    return download.run(ask, source.retries)
 
 
 def _first(sources: Sequence[Endpoint], get: Callable[[Endpoint], T], what: str) -> T:
@@ -129,121 +131,5 @@ def _manifest(source: Endpoint, pointer: str, stop: threading.Event) -> tuple[by
 
     raw, media_type = patiently(get, source.retries, stop)
     if is_digest(pointer) and digest_of(raw) != pointer:
-        raise Wrong(f"it sent a manifest with digest {digest_of(raw)}")
+        raise Mismatch(hashlib.sha256(raw).hexdigest(), "a manifest")
     return raw, media_type.partition(";")[0].strip()
-
-
-class Wrong(RequestFailed):
-    """Content that is not what was asked for. The server answers, so that it is not dead."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, status=200)
-
-
-@dataclass
-class _Download:
-    blob: Descriptor
-    stream: BinaryIO
-    moved: Advance
-    stop: threading.Event
-    have: int = 0
-    # Whether some of it was got by an earlier run, or from another source.
-    inherited: bool = False
-    _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
-
-    def take_up(self) -> None:
-        """Go on with what an earlier run left."""
-        self.stream.seek(0)
-        while block := self.stream.read(BLOCK):
-            self._note(block)
-        if self.have > self.blob.size:
-            self._rewind()
-        self.inherited = self.have > 0
-
-    def run(self, source: Endpoint) -> None:
-        """Fetch the rest from `source`. Tries that bring something new do not count as retries."""
-        most, tries = self.have, 0
-        while self.have < self.blob.size or not self._is_right():
-            try:
-                self._receive(source)
-            except RequestFailed as error:
-                most, tries = (self.have, 0) if self.have > most else (most, tries + 1)
-                if not error.passing or tries > source.retries:
-                    self.inherited = self.have > 0
-                    raise
-                pause(tries, error, self.stop)
-
-    def _is_right(self) -> bool:
-        """Whether what came is the blob; False when it must come again because old parts may be wrong."""
-        digest = "sha256:" + self._sha.hexdigest()
-        if digest == self.blob.digest:
-            return True
-        again = self.inherited
-        self._rewind()
-        if not again:
-            raise Wrong(f"it sent content with digest {digest}")
-        return self.blob.size == 0
-
-    def _receive(self, source: Endpoint) -> None:
-        headers = {"Range": f"bytes={self.have}-"} if self.have else {}
-        url, scopes = source.url(f"blobs/{self.blob.digest}"), (source.scope("pull"),)
-        with source.request(
-            "GET", url, self.stop, scopes=scopes, ok=(200, 206, 416), headers=headers, retries=0
-        ) as answer:
-            start, total = _extent(answer.status_code, answer.headers)
-            if self.have and start != self.have:
-                self._rewind()
-                if start != 0:
-                    raise RequestFailed("it does not send the rest of the blob", passing=True)
-            if total not in (None, self.blob.size):
-                self._rewind()
-                raise Wrong(f"its blob has {total} bytes, not {self.blob.size}")
-            for block in blocks(answer, self.stop):
-                if self.have + len(block) > self.blob.size:
-                    self._rewind()
-                    raise Wrong(f"it sent more than the blob's {self.blob.size} bytes")
-                self.stream.write(block)
-                self._note(block)
-        if self.have < self.blob.size:
-            text = f"its answer ended after {self.have} of {self.blob.size} bytes"
-            raise RequestFailed(text, passing=True)
-
-    def _note(self, block: bytes) -> None:
-        self._sha.update(block)
-        self.have += len(block)
-        self.moved(len(block))
-
-    def _rewind(self) -> None:
-        self.stream.seek(0)
-        self.stream.truncate()
-        self.moved(-self.have)
-        self.have, self.inherited, self._sha = 0, False, hashlib.sha256()
-
-
-def _extent(status: int, headers: Any) -> tuple[int | None, int | None]:
-    """Where the content of an answer starts, and how large the whole is; None for what it does not say."""
-    if status == 416:
-        return None, None
-    if status == 200:
-        length = headers.get("Content-Length", "")
-        return 0, int(length) if length.isdecimal() else None
-    match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
-    if match is None:
-        return None, None
-    return int(match[1]), int(match[2]) if match[2] != "*" else None
-
-
-@contextlib.contextmanager
-def _partial_file(path: Path, stop: threading.Event) -> Iterator[tuple[BinaryIO, Path]]:
-    """A partial file, locked for this download; where there are no locks, a private one."""
-
-    def pause(seconds: float) -> None:
-        if stop.wait(seconds):
-            raise Stopped
-
-    with file_lock(path, pause=pause) as held:
-        if not held:
-            path = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-            path.touch()
-        with path.open("r+b") as stream:
-            yield stream, path

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from envbuild.cache.retry import RequestFailed
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, push_blob
-from envbuild.image.retry import RequestFailed
 from envbuild.workers import each
 
 Advance = Callable[[int], None]
@@ -34,7 +34,7 @@ class Pushed:
 
 
 def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
-    """Take the blob from repository `source` of the same registry; False when it gives none. Raises Failed."""
+    """Take the blob from repository `source` of the same registry; False when it gives none. Raises RequestFailed."""
     scopes = (endpoint.scope("pull,push"), endpoint.scope("pull", source))
     url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
     try:
@@ -55,7 +55,7 @@ def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -
 def put_manifest(
     endpoint: Endpoint, raw: bytes, media_type: str, pointer: str, stop: threading.Event
 ) -> str:
-    """Publish a manifest or index under tag or digest `pointer`; returns its digest. Raises Failed."""
+    """Publish a manifest or index under tag or digest `pointer`; returns its digest. Raises RequestFailed."""
     with endpoint.request(
         "PUT",
         endpoint.url(f"manifests/{pointer}"),

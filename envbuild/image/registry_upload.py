@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from envbuild.cache.http import BLOCK, Body
+from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
-from envbuild.image.registry_http import BLOCK, Body
-from envbuild.image.retry import RequestFailed, Stopped, pause
 
 if TYPE_CHECKING:
     import requests
@@ -31,7 +31,7 @@ _OCTETS = "application/octet-stream"
 
 
 def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
-    """Whether the repository has the blob. Raises Failed."""
+    """Whether the repository has the blob. Raises RequestFailed."""
     scopes = (endpoint.scope("pull,push"),)
     url = endpoint.url(f"blobs/{digest}")
     with endpoint.request("HEAD", url, stop, scopes=scopes, ok=(200, 404)) as answer:
@@ -48,7 +48,7 @@ def push_blob(
 ) -> None:
     """Send the file `path`, whose content is `blob`, in chunks of `chunk` bytes.
 
-    `moved` is told bytes as they go, and a negative count for such as must go again. Raises Failed, and
+    `moved` is told bytes as they go, and a negative count for such as must go again. Raises RequestFailed, and
     BuildError when the file is not what `blob` says.
     """
     size = path.stat().st_size

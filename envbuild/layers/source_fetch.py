@@ -27,8 +27,9 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     """
     if found := _in_store(layer, environment):
         return found
+    from envbuild.cache.retry import Mismatch, RequestFailed
     from envbuild.progress import transfer
-    from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
+    from envbuild.store.client import Client
     from envbuild.store.fetch import download
 
     store, answers, found_sums = environment.store, list[str](), list[str]()
@@ -48,10 +49,10 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
                     store, moved, KIND,
                 )  # fmt: skip
         except Mismatch as error:
-            answers.append(f"{shown}: hash mismatch: it has sha256:{error}")
-            found_sums.append(str(error))
-        except (NotFound, Unreachable) as error:
-            answers.append(f"{shown}: {str(error).removeprefix(f'{shown}: ')}")
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            found_sums.append(error.sha256)
+        except RequestFailed as error:
+            answers.append(f"{shown}: {error}")
         except OSError as error:
             raise store.unwritable(error) from error
     raise _not_found(layer, answers, found_sums, offline)
@@ -94,7 +95,7 @@ def _urls(
     if not layer.url.startswith(_INDEX):
         yield from environment.site.mirrored(layer.url)
         return
-    from envbuild.store.client import Unreachable
+    from envbuild.cache.retry import RequestFailed
     from envbuild.store.sources import PackageSource, remote_sources
 
     project = layer.url.removeprefix(_INDEX)
@@ -109,7 +110,7 @@ def _urls(
     for page in pages:
         try:
             links = [link for link in page.links(project, client) if link.sha256 == layer.sha256]
-        except Unreachable as error:
+        except RequestFailed as error:
             answers.append(f"{page.name}: cannot be used: {error}")
             continue
         if not links:

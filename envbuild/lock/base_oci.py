@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envbuild.cache.transport import transport_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, LockError
 from envbuild.image.archive import read_archive, read_daemon
@@ -13,10 +14,8 @@ from envbuild.image.model import ImageIndex, ImageManifest, choose, parse, parse
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
-from envbuild.image.registry_http import Transport
 from envbuild.progress import transfer
 from envbuild.recipe.targets import Target
-from envbuild.site.pip_config import ca_bundle
 
 _LOCAL = ("oci", "docker-archive", "docker-daemon")
 
@@ -71,16 +70,8 @@ def registry_of(image: str, environment: Environment) -> Registry:
     """The registry of `image`, as this site reaches it."""
     site = environment.site
     reference = parse_reference(image)
-    pip = environment.pip
-    transport = Transport(
-        verify=ca_bundle(pip, environment.variables) or True,
-        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
-        client_cert=pip.client_cert,
-        timeout_s=pip.timeout_s or 15.0,
-        retries=5 if pip.retries is None else pip.retries,
-        insecure=frozenset(host for host, table in site.registries if table.insecure),
-        unverified=frozenset(pip.trusted_hosts),
-    )
+    insecure = frozenset(host for host, table in site.registries if table.insecure)
+    transport = transport_of(environment.pip, environment.variables, insecure)
     mirrors = site.registry(reference.registry).mirrors
     return open_registry(reference, transport, environment.variables, mirrors)
 

@@ -77,7 +77,8 @@ class Offers:
         return self._known
 
     def _links(self, names: Sequence[str]) -> dict[str, list[Link]]:
-        from envbuild.store.client import Client, NotFound, Unreachable
+        from envbuild.cache.retry import RequestFailed
+        from envbuild.store.client import Client
         from envbuild.store.sources import local_files, remote_sources
         from envbuild.workers import each
 
@@ -97,7 +98,7 @@ class Offers:
         def ask(job: tuple[str, int], _: object) -> list[Link]:
             try:
                 return sources[job[1]].links(job[0], client)
-            except (NotFound, Unreachable):
+            except RequestFailed:
                 return []
 
         jobs = [(name, number) for name in names for number in range(len(sources))]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Down, Mismatch, NotFound, Unreachable
+from envbuild.store.client import Client
 from envbuild.store.fetch import Advance, download, fetch_each
 from envbuild.store.store import Store
 
@@ -140,13 +141,12 @@ def _fetch_one(
             return download(
                 url, archive.name, hashes, archive.sha256, known, client, store, moved, KIND
             )
-        except Down as error:
-            refusals.note(url, str(error))
-            answers.append(f"{shown}: {error}")
         except Mismatch as error:
-            answers.append(f"{shown}: hash mismatch: it has sha256:{error}")
-        except (NotFound, Unreachable) as error:
-            answers.append(f"{shown}: {str(error).removeprefix(f'{shown}: ')}")
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+        except RequestFailed as error:
+            if error.is_down:
+                refusals.note(url, str(error))
+            answers.append(f"{shown}: {error}")
         except OSError as error:
             raise store.unwritable(error) from error
     return None

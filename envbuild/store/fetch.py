@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +9,15 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.download import locked_partial
+from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
 from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Mismatch, NotFound, Unreachable
+from envbuild.store.client import Client
 from envbuild.store.sources import Link, PackageSource, local_files, matches, remote_sources
-from envbuild.store.store import Store, locked_partial
+from envbuild.store.store import Store
 from envbuild.workers import each
 
 _PARALLEL = 8
@@ -79,7 +80,7 @@ def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
     impatient = Client(_once(pip), env)
     try:
         source.links("torch", impatient)
-    except Unreachable as error:
+    except RequestFailed as error:
         return str(error)
     return None
 
@@ -162,7 +163,7 @@ def _fetch_one(
                 for link in source.links(wheel.name, client)
                 if matches(link.filename, wheel.name, wheel.version)
             ]
-        except Unreachable as error:
+        except RequestFailed as error:
             answers.append(f"{source.name}: cannot be used: {error}")
             continue
         good = [link for link in links if link.sha256 in wheel.hashes or link.sha256 is None]
@@ -170,8 +171,10 @@ def _fetch_one(
             try:
                 return _download(link, wheel, client, store, moved)
             except Mismatch as error:
-                answers.append(f"{source.name}: hash mismatch: {link.filename} has sha256:{error}")
-            except (NotFound, Unreachable) as error:
+                answers.append(
+                    f"{source.name}: hash mismatch: {link.filename} has sha256:{error.sha256}"
+                )
+            except RequestFailed as error:
                 answers.append(f"{source.name}: {link.filename}: {error}")
             except OSError as error:
                 raise store.unwritable(error) from error
@@ -212,10 +215,7 @@ def download(
         if there := known():
             return there
         digest = client.download(url, partial, hashes, moved)
-        path = store.adopt(partial, digest, name, kind)
-    with contextlib.suppress(OSError):
-        partial.with_suffix(".lock").unlink()
-    return path
+        return store.adopt(partial, digest, name, kind)
 
 
 def _not_found(

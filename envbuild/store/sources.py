@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
+from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Down, NotFound, Unreachable
+from envbuild.store.client import Client
 from envbuild.store.credentials import with_credentials_of
 
 _BASE = re.compile(r"""<base\s[^>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
@@ -48,7 +49,7 @@ class PackageSource:
 
     url: str
     is_index: bool
-    refusal: str | None = None
+    refusal: RequestFailed | None = None
     patient: bool = True
     _pages: dict[str, list[Link]] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
@@ -59,22 +60,21 @@ class PackageSource:
         return redact(self.url)
 
     def links(self, project: str, client: Client) -> list[Link]:
-        """The files of `project` (normalised name). Raises NotFound or Unreachable."""
+        """The files of `project` (normalised name). Raises RequestFailed."""
         page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
         with self._guard:
             lock = self._locks.setdefault(page, threading.Lock())
         with lock:
             if self.refusal is not None:
-                raise Down(self.refusal)
+                raise self.refusal
             if page not in self._pages:
                 try:
                     self._pages[page] = list(read_page(page, project, client, self.patient))
                 except NotFound:
                     self._pages[page] = []
-                except Down as error:
-                    self.refusal = str(error)
-                    raise
-                except Unreachable:
+                except RequestFailed as error:
+                    if error.is_down:
+                        self.refusal = error
                     self.patient = False
                     raise
             return self._pages[page]
@@ -83,7 +83,7 @@ class PackageSource:
 def read_page(url: str, project: str, client: Client, patient: bool = True) -> Iterator[Link]:
     """The links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
 
-    Raises NotFound or Unreachable.
+    Raises NotFound, or another RequestFailed.
     """
     from mousebender import simple
 
@@ -115,7 +115,8 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         ValueError,
         LookupError,
     ) as error:
-        raise Unreachable(f"not a package index: {str(error).partition(chr(10))[0]}") from None
+        said = str(error).partition("\n")[0]
+        raise RequestFailed(f"not a package index: {said}", answered=True) from None
     for file in page["files"]:
         link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
         digest = file["hashes"].get("sha256")

@@ -21,7 +21,6 @@ import os
 import platform
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock, folder_lock
+from envbuild.file_lock import folder_lock
 from envbuild.files import replacing
 
 if TYPE_CHECKING:
@@ -200,21 +199,3 @@ def _this_boot() -> str:
     except OSError:
         known = platform.node()
     return hashlib.sha256(known.encode()).hexdigest()[:8] + "-"
-
-
-@contextlib.contextmanager
-def locked_partial(path: Path, stop: threading.Event) -> Iterator[Path]:
-    """Lock the partial file `path` for this download; where there are no locks, a private name."""
-
-    def pause(seconds: float) -> None:
-        if stop.wait(seconds):
-            raise KeyboardInterrupt
-
-    lock = path.with_suffix(".lock")
-    with file_lock(lock, pause=pause) as held:
-        if not held:
-            path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-        for used in (lock, path):  # young again: clean_stale must not take what is in use
-            with contextlib.suppress(OSError):
-                os.utime(used)
-        yield path

@@ -19,6 +19,7 @@ from lab.registry import Lab as RegistryLab
 from lab.registry import missing, registry
 from lab.wheels import make_recipe, make_wheel
 
+from envbuild.cache.transport import Transport
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     DOCKER_CONFIG,
@@ -31,7 +32,6 @@ from envbuild.image.model import (
     digest_of,
 )
 from envbuild.image.registry import open_registry
-from envbuild.image.registry_http import Transport
 
 from .conftest import REPOSITORY, Command, own_copy
 

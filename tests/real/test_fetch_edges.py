@@ -19,13 +19,15 @@ from lab.wheels import make_wheel
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from envbuild.cache.download import locked_partial
+from envbuild.cache.retry import RequestFailed
 from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, Unreachable
+from envbuild.store.client import Client
 from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
 from envbuild.store.sources import matches, read_page
-from envbuild.store.store import Store, locked_partial
+from envbuild.store.store import Store
 
 WHEEL = "demo-1.0-py3-none-any.whl"
 WEEK_OLD = time.time() - 8 * 86400
@@ -198,10 +200,10 @@ def test_a_name_with_a_telling_word_is_retried(
     site: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the kind of an error says whether a retry helps, never a word of the URL."""
-    monkeypatch.setattr(Client, "_pause", lambda self, seconds: site["asked"].append("pause"))
+    monkeypatch.setattr("envbuild.cache.retry.pause", lambda *_: site["asked"].append("pause"))
     client = Client(PipConfig(retries=1, timeout_s=0.3), {})
     hung = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # accepts, never answers
-    with pytest.raises(Unreachable):
+    with pytest.raises(RequestFailed):
         client.page(f"http://127.0.0.1:{hung.server_address[1]}/simple/Proxy-refused/")
     hung.server_close()
     assert "pause" in site["asked"]
@@ -210,7 +212,7 @@ def test_a_name_with_a_telling_word_is_retried(
 @pytest.mark.parametrize("value", ["²", "soon", "-5", "Wed, 99 Nov 2020"])
 def test_a_strange_retry_after(site: dict[str, Any], value: str) -> None:
     site["/p/"] = (429, {"Retry-After": value}, b"")
-    with pytest.raises(Unreachable, match="429"):
+    with pytest.raises(RequestFailed, match="429"):
         Client(PipConfig(retries=1), {}).page(f"{site['url']}/p/")
 
 

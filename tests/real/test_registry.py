@@ -22,6 +22,7 @@ import pytest
 from lab.forwarder import forwarder
 from lab.registry import Lab, missing, registry
 
+from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
@@ -35,7 +36,6 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.image.registry import Registry, open_registry
-from envbuild.image.registry_http import Transport
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -457,7 +457,7 @@ from pathlib import Path
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import open_registry
-from envbuild.image.registry_http import Transport
+from envbuild.cache.transport import Transport
 there = open_registry("{lab.address}/slow", Transport(insecure=frozenset({{"{lab.address}"}})), {{}})
 def moved(count):
     print("moved", flush=True)

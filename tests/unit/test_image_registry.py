@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.fake_registry import Call, Fake, fake_registry
 
+from envbuild.cache.http import HttpClient
+from envbuild.cache.retry import RequestFailed, retry_after
+from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
-from envbuild.image.registry_http import Transport, Wire
-from envbuild.image.retry import RequestFailed, retry_after
 from envbuild.workers import each
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
@@ -34,7 +35,7 @@ Script = Callable[[Call], None]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between tries that nobody asked for are short."""
-    monkeypatch.setattr("envbuild.image.retry._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("envbuild.cache.retry._FIRST_WAIT_S", 0.01)
 
 
 def nothing(_count: int) -> None:
@@ -298,9 +299,9 @@ def test_a_fake_redirect_to_no_address_is_said(tmp_path: Path, location: str) ->
 
 @pytest.mark.parametrize("url", ["http://other.invalid/x", "file:///etc/passwd", "https:///x", "x"])
 def test_nothing_leads_from_https_to_plain_http_or_to_no_http_at_all(url: str) -> None:
-    wire = Wire(Transport(insecure=frozenset({"127.0.0.1"})), plain=False)
+    http = HttpClient(Transport(insecure=frozenset({"127.0.0.1"})), plain=False)
     with pytest.raises(RequestFailed, match=r"plain HTTP at other.invalid|neither http nor https"):
-        wire.send("GET", url, {})
+        http.send("GET", url, {})
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def test_what_came_before_a_failure_is_kept_for_the_next_run(tmp_path: Path) -> 
 
     with fake_registry(once) as fake:
         with pytest.raises(BuildError, match="HTTP 500"):
-            reach(fake, retries=0).fetch_blobs([BLOB], blobs, nothing)
+            reach(fake, retries=1).fetch_blobs([BLOB], blobs, nothing)
         kept = blobs.partial(BLOB.digest).stat().st_size
         assert 0 < kept <= 600_000
         fake.script = serve

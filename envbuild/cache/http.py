@@ -1,20 +1,21 @@
-"""One HTTP request to a registry, its token server or its object store; what went wrong, in words.
+"""One HTTP client for indexes, archives, channels and registries: one request at a time, and what went wrong, in words.
 
-requests never sees credentials here as its own: left to itself it would take some from netrc for any
-host, and overwrite a token with them.
+No message holds credentials. requests is the library because it reads netrc, proxies and certificates as pip does;
+retries (`retry`) and resumed downloads (`download`) are above it, which the retries of urllib3 cannot do.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from envbuild.image.retry import PASSING, RequestFailed, Stopped, retry_after
+from envbuild.cache.retry import PASSING, NotFound, RequestFailed, Stopped, retry_after
+from envbuild.cache.transport import Transport
+from envbuild.site.pip_config import redact
 
 if TYPE_CHECKING:
     import requests
@@ -22,30 +23,6 @@ if TYPE_CHECKING:
 BLOCK = 1 << 18
 # A body up to this is read at once: its connection can then serve the next request.
 _SMALL = 1 << 16
-_USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """How registries are reached, from the site's settings and pip's.
-
-    `verify`: a CA bundle's path, or whether to check certificates; `unverified`: hosts (with or without
-    port) whose certificates are not checked; `insecure`: hosts that are spoken to in plain HTTP.
-    `proxies` go before those of the environment; its no_proxy counts for both. `timeout_s` is for a
-    connection and for each silence; `retries` for tries that bring nothing new.
-    """
-
-    verify: bool | str = True
-    proxies: dict[str, str] | None = field(default=None, repr=False)
-    client_cert: str | None = None
-    timeout_s: float = 15.0
-    retries: int = 5
-    insecure: frozenset[str] = frozenset()
-    unverified: frozenset[str] = frozenset()
-
-    def is_insecure(self, netloc: str) -> bool:
-        """Whether the site lets us speak plain HTTP to this host."""
-        return _listed(netloc, self.insecure)
 
 
 class Body(Protocol):
@@ -56,15 +33,23 @@ class Body(Protocol):
 
 
 @dataclass
-class Wire:
-    """A session with one registry. Used by several threads."""
+class HttpClient:
+    """Connections to servers. Used by several threads.
+
+    For a registry, whose every request has its own authorization, a request has only the credentials that it is given,
+    and its redirects are the caller's to follow; requests would take credentials from netrc for any host, and
+    overwrite a token with them. `as_pip` is for all else: requests follows redirects, keeps cookies and
+    reads netrc, and pip's proxy serves even the hosts that no_proxy names.
+    """
 
     transport: Transport
-    # The registry itself is spoken to in plain HTTP: then its redirects may lead to plain HTTP, too.
-    plain: bool
+    # Addresses and redirects may lead to plain HTTP.
+    plain: bool = False
+    as_pip: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _session: requests.Session | None = field(default=None, repr=False)
-    _alive: bool = False
+    # Servers that answered: one that refuses a connection later may be starting anew.
+    _alive: set[str] = field(default_factory=set, repr=False)
 
     def send(
         self,
@@ -74,11 +59,12 @@ class Wire:
         body: Body | bytes | None = None,
         *,
         own: bool = True,
+        credentials: tuple[str, str] | None = None,
     ) -> requests.Response:
-        """One request. A large body of the answer is not read yet; redirects are not followed.
+        """Send one request. A large body of the answer is not read yet.
 
-        `own` is whether `url` lies on the registry itself, to which alone a client certificate is shown.
-        Raises Failed when there is no answer.
+        `own` is whether `url` lies on the server itself, to which alone a client certificate is shown.
+        Raises RequestFailed when there is no answer.
         """
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -91,25 +77,28 @@ class Wire:
             raise RequestFailed(
                 f"it leads to plain HTTP at {parts.netloc}, which is not named insecure"
             )
+        answered = False
         try:
             response = self._opened().request(
                 method,
                 url,
                 headers={"Accept-Encoding": "identity", **headers},
                 data=body,  # any sized iterable is sent with its length
-                auth=lambda request: request,
+                # None has requests look into netrc.
+                auth=credentials or (None if self.as_pip else lambda request: request),
                 stream=True,
-                allow_redirects=False,
+                allow_redirects=self.as_pip,
                 timeout=self.transport.timeout_s,
-                verify=self._verify(parts.netloc),
                 cert=self.transport.client_cert if own else None,
                 proxies=self._proxies(url),
             )
+            answered = True
             if _is_small(response):
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' own are OSErrors, bad URLs ValueErrors
-            raise RequestFailed(reason_of(error), passing=_passing(error, self._alive)) from None
-        self._alive = True
+            passing = _passing(error, parts.netloc in self._alive)
+            raise RequestFailed(reason_of(error), passing=passing, answered=answered) from None
+        self._alive.add(parts.netloc)
         return response
 
     def close(self) -> None:
@@ -120,52 +109,51 @@ class Wire:
     def _opened(self) -> requests.Session:
         with self._lock:
             if self._session is None:
-                self._session = _session()
+                self._session = _new_session(self.transport, self.as_pip)
             return self._session
-
-    def _verify(self, netloc: str) -> bool | str:
-        if not _listed(netloc, self.transport.unverified):
-            return self.transport.verify
-        import urllib3
-
-        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        return False
 
     def _proxies(self, url: str) -> dict[str, str] | None:
         from requests.utils import should_bypass_proxies
 
         given = self.transport.proxies
-        return None if given is None or should_bypass_proxies(url, no_proxy=None) else given
+        if given is None or (not self.as_pip and should_bypass_proxies(url, no_proxy=None)):
+            return None
+        return given
 
 
-def _session() -> requests.Session:
+def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from http.cookiejar import DefaultCookiePolicy
 
     import requests
     from requests.adapters import HTTPAdapter
 
-    class LargeBlockAdapter(HTTPAdapter):
-        """Reads bodies to send in larger blocks than http.client's 16 KiB."""
+    class Adapter(HTTPAdapter):
+        """Judges each hop by its own host: trust must not follow a redirect elsewhere. Sends bodies in large blocks."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
             super().init_poolmanager(*arguments, **options, blocksize=BLOCK)
 
-    class Session(requests.Session):
-        """Leaves redirects alone; it would read ahead of one even where it is not to follow it."""
+        def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
+            options["verify"] = transport.verify_of(request.url)
+            return super().send(request, *args, **options)
 
-        def get_redirect_target(self, resp: requests.Response) -> None:
-            return None
+    class Session(requests.Session):
+        """Leaves redirects to the caller; requests reads ahead of one even where it is not to follow it."""
+
+        def get_redirect_target(self, resp: requests.Response) -> str | None:
+            return super().get_redirect_target(resp) if as_pip else None
 
     session = Session()
-    session.mount("https://", LargeBlockAdapter())
-    session.mount("http://", LargeBlockAdapter())
+    session.mount("https://", Adapter())
+    session.mount("http://", Adapter())
     session.headers["User-Agent"] = "envbuild"
-    session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+    if not as_pip:
+        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
     return session
 
 
 def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes]:
-    """The answer's body in blocks. Raises Failed when it is cut, Stopped when `stop` is set."""
+    """The answer's body in blocks. Raises RequestFailed when it is cut, Stopped when `stop` is set."""
     from requests import RequestException
 
     stream = response.iter_content(BLOCK)
@@ -175,34 +163,37 @@ def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes
         try:
             block = next(stream, b"")
         except RequestException as error:
-            raise RequestFailed(reason_of(error), passing=True) from None
+            raise RequestFailed(reason_of(error), passing=True, answered=True) from None
         if not block:
             return
         yield block
 
 
 def read_all(response: requests.Response, limit: int, stop: threading.Event) -> bytes:
-    """The answer's whole body. Raises Failed when it has more than `limit` bytes."""
+    """The answer's whole body. Raises RequestFailed when it has more than `limit` bytes."""
     data = bytearray()
     for block in blocks(response, stop):
         data += block
         if len(data) > limit:
-            raise RequestFailed(f"it sent more than {limit} bytes where so much cannot be")
+            raise RequestFailed(f"it sent more than {limit} bytes; giving up", answered=True)
     return bytes(data)
 
 
-def failure(response: requests.Response) -> RequestFailed:
-    """What an answer with an error status says."""
+def failure(response: requests.Response, advice: str = "") -> RequestFailed:
+    """What an answer with an error status says, with `advice` where it is about credentials."""
     code = response.status_code
     text = f"HTTP {code} {response.reason or ''}".strip()
     if said := _said(response):
         text += f": {said}"
+    if code in (401, 403):
+        text += advice
     wait = retry_after(response.headers.get("Retry-After"))
-    return RequestFailed(text, status=code, passing=code in PASSING, wait_s=wait)
+    kind = NotFound if code in (404, 410) else RequestFailed
+    return kind(text, status=code, passing=code in PASSING, wait_s=wait)
 
 
 def split(url: str) -> SplitResult:
-    """The parts of a URL that a server sent. Raises Failed for what is none."""
+    """The parts of a URL that a server sent. Raises RequestFailed for what is none."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # read here, since it is checked only when it is read
@@ -225,7 +216,7 @@ def reason_of(error: BaseException) -> str:
     ):  # fmt: skip
         cause = inner
     text = str(cause).partition("\n")[0] or type(cause).__name__
-    return _USERINFO.sub("****@", text)
+    return redact(text)
 
 
 def _is_small(response: requests.Response) -> bool:
@@ -235,12 +226,6 @@ def _is_small(response: requests.Response) -> bool:
         or (length.isdecimal() and int(length) <= _SMALL)
         or (response.request.method == "HEAD")
     )
-
-
-def _listed(netloc: str, hosts: Iterable[str]) -> bool:
-    netloc = netloc.rpartition("@")[2].lower()
-    hostname = (urlsplit(f"//{netloc}").hostname or "") if netloc else ""
-    return any(host.lower() in (netloc, hostname, f"[{hostname}]") for host in hosts)
 
 
 def _passing(error: BaseException, alive: bool) -> bool:
@@ -268,4 +253,4 @@ def _said(response: requests.Response) -> str:
     except (RequestFailed, ValueError, LookupError, TypeError, AttributeError):
         return ""
     text = " ".join(": ".join(map(str, parts)).split())[:300]
-    return _USERINFO.sub("****@", text)
+    return redact(text)

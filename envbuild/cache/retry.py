@@ -1,4 +1,4 @@
-"""Requests to registries that fail: for good or in passing, and when to try them again."""
+"""Failed requests: whether another try may help, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class RequestFailed(Exception):
     """A request that was not served; the text says why, without credentials.
 
     `status` is None when there was no answer; `passing` when another try may help, after `wait_s`
-    seconds if the server said so.
+    seconds if the server said so. `is_down` when no request to this server can succeed: there is no connection
+    (unless the server has `answered` before something else failed), or it accepts no credentials of ours.
     """
 
     def __init__(
@@ -29,11 +30,25 @@ class RequestFailed(Exception):
         status: int | None = None,
         passing: bool = False,
         wait_s: float | None = None,
+        answered: bool = False,
     ) -> None:
         super().__init__(reason)
         self.status = status
         self.passing = passing
         self.wait_s = wait_s
+        self.is_down = not answered and status in (None, 401, 407)
+
+
+class NotFound(RequestFailed):
+    """The server answers, and does not have it."""
+
+
+class Mismatch(RequestFailed):
+    """Content that is not the expected one; `sha256` is its digest. The server answers, so that it is not down."""
+
+    def __init__(self, sha256: str, what: str = "content") -> None:
+        super().__init__(f"it sent {what} with digest sha256:{sha256}", status=200)
+        self.sha256 = sha256
 
 
 class Stopped(Exception):

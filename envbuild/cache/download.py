@@ -1,0 +1,178 @@
+"""One file downloaded with resume, and checked by its digest while it comes.
+
+Source: RFC 9110 §14 (ranges).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from envbuild.cache.http import BLOCK, blocks
+from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
+from envbuild.file_lock import file_lock
+
+if TYPE_CHECKING:
+    import requests
+
+# Sends a GET with the given headers; returns an answer with a status of ANSWERS.
+Ask = Callable[[Mapping[str, str]], "requests.Response"]
+ANSWERS = (200, 206, 416)
+
+
+@contextlib.contextmanager
+def locked_partial(path: Path, stop: threading.Event) -> Iterator[Path]:
+    """Lock the partial file `path` for this download; where there are no locks, a private name."""
+
+    def wait(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped
+
+    lock = path.with_suffix(".lock")
+    with file_lock(lock, pause=wait, remove=True) as held:
+        if not held:
+            path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+        for used in (lock, path):  # young again: clean_stale must not take what is in use
+            with contextlib.suppress(OSError):
+                os.utime(used)
+        yield path
+
+
+@contextlib.contextmanager
+def open_download(
+    partial: Path,
+    hashes: frozenset[str],
+    size: int | None,
+    moved: Callable[[int], None],
+    stop: threading.Event,
+) -> Iterator[Download]:
+    """A download into the file `partial`, with what an earlier run left there; a file that stays empty is removed.
+
+    `moved` is told bytes as they come, those of an earlier run too, and a negative count for such as must come again.
+    Raises OSError when `partial` cannot be written.
+    """
+    with partial.open("a+b") as stream:
+        download = Download(stream, hashes, size, moved, stop)
+        try:
+            download.take_up()
+            yield download
+        finally:
+            if not download.have and not download.is_right:
+                partial.unlink(missing_ok=True)
+
+
+@dataclass
+class Download:
+    """A file under way. `hashes` are the sha256 (hex) that it may have; `size` its bytes, if known."""
+
+    stream: BinaryIO
+    hashes: frozenset[str]
+    size: int | None
+    moved: Callable[[int], None]
+    stop: threading.Event
+    have: int = 0
+    # Whether some of it was got by an earlier run, or from another source.
+    inherited: bool = False
+    _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the content so far is the wanted one."""
+        return self._sha.hexdigest() in self.hashes
+
+    def take_up(self) -> None:
+        """Go on with what an earlier run left."""
+        self.stream.seek(0)
+        while block := self.stream.read(BLOCK):
+            self._note(block)
+        if self.size is not None and self.have > self.size:
+            self._rewind()
+        self.inherited = self.have > 0
+
+    def run(self, ask: Ask, retries: int) -> str:
+        """Fetch the rest by `ask`; return the sha256.
+
+        Tries that bring something new do not count as retries: a large file over a bad line must not fail for the
+        number of its cuts. Without retries there is one try.
+        Raises Mismatch when the content has none of `hashes`, else RequestFailed; then the next source may go on.
+        """
+        most, tries = self.have, 0
+        while not self.is_right:
+            begun = self.have
+            try:
+                complete = self._receive(ask)
+            except RequestFailed as error:
+                most, tries = (self.have, 0) if self.have > most else (most, tries + 1)
+                if not error.passing or not retries or tries > retries:
+                    self.inherited = self.have > 0
+                    raise
+                pause(tries, error, self.stop)
+                continue
+            if complete and not self.is_right:
+                digest, inherited = self._sha.hexdigest(), self.inherited
+                self._rewind()
+                if not begun or tries > retries:
+                    raise Mismatch(digest)
+                # Parts of several answers: the content may have changed in between.
+                tries += not inherited
+        self.stream.flush()
+        return self._sha.hexdigest()
+
+    def _receive(self, ask: Ask) -> bool:
+        """Read one answer; False when it is none to what was there, which is dropped then."""
+        with ask({"Range": f"bytes={self.have}-"} if self.have else {}) as answer:
+            start, total = _extent(answer.status_code, answer.headers)
+            if start != self.have:
+                useless = self.have > 0
+                self._rewind()
+                if start != 0:
+                    if useless:
+                        return False
+                    raise RequestFailed(
+                        "it does not send the rest of the file", passing=True, answered=True
+                    )
+            if self.size is not None and total not in (None, self.size):
+                self._rewind()
+                raise RequestFailed(f"its file has {total} bytes, not {self.size}", status=200)
+            for block in blocks(answer, self.stop):
+                if self.size is not None and self.have + len(block) > self.size:
+                    self._rewind()
+                    raise RequestFailed(f"it sent more than {self.size} bytes", status=200)
+                self.stream.write(block)
+                self._note(block)
+        if self.size is not None and self.have < self.size:
+            text = f"its answer ended after {self.have} of {self.size} bytes"
+            raise RequestFailed(text, passing=True, answered=True)
+        return True
+
+    def _note(self, block: bytes) -> None:
+        self._sha.update(block)
+        self.have += len(block)
+        self.moved(len(block))
+
+    def _rewind(self) -> None:
+        self.stream.seek(0)
+        self.stream.truncate()
+        self.moved(-self.have)
+        self.have, self.inherited, self._sha = 0, False, hashlib.sha256()
+
+
+def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Where the content of an answer starts, and how large the whole is; None for what it does not say."""
+    if status == 416:
+        return None, None
+    if status != 206:
+        length = headers.get("Content-Length", "")
+        return 0, int(length) if length.isdecimal() else None
+    match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
+    if match is None:
+        return None, None
+    return int(match[1]), int(match[2]) if match[2] != "*" else None
