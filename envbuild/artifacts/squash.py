@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,9 +28,9 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
 from envbuild.layers.segments import MadeSegment
+from envbuild.progress import Advance
 from envbuild.room import reserve
 
-Advance = Callable[[int], None]
 _COPY = 8 << 20
 
 

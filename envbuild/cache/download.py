@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from envbuild.cache.http import BLOCK, blocks
 from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
 from envbuild.file_lock import file_lock
+from envbuild.progress import Advance
 
 if TYPE_CHECKING:
     import requests
@@ -51,8 +52,10 @@ def open_download(
     partial: Path,
     hashes: frozenset[str],
     size: int | None,
-    moved: Callable[[int], None],
+    moved: Advance,
     stop: threading.Event,
+    *,
+    exact: bool = True,
 ) -> Iterator[Download]:
     """A download into the file `partial`, with what an earlier run left there; a file that stays empty is removed.
 
@@ -60,7 +63,7 @@ def open_download(
     Raises OSError when `partial` cannot be written.
     """
     with partial.open("a+b") as stream:
-        download = Download(stream, hashes, size, moved, stop)
+        download = Download(stream, hashes, size, exact, moved, stop)
         try:
             download.take_up()
             yield download
@@ -71,12 +74,17 @@ def open_download(
 
 @dataclass
 class Download:
-    """A file under way. `hashes` are the sha256 (hex) that it may have; `size` its bytes, if known."""
+    """A file under way. `hashes` are the sha256 (hex) that it may have; `size` its bytes, if known.
+
+    An answer of more than `size` bytes is given up. One of fewer bytes is too, and was cut, where `exact`; else its
+    digest tells.
+    """
 
     stream: BinaryIO
     hashes: frozenset[str]
     size: int | None
-    moved: Callable[[int], None]
+    exact: bool
+    moved: Advance
     stop: threading.Event
     have: int = 0
     # Whether some of it was got by an earlier run, or from another source.
@@ -139,7 +147,11 @@ class Download:
                     raise RequestFailed(
                         "it does not send the rest of the file", passing=True, answered=True
                     )
-            if self.size is not None and total not in (None, self.size):
+            if (
+                self.size is not None
+                and total is not None
+                and (total > self.size or (self.exact and total < self.size))
+            ):
                 self._rewind()
                 raise RequestFailed(f"its file has {total} bytes, not {self.size}", status=200)
             for block in blocks(answer, self.stop):
@@ -148,7 +160,7 @@ class Download:
                     raise RequestFailed(f"it sent more than {self.size} bytes", status=200)
                 self.stream.write(block)
                 self._note(block)
-        if self.size is not None and self.have < self.size:
+        if self.exact and self.size is not None and self.have < self.size:
             text = f"its answer ended after {self.have} of {self.size} bytes"
             raise RequestFailed(text, passing=True, answered=True)
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,7 +12,7 @@ from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.progress import transfer
+from envbuild.progress import Advance, transfer
 from envbuild.store.client import Client
 from envbuild.workers import each
 
@@ -64,7 +64,7 @@ def _fetch_one(
     client: Client,
     answers: list[str],
     down: dict[str, str],
-    moved: Callable[[int], None],
+    moved: Advance,
 ) -> None:
     digest = f"sha256:{deb.sha256}"
     roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
@@ -79,7 +79,7 @@ def _fetch_one(
             # "+" must not become a blank on servers that take it for one.
             url = f"{root}/{quote(deb.path)}"
             try:
-                client.download(url, partial, frozenset([deb.sha256]), moved)
+                client.download(url, partial, frozenset([deb.sha256]), moved, deb.size)
             except NotFound:
                 answers.append(f"{source}: not there")
             except Mismatch as other:

@@ -6,7 +6,7 @@ Sequoia. One good signature by a known key is enough, as for apt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -20,6 +20,7 @@ from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
+from envbuild.progress import Advance
 from envbuild.store.client import Client
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def fetch_packages(
     arch: str,
     client: Client,
     blobs: Blobs,
-    moved: Callable[[int], None] = lambda _count: None,
+    moved: Advance = lambda _count: None,
 ) -> tuple[Path, str]:
     """The package list of a component for a Debian architecture: its file and how it is compressed
     (".xz", ".gz", ""). It is taken from `blobs` when its content is there already.
@@ -161,7 +162,7 @@ def fetch_packages(
             break
     else:
         raise LockError(f"{release.archive} has no packages of {component} for {arch}")
-    sha256, _size = release.files[name]
+    sha256, size = release.files[name]
     digest = f"sha256:{sha256}"
     if (place := blobs.path(digest)).is_file():
         return place, form
@@ -172,7 +173,7 @@ def fetch_packages(
     with locked_partial(blobs.partial(digest), client.stop) as partial:
         for url in urls:
             try:
-                client.download(url, partial, frozenset([sha256]), moved)
+                client.download(url, partial, frozenset([sha256]), moved, size)
             except NotFound:
                 if url == urls[-1]:
                     raise

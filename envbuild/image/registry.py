@@ -25,9 +25,9 @@ from envbuild.image.model import Descriptor
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
 from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
-from envbuild.image.registry_pull import Advance
 from envbuild.image.registry_push import Pushed
 from envbuild.image.registry_upload import CHUNK
+from envbuild.progress import Advance
 from envbuild.workers import each
 
 _WORKERS = 4

@@ -25,12 +25,12 @@ from envbuild.image.model import (
     is_digest,
 )
 from envbuild.image.registry_endpoint import Endpoint, complain
+from envbuild.progress import Advance
 
 if TYPE_CHECKING:
     import requests
 
 T = TypeVar("T")
-Advance = Callable[[int], None]
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 
 

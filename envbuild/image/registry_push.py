@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -17,9 +17,9 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, push_blob
+from envbuild.progress import Advance
 from envbuild.workers import each
 
-Advance = Callable[[int], None]
 _WORKERS = 4
 
 

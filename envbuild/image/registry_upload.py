@@ -19,11 +19,11 @@ from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
+from envbuild.progress import Advance
 
 if TYPE_CHECKING:
     import requests
 
-Advance = Callable[[int], None]
 CHUNK = 16 << 20
 # What a registry answers that cannot, or must not, take chunks.
 _NO_CHUNKS = frozenset({400, 403, 404, 405, 411, 413, 415, 416, 501})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from envbuild.cache.download import open_download
 from envbuild.cache.http import BLOCK, HttpClient, failure, read_all
 from envbuild.cache.retry import Mismatch, NotFound, patiently
 from envbuild.cache.transport import transport_of
+from envbuild.progress import Advance
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.credentials import split_credentials
 
@@ -71,15 +72,21 @@ class Client:
         self._answer(url, {}).close()
 
     def download(
-        self, url: str, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]
+        self,
+        url: str,
+        partial: Path,
+        hashes: frozenset[str],
+        moved: Advance,
+        size: int | None = None,
     ) -> str:
         """Stream `url` into `partial` with resume; return its sha256, which is one of `hashes`.
 
+        More than `size` bytes are not taken.
         Raises Mismatch for other content, and OSError when `partial` cannot be written.
         """
         if url.startswith("file:"):
             return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, moved)
-        with open_download(partial, hashes, None, moved, self.stop) as download:
+        with open_download(partial, hashes, size, moved, self.stop, exact=False) as download:
             try:
                 return download.run(
                     lambda headers: self._answer(url, headers, 416),
@@ -99,7 +106,7 @@ class Client:
             raise failure(response, _ADVICE)
 
 
-def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Callable[[int], None]) -> str:
+def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Advance) -> str:
     """Copy a file that an index on disk lists, so that the store has it without reading the index again."""
     try:
         stream = source.open("rb")

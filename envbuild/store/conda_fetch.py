@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
+from envbuild.progress import Advance
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
-from envbuild.store.fetch import Advance, download, fetch_each
+from envbuild.store.fetch import download, fetch_each
 from envbuild.store.store import Store
 
 KIND = "conda/archives"
@@ -31,22 +31,6 @@ class CondaArchive:
     def name(self) -> str:
         """Its file name."""
         return self.url.rpartition("/")[2]
-
-
-@dataclass(slots=True)
-class _Refusals:
-    """Channels that refused every request, so that sixty packages do not wait sixty times for a dead one."""
-
-    by_channel: dict[str, str] = field(default_factory=dict)
-    guard: threading.Lock = field(default_factory=threading.Lock)
-
-    def of(self, url: str) -> str | None:
-        with self.guard:
-            return self.by_channel.get(_channel(url))
-
-    def note(self, url: str, reason: str) -> None:
-        with self.guard:
-            self.by_channel.setdefault(_channel(url), reason)
 
 
 def fetch_archives(
@@ -106,10 +90,11 @@ def _fetch_all(
 ) -> dict[CondaArchive, Path]:
     store.folder("partial")
     store.clean_stale()
-    refusals = _Refusals()
+    # Channels that refused every request, so that sixty packages do not wait sixty times for a dead one.
+    down: dict[str, str] = {}
 
     def fetch(archive: CondaArchive, moved: Advance) -> Path | None:
-        return _fetch_one(archive, store, client, site, refusals, answers[archive], moved)
+        return _fetch_one(archive, store, client, site, down, answers[archive], moved)
 
     sizes = [archive.size for archive in missing]
     known = [size for size in sizes if size is not None]
@@ -122,7 +107,7 @@ def _fetch_one(
     store: Store,
     client: Client,
     site: Site,
-    refusals: _Refusals,
+    down: dict[str, str],
     answers: list[str],
     moved: Advance,
 ) -> Path | None:
@@ -133,19 +118,28 @@ def _fetch_one(
         if url.startswith("file:"):
             continue
         shown = redact(url)
-        if (refusal := refusals.of(url)) is not None:
-            answers.append(f"{shown}: {refusal}")
+        if _channel(url) in down:
+            answers.append(f"{shown}: {down[_channel(url)]}")
             continue
         hashes = frozenset({archive.sha256})
         try:
             return download(
-                url, archive.name, hashes, archive.sha256, known, client, store, moved, KIND
+                url,
+                archive.name,
+                hashes,
+                archive.sha256,
+                known,
+                client,
+                store,
+                moved,
+                KIND,
+                archive.size,
             )
         except Mismatch as error:
             answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
         except RequestFailed as error:
             if error.is_down:
-                refusals.note(url, str(error))
+                down[_channel(url)] = str(error)
             answers.append(f"{shown}: {error}")
         except OSError as error:
             raise store.unwritable(error) from error

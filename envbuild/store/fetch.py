@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
-from envbuild.progress import transfer
+from envbuild.progress import Advance, transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
@@ -21,7 +21,6 @@ from envbuild.store.store import Store
 from envbuild.workers import each
 
 _PARALLEL = 8
-Advance = Callable[[int], None]
 Item = TypeVar("Item")
 
 
@@ -206,6 +205,7 @@ def download(
     store: Store,
     moved: Advance,
     kind: str = "wheels",
+    size: int | None = None,
 ) -> Path:
     """Bring `url` into the store as `kind`/<sha256>/`name`, alone among all processes that want `key`.
 
@@ -214,7 +214,7 @@ def download(
     with locked_partial(store.folder("partial") / key, client.stop) as partial:
         if there := known():
             return there
-        digest = client.download(url, partial, hashes, moved)
+        digest = client.download(url, partial, hashes, moved, size)
         return store.adopt(partial, digest, name, kind)
 
 
