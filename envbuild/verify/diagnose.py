@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from envbuild.verify.nccl_log import parse_nccl_log
+from envbuild.diagnose.nccl_log import parse_nccl_log
 
 # Order matters: the first that matches is the deeper cause. Each was seen in real runs of torch 2.13.
 _KNOWN = (

@@ -16,11 +16,11 @@ import pytest
 
 from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
+from envbuild.diagnose.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.diagnose import usual_cause
-from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 from envbuild.verify.open import open_subject
 from envbuild.verify.subject import Subject
 

@@ -21,15 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.jobs.diagnose import Diagnosis, diagnose
-from envbuild.jobs.diagnose_read import job_number, read_logs
-from envbuild.jobs.diagnose_rules import DiagnosisRule, load_rules
-from envbuild.jobs.needle import needle
+from envbuild.diagnose.engine import Diagnosis, diagnose
+from envbuild.diagnose.needle import needle
+from envbuild.diagnose.read import job_number, read_logs
+from envbuild.diagnose.rules import DiagnosisRule, load_rules
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RULES = {rule.id: rule for rule in load_rules()}
-# NCCL's own logs are kept with the tests of verify/nccl_log.py.
+# NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
 NCCL = {
     "efa-absent": "efa_no_device", "cxi-domain": "cxi_no_domain", "network-missing": "network_not_found",
     "sockets-fallback": "socket", "plugin-missing": "no_plugin", "plugin-failed": "efa_endpoint_failed",
@@ -61,7 +61,7 @@ def is_first_in_its_log(rule: DiagnosisRule) -> None:
     found = of(*logs_of(rule.id)).findings
     assert [one.id for one in found][:1] == [rule.id]
     assert found[0].evidence and "?" not in found[0].evidence[0].file
-    assert not re.search(r"\{\w+\}", found[0].cause + found[0].remedy)
+    assert not re.search(r"\{\w+\}", found[0].cause + found[0].hint)
 
 
 @pytest.mark.parametrize("rule", rules(provoked=True), ids=lambda rule: rule.id)
@@ -84,7 +84,7 @@ def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(
 def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> None:
     found = of(path).findings
     assert [one.id for one in found][:1] == [path.stem.partition(".")[0]]
-    assert "?" not in found[0].cause + found[0].remedy
+    assert "?" not in found[0].cause + found[0].hint
     assert path.read_text().startswith("# ")
 
 
@@ -96,7 +96,7 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         told |= {"count"} if rule.counts else set()
         if rule.any:
             told |= set.intersection(*(set(one.regex.groupindex) for one in rule.any))
-        for text in (rule.cause, rule.remedy):
+        for text in (rule.cause, rule.hint):
             always = re.sub(r"\[\[.*?\]\]", "", text).replace("{{", "").replace("}}", "")
             assert set(re.findall(r"\{(\w+)\}", always)) <= told, rule.id
 
@@ -303,7 +303,7 @@ def test_rules_can_be_told_apart() -> None:
     assert len(set(rows)) == len(rows) == len(load_rules())
     for rule in RULES.values():
         assert rule.all or rule.any
-        assert rule.source and rule.remedy
+        assert rule.source and rule.hint
 
 
 def test_the_documentation_lists_every_rule() -> None:
@@ -473,7 +473,7 @@ def test_the_constant_text_of_a_pattern(regex: str, text: str) -> None:
 # ---- the command
 
 
-def test_the_command_shows_cause_evidence_and_remedy() -> None:
+def test_the_command_shows_cause_evidence_and_hint() -> None:
     paths = [str(path) for path in logs_of("localhost-endpoint")]
     done = CliRunner().invoke(diagnose_command, paths)
     assert done.exit_code == 0

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.diagnose.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 from envbuild.fabrics import load_fabrics
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.fabric_checks import check_nccl
-from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 
 DATA = Path(__file__).parent / "data" / "nccl"
 LOGS = {path.stem: path.read_text() for path in sorted(DATA.glob("*.log"))}

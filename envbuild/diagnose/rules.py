@@ -1,4 +1,4 @@
-"""The rules of data/diagnoses.toml: which lines tell of which cause."""
+"""The rules of data/diagnoses.toml: patterns of lines, and the cause that they tell. Read on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
-from envbuild.jobs.needle import needle
+from envbuild.diagnose.needle import needle
 
 Kind = Literal["cause", "symptom", "note"]
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
@@ -44,20 +44,15 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisRule:
-    """One diagnosis. The higher its `rank`, the nearer to the root of the trouble; a symptom follows from a cause, a
-    note is no failure. `source` names what prints its lines; `provoked` tells whether its test's log comes from a real
-    failure.
-
-    `all`, one of `any` and one of `ended` must be found, where there are some, and none of `none`; none of `before` in
-    an earlier line than the first of `any`. With `passes`, programs go on after such lines: the rule does not hold
-    where training is seen behind them. `alone` is added to the cause where that rests on one line and one log."""
+    """A row of the table, whose head explains each key."""
 
     id: str
     rank: int
     kind: Kind
     cause: str
-    remedy: str
+    hint: str
     source: str
+    date: str
     provoked: bool
     all: tuple[LinePattern, ...] = ()
     any: tuple[LinePattern, ...] = ()
@@ -120,7 +115,7 @@ def _pattern(text: str) -> LinePattern:
 
 
 def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
-    values = {**row, "kind": row.get("kind", "cause"), "provoked": row.get("provoked", True)}
+    values = {"kind": "cause", "provoked": True, **row, "date": str(row["date"])}
     for key in ("all", "any", "none", "also", "ended", "before"):
         values[key] = tuple(map(_pattern, row.get(key, ())))
     counts = row.get("counts", ())

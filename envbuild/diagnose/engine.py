@@ -1,9 +1,9 @@
 """From the logs of a job to what went wrong: the rules of data/diagnoses.toml, applied to lines as they stream by.
 
 A rule holds where each of its `all` patterns, one of its `any` and none of its `none` was found in some line of some
-log, and its counts hold over all logs together. A line of NCCL's own log is read by verify/nccl_log.py as well: what it
-understood is matched as `nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
-that tells of it. Where no cause is known, the program's own exception is shown (jobs/diagnose_exception.py).
+log, and its counts hold over all logs together. A line of NCCL's log is matched as nccl_log.py understands it, too:
+`nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
+that tells of it. Where no cause is known, the program's own exception is shown (diagnose/exception.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from envbuild.jobs.diagnose_exception import Exceptions
-from envbuild.jobs.diagnose_rules import (
+from envbuild.diagnose.exception import Exceptions
+from envbuild.diagnose.nccl_log import parse_nccl_log
+from envbuild.diagnose.rules import (
     KINDS,
     Count,
     DiagnosisRule,
@@ -27,7 +28,6 @@ from envbuild.jobs.diagnose_rules import (
     progress,
 )
 from envbuild.site.pip_config import redact
-from envbuild.verify.nccl_log import parse_nccl_log
 
 _KEPT = 4  # lines of evidence for a pattern
 _SHOWN = 240  # characters of a line of evidence
@@ -62,7 +62,7 @@ class DiagnosisFinding:
     id: str
     kind: Kind
     cause: str
-    remedy: str
+    hint: str
     source: str
     evidence: tuple[Evidence, ...]
 
@@ -72,7 +72,7 @@ class DiagnosisFinding:
             "id": self.id,
             "kind": self.kind,
             "cause": self.cause,
-            "remedy": self.remedy,
+            "remedy": self.hint,
             "source": self.source,
             "evidence": [one.as_json() for one in self.evidence],
         }
@@ -263,7 +263,7 @@ def _found(
         rule.id,
         rule.kind,
         redact(_filled(rule.cause, groups)) + alone,
-        redact(_filled(rule.remedy, groups)),
+        redact(_filled(rule.hint, groups)),
         rule.source,
         tuple(evidence),
     )
