@@ -13,18 +13,19 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
 from envbuild.diagnose.exception import Exceptions
+from envbuild.diagnose.model import Diagnosis, DiagnosisFinding, Evidence
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.diagnose.rules import (
     KINDS,
     Count,
     DiagnosisRule,
-    Kind,
     LinePattern,
+    Place,
     attempts,
     failures,
+    load_rules,
     progress,
 )
 from envbuild.site.pip_config import redact
@@ -32,6 +33,7 @@ from envbuild.site.pip_config import redact
 _KEPT = 4  # lines of evidence for a pattern
 _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values of a group
+_NAMED = 5  # values of `every` that a message names
 _GOES_ON = 10  # lines of training after which a program is not about to end
 _ROOT = 45  # from this rank down, a cause says little of its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
@@ -42,62 +44,6 @@ _FAILURE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """A line of a log, shortened, without passwords."""
-
-    file: str
-    line: int
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {"file": self.file, "line": self.line, "text": self.text}
-
-
-@dataclass(frozen=True, slots=True)
-class DiagnosisFinding:
-    """A rule that holds, with what it means here and the lines that show it."""
-
-    id: str
-    kind: Kind
-    cause: str
-    hint: str
-    source: str
-    evidence: tuple[Evidence, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "cause": self.cause,
-            "remedy": self.hint,
-            "source": self.source,
-            "evidence": [one.as_json() for one in self.evidence],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
-    `exception` is the program's first exception and where it was, told where no finding says as much."""
-
-    findings: tuple[DiagnosisFinding, ...]
-    last: tuple[Evidence, ...]
-    lines: int
-    exception: tuple[Evidence, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "lines": self.lines,
-            "findings": [one.as_json() for one in self.findings],
-            "exception": [one.as_json() for one in self.exception],
-            "last": [one.as_json() for one in self.last],
-        }
-
-
 @dataclass(slots=True)
 class _Seen:
     """What one pattern found in all logs: `count` lines, the first of which was number `order` of all and
@@ -105,7 +51,7 @@ class _Seen:
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
-    values: dict[str, set[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, None]] = field(default_factory=dict)
     count: int = 0
     order: int = 0
     latest: int = 0
@@ -145,6 +91,7 @@ def diagnose(
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
     counted = {count.line for rule in rules for count in rule.counts}
+    counted |= {pattern for rule in rules if rule.every for pattern in rule.any}
     course, exceptions = _Course(), Exceptions()
     total = 0
     for name, lines in logs:
@@ -174,7 +121,7 @@ def diagnose(
         for pattern, counts in here.items():
             seen[pattern].count += counts.count
             for group, values in counts.values.items():
-                seen[pattern].values.setdefault(group, set()).update(values)
+                seen[pattern].values.setdefault(group, {}).update(values)
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
@@ -183,12 +130,18 @@ def diagnose(
     return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total, shown)
 
 
+def explain(text: str, place: Place) -> str:
+    """The first cause that `text`, a whole log, tells by the rules of `place`, with its hint; "" for none."""
+    found = diagnose([("log", text.splitlines())], load_rules(place)).findings
+    return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
+
+
 def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
     one.count += 1
     for group, value in groups.items():
-        values = one.values.setdefault(group, set())
+        values = one.values.setdefault(group, {})
         if len(values) < _VALUES:
-            values.add(value or "")
+            values[value or ""] = None
 
 
 def _forms(text: str) -> Iterator[str]:
@@ -255,6 +208,10 @@ def _found(
         if not _holds(count, number, groups):
             return None
         groups.setdefault("count", str(number))
+    if rule.every:
+        names = list(seen[either[0]].values[rule.every])
+        groups[rule.every] = ", ".join(names[-_NAMED:])
+        groups["is"] = "is" if len(names) == 1 else "are"
     # Of each pattern the first line, then their second ones.
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)

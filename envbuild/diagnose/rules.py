@@ -8,12 +8,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from envbuild.diagnose.needle import needle
 
+Place = Literal["job", "verification", "source-build"]
 Kind = Literal["cause", "symptom", "note"]
+PLACES: tuple[Place, ...] = get_args(Place)
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
+
+_TABLE = resources.files("envbuild.data") / "diagnoses.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class DiagnosisRule:
     before: tuple[LinePattern, ...] = ()
     passes: bool = False
     alone: str = ""
+    every: str = ""
     counts: tuple[Count, ...] = ()
 
     @property
@@ -80,8 +85,7 @@ class DiagnosisRule:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    text = resources.files("envbuild.data").joinpath("diagnoses.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -103,9 +107,10 @@ def failures() -> tuple[LinePattern, ...]:
 
 
 @functools.cache
-def load_rules() -> tuple[DiagnosisRule, ...]:
-    """The rules of data/diagnoses.toml, by rank."""
-    rules = [_rule(row) for row in _data()["rules"]]
+def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
+    """The rules for logs of `place`, by rank."""
+    found = ((row, row.get("where", {"job": {}})) for row in _data()["rules"])
+    rules = [_rule({**row, **where[place]}) for row, where in found if place in where]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
@@ -118,6 +123,7 @@ def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
     values = {"kind": "cause", "provoked": True, **row, "date": str(row["date"])}
     for key in ("all", "any", "none", "also", "ended", "before"):
         values[key] = tuple(map(_pattern, row.get(key, ())))
+    values.pop("where", None)
     counts = row.get("counts", ())
     values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)
     return DiagnosisRule(**values)

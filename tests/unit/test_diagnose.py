@@ -24,11 +24,12 @@ from envbuild.cli.diagnose import diagnose_command
 from envbuild.diagnose.engine import Diagnosis, diagnose
 from envbuild.diagnose.needle import needle
 from envbuild.diagnose.read import job_number, read_logs
-from envbuild.diagnose.rules import DiagnosisRule, load_rules
+from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RULES = {rule.id: rule for rule in load_rules()}
+EVERYWHERE = [rule for place in PLACES for rule in load_rules(place)]
 # NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
 NCCL = {
     "efa-absent": "efa_no_device", "cxi-domain": "cxi_no_domain", "network-missing": "network_not_found",
@@ -90,10 +91,11 @@ def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> No
 
 def test_a_message_shows_no_value_that_no_line_told() -> None:
     """What a pattern may leave unsaid stands in [[…]], which goes where a value of it is missing."""
-    for rule in RULES.values():
+    for rule in EVERYWHERE:
         told = {name for pattern in rule.all for name in pattern.regex.groupindex}
         told |= {name for one in rule.counts if one.at_least for name in one.line.regex.groupindex}
         told |= {"count"} if rule.counts else set()
+        told |= {"is"} if rule.every else set()
         if rule.any:
             told |= set.intersection(*(set(one.regex.groupindex) for one in rule.any))
         for text in (rule.cause, rule.hint):
@@ -452,7 +454,7 @@ def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
 
 def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
     lines = [line for path in sorted(DATA.glob("logs/*.log")) for line in path.read_text().splitlines()]  # fmt: skip
-    patterns = {pattern for rule in RULES.values() for pattern in rule.patterns}
+    patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
     for pattern in patterns:
         for line in lines:
             if pattern.regex.search(line):

@@ -1,0 +1,69 @@
+"""A new diagnosis is one row of data/diagnoses.toml, and commands that diagnose nothing do not read that table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envbuild.cli.diagnose import diagnose_command
+from envbuild.diagnose import rules
+from envbuild.diagnose.engine import explain
+
+ROW = """
+[[rules]]
+id = "flux-capacitor"
+rank = 200
+any = ['flux capacitor (?P<number>\\d+) is (?P<state>\\w+)']
+cause = "the flux capacitor {number} is {state}"
+hint = "replace it"
+source = "this test"
+date = 2026-11-22
+where = {job = {}, verification = {}, source-build = {hint = "load its module"}}
+"""
+LINE = "x: flux capacitor 3 is empty"
+
+
+@pytest.fixture
+def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table with one row more."""
+    table = tmp_path / "diagnoses.toml"
+    table.write_text(rules._TABLE.read_text(encoding="utf-8") + ROW, encoding="utf-8")
+    monkeypatch.setattr(rules, "_TABLE", table)
+    rules._data.cache_clear()
+    rules.load_rules.cache_clear()
+    yield
+    rules._data.cache_clear()
+    rules.load_rules.cache_clear()
+
+
+@pytest.mark.usefixtures("row")
+def test_a_rule_is_one_row_for_jobs_verification_and_source_builds(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(f"begin\n{LINE}\nCUDA error: out of memory\n")
+    done = CliRunner().invoke(diagnose_command, [str(log), "--json"])
+    first = json.loads(done.stdout)["findings"][0]
+    assert (first["id"], first["remedy"]) == ("flux-capacitor", "replace it")
+    assert first["evidence"][0]["line"] == 2
+    assert explain(LINE, "verification") == "the flux capacitor 3 is empty: replace it"
+    assert explain(LINE, "source-build") == "the flux capacitor 3 is empty: load its module"
+
+
+def test_without_the_row_nothing_is_found() -> None:
+    assert explain(LINE, "verification") == explain(LINE, "source-build") == ""
+
+
+def test_the_table_is_read_by_a_diagnosis_alone() -> None:
+    script = (
+        "import sys, envbuild.cli; assert not any('envbuild.diagnose' in name for name in sys.modules);"
+        "import envbuild.verify.training_checks, envbuild.layers.source_causes;"
+        "from envbuild.diagnose import rules; from envbuild.diagnose.engine import explain;"
+        "assert rules._data.cache_info().misses == 0; explain('x', 'verification');"
+        "assert rules._data.cache_info().misses == 1"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
