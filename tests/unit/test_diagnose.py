@@ -109,8 +109,8 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         (["The following module(s) are unknown: \"cuda/99\""], "no module cuda/99: login"),
         (["1: The following module(s) are unknown:", "1: \"cuda/99\""], "no module cuda/99: login"),
         (["The following module(s) are unknown:"], "the node has no module of that name: login"),
-        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): a"),
-        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): a"),
+        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): its libraries"),
+        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): its libraries"),
         (["CUDA error: out of memory"], "the GPU's memory is full"),
         (["srun: error: n1: task 0: Exited with exit code 3"], "an error (exit code 3)"),
         (["slurmctld: Killing job 7 on failed node n2"], "a node of the job failed"),
@@ -308,10 +308,21 @@ def test_rules_can_be_told_apart() -> None:
         assert rule.source and rule.hint
 
 
+def shown(text: str) -> str:
+    """A message as the documentation shows it: *group*, the first of two forms."""
+    text = re.sub(r"\[\[(.*?)\]\]", lambda match: match[1].partition("|")[0], text)
+    text = re.sub(r"(?<!\{)\{(\w+)\}(?!\})", r"*\1*", text)
+    return text.replace("{{", "{").replace("}}", "}").replace("|", "\\|")
+
+
 def test_the_documentation_lists_every_rule() -> None:
     text = DOCS.read_text()
     for rule in RULES.values():
-        assert f"| `{rule.id}` |" in text
+        kind = "" if rule.kind == "cause" else f"{rule.kind}: "
+        tested = "a real failure" if rule.provoked else "lines of its source"
+        assert (
+            f"| `{rule.id}` | {kind}{shown(rule.cause)} | {shown(rule.hint)} | {tested} |\n" in text
+        )
 
 
 # ---- the program's own failure
