@@ -31,6 +31,7 @@ MODULES = (
     "artifacts/layers_stage.py",
     "data/__init__.py",
     "data/diagnoses.toml",
+    "data/nccl_log.toml",
     "diagnose/__init__.py",
     "diagnose/engine.py",
     "diagnose/exception.py",

@@ -17,7 +17,7 @@ import pytest
 from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.engine import explain
-from envbuild.diagnose.nccl_log import PATTERNS, NcclLog, parse_nccl_log
+from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
 from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
@@ -160,11 +160,11 @@ def test_what_the_patterns_look_for_is_what_nccl_prints(nccl: dict[str, Path]) -
     has: dict[str, list[str]] = {}
     for version, library in nccl.items():
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            for pattern in (one for one in PATTERNS if one.of == "nccl"):
+            for pattern in (one for one in load_lines() if one.of == "nccl"):
                 for text in pattern.texts:
                     if data.find(text.encode()) >= 0:
                         has.setdefault(text, []).append(version)
-    for pattern in (one for one in PATTERNS if one.of == "nccl"):
+    for pattern in (one for one in load_lines() if one.of == "nccl"):
         for text in pattern.texts:
             everywhere = "[2.18.5" in pattern.source and "2.29.7]" in pattern.source
             assert has.get(text) == VERSIONS if everywhere else has.get(text), (text, has.get(text))

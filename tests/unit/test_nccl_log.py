@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.diagnose.engine import explain
-from envbuild.diagnose.nccl_log import PATTERNS, NcclLog, parse_nccl_log
+from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
 from envbuild.fabrics import load_fabrics
 from envbuild.verify.fabric_checks import check_nccl
 
@@ -124,7 +124,7 @@ def test_a_launch_that_nccl_ended_tells_the_deeper_cause() -> None:
 
 
 def test_every_pattern_names_its_source_and_every_failure_its_cause() -> None:
-    for pattern in PATTERNS:
+    for pattern in load_lines():
         assert pattern.source.startswith("src/") and "[" in pattern.source, pattern
         informs = pattern.kind in ("version", "network", "transport", "plugin", "provider")
         assert bool(pattern.cause) is not informs, pattern
