@@ -1,4 +1,4 @@
-"""A new diagnosis is one row of data/diagnoses.toml, and commands that diagnose nothing do not read that table."""
+"""A new diagnosis or lint rule is one row of data/, and commands that diagnose nothing do not read the table."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.diagnose import rules
 from envbuild.diagnose.engine import explain
+from envbuild.jobs import lint_faults
+from envbuild.jobs.lint import lint
 
 ROW = """
 [[rules]]
@@ -25,6 +27,15 @@ hint = "replace it"
 source = "this test"
 date = 2026-11-22
 where = {job = {}, verification = {}, source-build = {hint = "load its module"}}
+"""
+FAULTS = """
+[capacitor]
+level = "error"
+what = "{value} drains the capacitor"
+instead = "nothing"
+directive = '--flux'
+command = '^flux-drain\\b'
+variables = {FLUX = "1|ON"}
 """
 LINE = "x: flux capacitor 3 is empty"
 
@@ -56,6 +67,26 @@ def test_a_rule_is_one_row_for_jobs_verification_and_source_builds(tmp_path: Pat
 
 def test_without_the_row_nothing_is_found() -> None:
     assert explain(LINE, "verification") == explain(LINE, "source-build") == ""
+
+
+def test_a_lint_rule_with_a_pattern_is_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "job_faults.toml"
+    table.write_text(lint_faults._TABLE.read_text(encoding="utf-8") + FAULTS, encoding="utf-8")
+    monkeypatch.setattr(lint_faults, "_TABLE", table)
+    lint_faults.load_faults.cache_clear()
+    script = "#!/bin/bash\n#SBATCH --flux\nset -e\n/opt/bin/flux-drain --now\nexport FLUX=on\n"
+    try:
+        found = [
+            (one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"
+        ]
+    finally:
+        lint_faults.load_faults.cache_clear()
+    said = ["", "flux-drain --now", "FLUX=on"]
+    assert found == [
+        (n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)
+    ]
 
 
 def test_the_table_is_read_by_a_diagnosis_alone() -> None:
