@@ -1,9 +1,9 @@
-"""From the logs of a job to what went wrong: the rules of data/diagnoses.toml, applied to lines as they stream by.
+"""The diagnosis of logs by the rules of data/diagnoses.toml, line by line.
 
-A rule holds where each of its `all` patterns, one of its `any` and none of its `none` was found in some line of some
+A rule holds where each of its `all` patterns, one of its `any` and none of its `none` is found in some line of some
 log, and its counts hold over all logs together. A line of NCCL's log is matched as nccl_log.py understands it, too:
-`nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
-that tells of it. Where no cause is known, the program's own exception is shown (diagnose/exception.py).
+`nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line that tells of it. Where no
+cause is known, the diagnosis shows the program's own exception (exception.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from envbuild.diagnose.rules import (
     DiagnosisRule,
     LinePattern,
     Place,
-    attempts,
-    failures,
     load_rules,
-    progress,
+    tells,
 )
 from envbuild.site.pip_config import redact
 
@@ -46,7 +44,7 @@ _FAILURE = re.compile(
 
 @dataclass(slots=True)
 class _Seen:
-    """What one pattern found in all logs: `count` lines, the first of which was number `order` of all and
+    """The matches of one pattern in all logs: `count` lines, the first of which was number `order` of all and
     the last number `latest`; `values` of its groups."""
 
     kept: list[Evidence] = field(default_factory=list)
@@ -59,18 +57,18 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Course:
-    """How the job went: the numbers of the last lines of training and of the last failure of a process, and how many
-    logs there are."""
+    """The course of the job: the numbers of the last lines of training and of the last failure of a process, and the
+    number of logs."""
 
     trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
     failed: int = 0
     logs: int = 0
 
     def see(self, line: str, order: int) -> None:
-        """Line number `order`."""
-        if any(pattern.search(line) for pattern in progress()):
+        """Take in line number `order`."""
+        if tells("progress", line):
             self.trained.append(order)
-        elif any(pattern.search(line) for pattern in failures()):
+        elif tells("failures", line):
             self.failed = order
 
     def passed(self, order: int) -> bool:
@@ -86,12 +84,12 @@ class _Course:
 def diagnose(
     logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]
 ) -> Diagnosis:
-    """What the `logs`, (name, lines) each, tell by `rules`."""
+    """Apply `rules` to the `logs`, (name, lines) each."""
     seen: dict[LinePattern, _Seen] = {}
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
     counted = {count.line for rule in rules for count in rule.counts}
-    counted |= {pattern for rule in rules if rule.every for pattern in rule.any}
+    counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
     course, exceptions = _Course(), Exceptions()
     total = 0
     for name, lines in logs:
@@ -105,7 +103,7 @@ def diagnose(
             if exceptions.first and course.long_passed(exceptions.order):
                 exceptions = Exceptions()
             for line in _forms(plain):
-                if any(again.search(line) for again in attempts()):
+                if tells("attempts", line):
                     here.clear()
                 for pattern in patterns:
                     if match := pattern.search(line):
@@ -131,7 +129,7 @@ def diagnose(
 
 
 def explain(text: str, place: Place) -> str:
-    """The first cause that `text`, a whole log, tells by the rules of `place`, with its hint; "" for none."""
+    """Return the first cause in `text`, a whole log, by the rules of `place`, with its hint; "" for none."""
     found = diagnose([("log", text.splitlines())], load_rules(place)).findings
     return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
 
@@ -145,7 +143,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A line without colours, as it is, and what NCCL says in it."""
+    """Yield a line without colours, and the forms in which rules know a line of NCCL."""
     yield text
     if "NCCL" not in text:
         return
@@ -209,9 +207,10 @@ def _found(
             return None
         groups.setdefault("count", str(number))
     if rule.every:
-        names = list(seen[either[0]].values[rule.every])
-        groups[rule.every] = ", ".join(names[-_NAMED:])
-        groups["is"] = "is" if len(names) == 1 else "are"
+        values = (seen[pattern].values.get(rule.every) for pattern in (*either, *rule.all))
+        names = list(next(filter(None, values), ()))
+        groups |= {rule.every: ", ".join(names[-_NAMED:])} if names else {}
+        groups["is"] = "are" if len(names) > 1 else "is"
     # Of each pattern the first line, then their second ones.
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
@@ -236,7 +235,7 @@ def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
 
 
 def _filled(text: str, groups: Mapping[str, str]) -> str:
-    """A message with what the groups matched. Of [[…|…]] the first part is taken of which all groups are known."""
+    """Fill a message with the values of groups. Of [[…|…]] it has the first part of which all groups are known."""
 
     def choose(match: re.Match[str]) -> str:
         known = (one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups))

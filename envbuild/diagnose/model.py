@@ -23,7 +23,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisFinding:
-    """A rule that holds, with what it means here and the lines that show it."""
+    """A rule that holds: its cause and hint filled in, and the lines that show it."""
 
     id: str
     kind: Kind
@@ -46,7 +46,7 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
+    """The findings, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
     `exception` is the program's first exception and where it was, told where no finding says as much."""
 
     findings: tuple[DiagnosisFinding, ...]

@@ -71,7 +71,7 @@ class DiagnosisRule:
 
     @property
     def patterns(self) -> tuple[LinePattern, ...]:
-        """All that must be looked for."""
+        """All patterns of the rule."""
         return (
             *self.all,
             *self.any,
@@ -88,22 +88,9 @@ def _data() -> dict[str, Any]:
     return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def attempts() -> tuple[LinePattern, ...]:
-    """What shows that a log goes on with another attempt of its job."""
-    return tuple(_pattern(text) for text in _data()["attempts"])
-
-
-@functools.cache
-def progress() -> tuple[LinePattern, ...]:
-    """What shows that training goes on."""
-    return tuple(_pattern(text) for text in _data()["progress"])
-
-
-@functools.cache
-def failures() -> tuple[LinePattern, ...]:
-    """What shows that a process ended with an error."""
-    return tuple(_pattern(text) for text in _data()["failures"])
+def tells(of: Literal["attempts", "progress", "failures"], line: str) -> bool:
+    """Whether `line` tells of another attempt of its job, of training that goes on, or of a process that failed."""
+    return any(_pattern(text).search(line) for text in _data()[of])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Why a build failed, from what it printed: the error that a user reads, with what to change."""
+"""The error for a failed build of a source layer: the end of its log, and a hint by the rules of diagnosis."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from unit.test_dockerfile import copy_modules
 
 from envbuild.artifacts.layers_stage import MODULES
 from envbuild.diagnose.engine import diagnose, explain
-from envbuild.diagnose.rules import Place, load_rules
+from envbuild.diagnose.rules import PLACES, Place, load_rules
 
 _NET = "n1:1:1 [0] NCCL INFO NET/OFI aws-ofi-nccl initialization failed"
 _GONE = "n1:1:1 [0] net.cc:1 NCCL WARN Error: network AWS Libfabric not found."
@@ -92,6 +92,7 @@ def test_a_name_is_one_row() -> None:
     names = [row["id"] for row in table["rules"]]
     assert len(set(names)) == len(names)
     assert all(row["source"] and row["date"] for row in table["rules"])
+    assert {place for row in table["rules"] for place in row.get("where", ())} == set(PLACES)
 
 
 def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuild(

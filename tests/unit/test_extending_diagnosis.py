@@ -21,8 +21,9 @@ ROW = """
 [[rules]]
 id = "flux-capacitor"
 rank = 200
-any = ['flux capacitor (?P<number>\\d+) is (?P<state>\\w+)']
-cause = "the flux capacitor {number} is {state}"
+all = ['flux capacitor (?P<number>\\d+)']
+every = "number"
+cause = "the flux capacitor {number} {is} empty"
 hint = "replace it"
 source = "this test"
 date = 2026-11-22
@@ -63,6 +64,16 @@ def test_a_rule_is_one_row_for_jobs_verification_and_source_builds(tmp_path: Pat
     assert first["evidence"][0]["line"] == 2
     assert explain(LINE, "verification") == "the flux capacitor 3 is empty: replace it"
     assert explain(LINE, "source-build") == "the flux capacitor 3 is empty: load its module"
+
+
+@pytest.mark.usefixtures("row")
+def test_every_value_is_named_also_where_counts_begin_anew() -> None:
+    again = "*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"
+    both = f"{LINE}\n{LINE.replace('3', '5')}"
+    assert explain(both, "verification") == "the flux capacitor 3, 5 are empty: replace it"
+    assert (
+        explain(f"{both}\n{again}", "verification") == "the flux capacitor 3 is empty: replace it"
+    )
 
 
 def test_without_the_row_nothing_is_found() -> None:
