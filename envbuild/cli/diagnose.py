@@ -10,7 +10,7 @@ import click
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from envbuild.jobs.diagnose import Diagnosis, Evidence
+    from envbuild.diagnose.model import Diagnosis, Evidence
 
 _EVIDENCE = 6
 
@@ -31,9 +31,9 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
       envbuild diagnose logs/ddp_1234.out
       kubectl logs --prefix --tail=-1 -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
     """
-    from envbuild.jobs.diagnose import diagnose
-    from envbuild.jobs.diagnose_read import jobs_of, read_logs
-    from envbuild.jobs.diagnose_rules import load_rules
+    from envbuild.diagnose.engine import diagnose
+    from envbuild.diagnose.read import jobs_of, read_logs
+    from envbuild.diagnose.rules import load_rules
 
     jobs = jobs_of(logs)
     found = [(job, diagnose(read_logs(job.logs), load_rules())) for job in jobs]
@@ -61,7 +61,7 @@ def _show(found: Diagnosis, everything: bool) -> None:
             click.echo(f"     {_place(line)}")
         if len(one.evidence) > _EVIDENCE:
             click.echo(f"     … and {len(one.evidence) - _EVIDENCE} more")
-        click.echo(click.style("   do: ", fg="green") + one.remedy)
+        click.echo(click.style("   do: ", fg="green") + one.hint)
     if hidden:
         click.echo(
             f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True

@@ -24,7 +24,8 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
       envbuild lint-job train.sbatch
       envbuild lint-job ddp.pbs pytorchjob.yaml --json
     """
-    from envbuild.jobs.lint import LEVELS, lint_file
+    from envbuild.jobs.lint import lint_file
+    from envbuild.jobs.lint_faults import LEVELS
 
     problems = [problem for path in scripts for problem in lint_file(path)]
     count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}

@@ -6,36 +6,20 @@ shell checker: shellcheck is one. A line that ends in `# lint-job: ignore` (or `
 
 from __future__ import annotations
 
-import functools
 import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib import resources
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.jobs.lint_faults import LEVELS, LintRule, load_faults
 from envbuild.jobs.lint_script import Found, ParsedScript, read_script
-from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.pip_config import redact
 
-Level = Literal["error", "warning", "hint"]
-LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _LARGEST = 4 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
 _IGNORED = re.compile(r"#.*lint-job: ignore(?: (?P<ids>[\w, -]+))?\s*$")
-
-
-@dataclass(frozen=True, slots=True)
-class LintRule:
-    """What is known of one fault, from the data. `of_scheduler` is what to do instead, by the script's scheduler."""
-
-    id: str
-    level: Level
-    what: str
-    instead: str
-    of_scheduler: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +44,6 @@ class Problem:
             "what": self.what,
             "instead": self.instead,
         }
-
-
-@functools.cache
-def load_faults() -> dict[str, LintRule]:
-    """All faults of data/job_faults.toml by their id."""
-    text = resources.files("envbuild.data").joinpath("job_faults.toml").read_text(encoding="utf-8")
-    rules = {}
-    for name, row in tomllib.loads(text).items():
-        own = {key: row.pop(key) for key in list(row) if key in SCHEDULERS}
-        rules[name] = LintRule(name, **row, of_scheduler=own)
-    return rules
 
 
 def lint_file(path: Path) -> list[Problem]:

@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 
+from envbuild.jobs.lint_faults import command_text, of_patterns
 from envbuild.jobs.lint_script import Found, Launch, ParsedScript
 from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
@@ -14,10 +15,6 @@ _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOS
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
-_INSTALL = re.compile(
-    r"^(?:pip3?|python[\d.]* -m pip|uv pip|conda|mamba|micromamba|apt|apt-get|yum|dnf)"
-    r" (?:install|create|env create|update)\b"
-)
 
 
 def of_launches(script: ParsedScript) -> Iterator[Found]:
@@ -141,11 +138,7 @@ def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> b
 
 
 def of_lines(script: ParsedScript) -> Iterator[Found]:
-    """What the directives say; what is missing altogether."""
-    for number, words in script.directives:
-        text = " ".join(words)
-        if re.search(r"\bselect=\S*,(?:walltime|place)=", text):
-            yield Found("pbs-one-line", number)
+    """Settings that a script lacks."""
     if script.kind != "shell" or script.launches:
         options = [word for c in script.commands if c.words[:1] == ("set",) for word in c.words[1:]]
         options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
@@ -163,12 +156,12 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_commands(script: ParsedScript) -> Iterator[Found]:
-    """Modules, conda, containers, images, installing, addresses."""
+    """Modules, conda, containers, images."""
     purged, set_up = False, False
     for command in script.commands:
         words, line = command.words, command.line
-        name = posixpath.basename(words[0]) if words else ""
-        text = " ".join((name, *words[1:]))
+        text = command_text(command)
+        name = text.split(" ")[0]
         if name in ("module", "ml"):  # module --quiet purge
             done = next((word for word in words[1:] if not word.startswith("-")), "")
             if done in ("load", "add") and not purged:
@@ -178,15 +171,6 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
             yield Found("conda-activate", line)
-        if _INSTALL.match(text) and "--dry-run" not in words and "--help" not in words:
-            yield Found("install-in-job", line, text[:60])
-        if name == "hostname" and set(words[1:]) & {
-            "-I",
-            "-i",
-            "--all-ip-addresses",
-            "--ip-address",
-        }:
-            yield Found("first-address", line)
         if name == "scontrol" and (set(command.started_by) & (CONTAINERS | {"pyxis"})):
             yield Found("scontrol-in-container", line)
         yield from _images(script, command)
@@ -223,5 +207,5 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
 
 
 RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    of_launches, of_variables, of_fallbacks, of_lines, of_commands,
+    of_launches, of_variables, of_fallbacks, of_lines, of_commands, of_patterns,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for variables: addresses, interfaces, providers, library paths, debugging."""
+"""The rules of `envbuild lint-job` for variables: addresses, interfaces, providers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ _NAMES = re.compile(r"\$\{?(\w+)")
 _OF_RENDEZVOUS = re.compile(
     r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
 )
-_DEBUG = {
-    "NCCL_DEBUG": "INFO|TRACE",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "CUDA_LAUNCH_BLOCKING": "1",
-}
 
 
 def of_variables(script: ParsedScript) -> Iterator[Found]:
-    """MASTER_ADDR, interfaces, providers, library paths, debugging."""
+    """MASTER_ADDR, interfaces, providers."""
     for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
@@ -52,18 +47,6 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         signs = re.search("|".join(others), text, re.IGNORECASE)
         if value.split(";")[0] == "efa" and signs:
             yield Found("efa-elsewhere", command.line, signs[0])
-    for command, value in script.exported("LD_LIBRARY_PATH"):
-        own = "".join(value.split(":$LD_LIBRARY_PATH")[0:1])
-        if re.search(r"(?<!ofi-)(?<!ofi_)nccl(?![-_]?(?:net|ofi|tests))", own, re.IGNORECASE):
-            yield Found("nccl-library-path", command.line)
-    for variable, bad in _DEBUG.items():
-        for command, value in script.exported(variable):
-            if re.fullmatch(bad, value, re.IGNORECASE):
-                yield Found("debug", command.line, f"{variable}={value}")
-    for variable in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET_DISABLE"):
-        for command, value in script.exported(variable):
-            if value == "1":
-                yield Found("network-disabled", command.line, f"{variable}=1")
 
 
 def of_fallbacks(script: ParsedScript) -> Iterator[Found]:

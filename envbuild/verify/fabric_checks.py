@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
 from envbuild.verify.model import Check, judge
-from envbuild.verify.nccl_log import Kind, NcclLog, parse_nccl_log
 
 TITLE = "network in use"
 Report = Mapping[str, Any]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import torchrun
-from envbuild.verify.nccl_log import parse_nccl_log
+from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.verify.nodes import Agent, Nodes
 
 _POLL_S = 0.05

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
+from envbuild.diagnose.engine import explain
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target
-from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
@@ -19,6 +19,7 @@ from envbuild.verify.subject import Subject
 Report = Mapping[str, Any]
 # A run that learns nothing still wobbles; a twentieth is well outside that and well inside the real fall.
 _LEAST_FALL = 0.05
+SEE_LOG = "see the log: its last lines are above, all of it is in the folder named below"
 
 
 def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
@@ -36,7 +37,7 @@ def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
         bad is None,
         seen=seen,
         expected="exit code 0 on every node, within the time limit, and a report",
-        cause=usual_cause(bad.log) if bad else "",
+        cause=(explain(bad.log, "verification") or SEE_LOG) if bad else "",
         evidence={
             "commands": [" ".join(o.command) for o in outcomes],
             "returncodes": [o.returncodes for o in outcomes],

@@ -16,11 +16,11 @@ import pytest
 
 from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
+from envbuild.diagnose.engine import explain
+from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
 from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
-from envbuild.verify.diagnose import usual_cause
-from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 from envbuild.verify.open import open_subject
 from envbuild.verify.subject import Subject
 
@@ -160,11 +160,11 @@ def test_what_the_patterns_look_for_is_what_nccl_prints(nccl: dict[str, Path]) -
     has: dict[str, list[str]] = {}
     for version, library in nccl.items():
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            for pattern in (one for one in PATTERNS if one.of == "nccl"):
+            for pattern in (one for one in load_lines() if one.of == "nccl"):
                 for text in pattern.texts:
                     if data.find(text.encode()) >= 0:
                         has.setdefault(text, []).append(version)
-    for pattern in (one for one in PATTERNS if one.of == "nccl"):
+    for pattern in (one for one in load_lines() if one.of == "nccl"):
         for text in pattern.texts:
             everywhere = "[2.18.5" in pattern.source and "2.29.7]" in pattern.source
             assert has.get(text) == VERSIONS if everywhere else has.get(text), (text, has.get(text))
@@ -188,10 +188,10 @@ def test_real_lines_of_nccl_are_understood(
     log = tmp_path / "nccl.txt"
     without = started(nccl[version], log, NCCL_SOCKET_IFNAME="lo")
     assert [fault.kind for fault in without.having("fatal")] == ["fatal"] * len(without.faults)
-    assert "no GPU is visible" in usual_cause(log.read_text()), log.read_text()
+    assert "no GPU is visible" in explain(log.read_text(), "verification"), log.read_text()
     astray = started(nccl[version], log, NCCL_SOCKET_IFNAME="nosuch0")
     assert [fault.text for fault in astray.faults] == ["Bootstrap : no socket interface found"]
-    assert "NCCL_SOCKET_IFNAME names no interface" in usual_cause(log.read_text())
+    assert "NCCL_SOCKET_IFNAME names no interface" in explain(log.read_text(), "verification")
 
 
 def test_libraries_of_nccl_are_named_when_they_are_mapped(nccl: dict[str, Path]) -> None:

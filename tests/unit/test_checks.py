@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from envbuild.diagnose.engine import explain
 from envbuild.verify import training_checks as training
-from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.faults import check_restart
 from envbuild.verify.launch import Outcome, TrainingJob
 
@@ -187,4 +187,6 @@ def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
     ],
 )
 def test_known_failures_get_their_usual_cause(log: str, cause: str) -> None:
-    assert cause in usual_cause(log)
+    check = training.check_launch("launch", "t", [make_outcome(returncodes=[1, 1], log=log)])
+    assert cause in check.cause
+    assert explain(log, "verification") == ("" if "see the log" in cause else check.cause)

@@ -21,15 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.jobs.diagnose import Diagnosis, diagnose
-from envbuild.jobs.diagnose_read import job_number, read_logs
-from envbuild.jobs.diagnose_rules import DiagnosisRule, load_rules
-from envbuild.jobs.needle import needle
+from envbuild.diagnose.engine import Diagnosis, diagnose
+from envbuild.diagnose.needle import needle
+from envbuild.diagnose.read import job_number, read_logs
+from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RULES = {rule.id: rule for rule in load_rules()}
-# NCCL's own logs are kept with the tests of verify/nccl_log.py.
+EVERYWHERE = [rule for place in PLACES for rule in load_rules(place)]
+# NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
 NCCL = {
     "efa-absent": "efa_no_device", "cxi-domain": "cxi_no_domain", "network-missing": "network_not_found",
     "sockets-fallback": "socket", "plugin-missing": "no_plugin", "plugin-failed": "efa_endpoint_failed",
@@ -61,7 +62,7 @@ def is_first_in_its_log(rule: DiagnosisRule) -> None:
     found = of(*logs_of(rule.id)).findings
     assert [one.id for one in found][:1] == [rule.id]
     assert found[0].evidence and "?" not in found[0].evidence[0].file
-    assert not re.search(r"\{\w+\}", found[0].cause + found[0].remedy)
+    assert not re.search(r"\{\w+\}", found[0].cause + found[0].hint)
 
 
 @pytest.mark.parametrize("rule", rules(provoked=True), ids=lambda rule: rule.id)
@@ -84,19 +85,20 @@ def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(
 def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> None:
     found = of(path).findings
     assert [one.id for one in found][:1] == [path.stem.partition(".")[0]]
-    assert "?" not in found[0].cause + found[0].remedy
+    assert "?" not in found[0].cause + found[0].hint
     assert path.read_text().startswith("# ")
 
 
 def test_a_message_shows_no_value_that_no_line_told() -> None:
     """What a pattern may leave unsaid stands in [[…]], which goes where a value of it is missing."""
-    for rule in RULES.values():
+    for rule in EVERYWHERE:
         told = {name for pattern in rule.all for name in pattern.regex.groupindex}
         told |= {name for one in rule.counts if one.at_least for name in one.line.regex.groupindex}
         told |= {"count"} if rule.counts else set()
+        told |= {"is"} if rule.every else set()
         if rule.any:
             told |= set.intersection(*(set(one.regex.groupindex) for one in rule.any))
-        for text in (rule.cause, rule.remedy):
+        for text in (rule.cause, rule.hint):
             always = re.sub(r"\[\[.*?\]\]", "", text).replace("{{", "").replace("}}", "")
             assert set(re.findall(r"\{(\w+)\}", always)) <= told, rule.id
 
@@ -107,8 +109,8 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         (["The following module(s) are unknown: \"cuda/99\""], "no module cuda/99: login"),
         (["1: The following module(s) are unknown:", "1: \"cuda/99\""], "no module cuda/99: login"),
         (["The following module(s) are unknown:"], "the node has no module of that name: login"),
-        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): a"),
-        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): a"),
+        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): its libraries"),
+        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): its libraries"),
         (["CUDA error: out of memory"], "the GPU's memory is full"),
         (["srun: error: n1: task 0: Exited with exit code 3"], "an error (exit code 3)"),
         (["slurmctld: Killing job 7 on failed node n2"], "a node of the job failed"),
@@ -303,13 +305,24 @@ def test_rules_can_be_told_apart() -> None:
     assert len(set(rows)) == len(rows) == len(load_rules())
     for rule in RULES.values():
         assert rule.all or rule.any
-        assert rule.source and rule.remedy
+        assert rule.source and rule.hint
+
+
+def shown(text: str) -> str:
+    """A message as the documentation shows it: *group*, the first of two forms."""
+    text = re.sub(r"\[\[(.*?)\]\]", lambda match: match[1].partition("|")[0], text)
+    text = re.sub(r"(?<!\{)\{(\w+)\}(?!\})", r"*\1*", text)
+    return text.replace("{{", "{").replace("}}", "}").replace("|", "\\|")
 
 
 def test_the_documentation_lists_every_rule() -> None:
     text = DOCS.read_text()
     for rule in RULES.values():
-        assert f"| `{rule.id}` |" in text
+        kind = "" if rule.kind == "cause" else f"{rule.kind}: "
+        tested = "a real failure" if rule.provoked else "lines of its source"
+        assert (
+            f"| `{rule.id}` | {kind}{shown(rule.cause)} | {shown(rule.hint)} | {tested} |\n" in text
+        )
 
 
 # ---- the program's own failure
@@ -452,7 +465,7 @@ def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
 
 def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
     lines = [line for path in sorted(DATA.glob("logs/*.log")) for line in path.read_text().splitlines()]  # fmt: skip
-    patterns = {pattern for rule in RULES.values() for pattern in rule.patterns}
+    patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
     for pattern in patterns:
         for line in lines:
             if pattern.regex.search(line):
@@ -473,7 +486,7 @@ def test_the_constant_text_of_a_pattern(regex: str, text: str) -> None:
 # ---- the command
 
 
-def test_the_command_shows_cause_evidence_and_remedy() -> None:
+def test_the_command_shows_cause_evidence_and_hint() -> None:
     paths = [str(path) for path in logs_of("localhost-endpoint")]
     done = CliRunner().invoke(diagnose_command, paths)
     assert done.exit_code == 0

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.diagnose.engine import explain
+from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
 from envbuild.fabrics import load_fabrics
-from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.fabric_checks import check_nccl
-from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
 
 DATA = Path(__file__).parent / "data" / "nccl"
 LOGS = {path.stem: path.read_text() for path in sorted(DATA.glob("*.log"))}
@@ -116,15 +116,15 @@ def test_one_rank_that_fell_back_fails_all() -> None:
 
 
 def test_a_launch_that_nccl_ended_tells_the_deeper_cause() -> None:
-    assert "put aws-ofi-nccl into [layers]" in usual_cause(LOGS["network_not_found"])
+    assert "put aws-ofi-nccl into [layers]" in explain(LOGS["network_not_found"], "verification")
     both = LOGS["efa_no_device"] + "\nNCCL WARN Error: network AWS Libfabric not found."
-    assert "found no device of the fabric" in usual_cause(both)
+    assert "found no device of the fabric" in explain(both, "verification")
     # Without its end, a log with fallbacks is no failed launch's cause.
-    assert "see the log" in usual_cause(LOGS["efa_no_device"])
+    assert explain(LOGS["efa_no_device"], "verification") == ""
 
 
 def test_every_pattern_names_its_source_and_every_failure_its_cause() -> None:
-    for pattern in PATTERNS:
+    for pattern in load_lines():
         assert pattern.source.startswith("src/") and "[" in pattern.source, pattern
         informs = pattern.kind in ("version", "network", "transport", "plugin", "provider")
         assert bool(pattern.cause) is not informs, pattern

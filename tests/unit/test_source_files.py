@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
 from envbuild.artifacts.installed import check_files
+from envbuild.diagnose.engine import explain
 from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
 from envbuild.layers.host_workshop import build_variables, host_workshop
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
-from envbuild.layers.source_causes import config_error, failure, likely_cause
+from envbuild.layers.source_causes import config_error, failure
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_manifest import (
     SourceManifest,
@@ -342,11 +343,11 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
     ],
 )  # fmt: skip
 def test_well_known_messages_are_explained(log: str, cause: str) -> None:
-    assert cause in (likely_cause(log) or "")
+    assert cause in explain(log, "source-build")
 
 
 def test_what_is_not_well_known_is_not_guessed() -> None:
-    assert likely_cause("a.c:3: error: 'x' undeclared\nmake: *** [a.o] Error 1\n") is None
+    assert explain("a.c:3: error: 'x' undeclared\nmake: *** [a.o] Error 1\n", "source-build") == ""
 
 
 def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""From the logs of a job to what went wrong: the rules of data/diagnoses.toml, applied to lines as they stream by.
+"""The diagnosis of logs by the rules of data/diagnoses.toml, line by line.
 
-A rule holds where each of its `all` patterns, one of its `any` and none of its `none` was found in some line of some
-log, and its counts hold over all logs together. A line of NCCL's own log is read by verify/nccl_log.py as well: what it
-understood is matched as `nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line
-that tells of it. Where no cause is known, the program's own exception is shown (jobs/diagnose_exception.py).
+A rule holds where each of its `all` patterns, one of its `any` and none of its `none` is found in some line of some
+log, and its counts hold over all logs together. A line of NCCL's log is matched as nccl_log.py understands it, too:
+`nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line that tells of it. Where no
+cause is known, the diagnosis shows the program's own exception (exception.py).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
-from envbuild.jobs.diagnose_exception import Exceptions
-from envbuild.jobs.diagnose_rules import (
+from envbuild.diagnose.exception import Exceptions
+from envbuild.diagnose.model import Diagnosis, DiagnosisFinding, Evidence
+from envbuild.diagnose.nccl_log import parse_nccl_log
+from envbuild.diagnose.rules import (
     KINDS,
     Count,
     DiagnosisRule,
-    Kind,
     LinePattern,
-    attempts,
-    failures,
-    progress,
+    Place,
+    load_rules,
+    tells,
 )
 from envbuild.site.pip_config import redact
-from envbuild.verify.nccl_log import parse_nccl_log
 
 _KEPT = 4  # lines of evidence for a pattern
 _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values of a group
+_NAMED = 5  # values of `every` that a message names
 _GOES_ON = 10  # lines of training after which a program is not about to end
 _ROOT = 45  # from this rank down, a cause says little of its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
@@ -42,70 +42,14 @@ _FAILURE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """A line of a log, shortened, without passwords."""
-
-    file: str
-    line: int
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {"file": self.file, "line": self.line, "text": self.text}
-
-
-@dataclass(frozen=True, slots=True)
-class DiagnosisFinding:
-    """A rule that holds, with what it means here and the lines that show it."""
-
-    id: str
-    kind: Kind
-    cause: str
-    remedy: str
-    source: str
-    evidence: tuple[Evidence, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "cause": self.cause,
-            "remedy": self.remedy,
-            "source": self.source,
-            "evidence": [one.as_json() for one in self.evidence],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What was found, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
-    `exception` is the program's first exception and where it was, told where no finding says as much."""
-
-    findings: tuple[DiagnosisFinding, ...]
-    last: tuple[Evidence, ...]
-    lines: int
-    exception: tuple[Evidence, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "lines": self.lines,
-            "findings": [one.as_json() for one in self.findings],
-            "exception": [one.as_json() for one in self.exception],
-            "last": [one.as_json() for one in self.last],
-        }
-
-
 @dataclass(slots=True)
 class _Seen:
-    """What one pattern found in all logs: `count` lines, the first of which was number `order` of all and
+    """The matches of one pattern in all logs: `count` lines, the first of which was number `order` of all and
     the last number `latest`; `values` of its groups."""
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
-    values: dict[str, set[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, None]] = field(default_factory=dict)
     count: int = 0
     order: int = 0
     latest: int = 0
@@ -113,18 +57,18 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Course:
-    """How the job went: the numbers of the last lines of training and of the last failure of a process, and how many
-    logs there are."""
+    """The course of the job: the numbers of the last lines of training and of the last failure of a process, and the
+    number of logs."""
 
     trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
     failed: int = 0
     logs: int = 0
 
     def see(self, line: str, order: int) -> None:
-        """Line number `order`."""
-        if any(pattern.search(line) for pattern in progress()):
+        """Take in line number `order`."""
+        if tells("progress", line):
             self.trained.append(order)
-        elif any(pattern.search(line) for pattern in failures()):
+        elif tells("failures", line):
             self.failed = order
 
     def passed(self, order: int) -> bool:
@@ -140,11 +84,12 @@ class _Course:
 def diagnose(
     logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]
 ) -> Diagnosis:
-    """What the `logs`, (name, lines) each, tell by `rules`."""
+    """Apply `rules` to the `logs`, (name, lines) each."""
     seen: dict[LinePattern, _Seen] = {}
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
     counted = {count.line for rule in rules for count in rule.counts}
+    counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
     course, exceptions = _Course(), Exceptions()
     total = 0
     for name, lines in logs:
@@ -158,7 +103,7 @@ def diagnose(
             if exceptions.first and course.long_passed(exceptions.order):
                 exceptions = Exceptions()
             for line in _forms(plain):
-                if any(again.search(line) for again in attempts()):
+                if tells("attempts", line):
                     here.clear()
                 for pattern in patterns:
                     if match := pattern.search(line):
@@ -174,7 +119,7 @@ def diagnose(
         for pattern, counts in here.items():
             seen[pattern].count += counts.count
             for group, values in counts.values.items():
-                seen[pattern].values.setdefault(group, set()).update(values)
+                seen[pattern].values.setdefault(group, {}).update(values)
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
@@ -183,16 +128,22 @@ def diagnose(
     return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total, shown)
 
 
+def explain(text: str, place: Place) -> str:
+    """Return the first cause in `text`, a whole log, by the rules of `place`, with its hint; "" for none."""
+    found = diagnose([("log", text.splitlines())], load_rules(place)).findings
+    return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
+
+
 def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
     one.count += 1
     for group, value in groups.items():
-        values = one.values.setdefault(group, set())
+        values = one.values.setdefault(group, {})
         if len(values) < _VALUES:
-            values.add(value or "")
+            values[value or ""] = None
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A line without colours, as it is, and what NCCL says in it."""
+    """Yield a line without colours, and the forms in which rules know a line of NCCL."""
     yield text
     if "NCCL" not in text:
         return
@@ -255,6 +206,11 @@ def _found(
         if not _holds(count, number, groups):
             return None
         groups.setdefault("count", str(number))
+    if rule.every:
+        values = (seen[pattern].values.get(rule.every) for pattern in (*either, *rule.all))
+        names = list(next(filter(None, values), ()))
+        groups |= {rule.every: ", ".join(names[-_NAMED:])} if names else {}
+        groups["is"] = "are" if len(names) > 1 else "is"
     # Of each pattern the first line, then their second ones.
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
@@ -263,7 +219,7 @@ def _found(
         rule.id,
         rule.kind,
         redact(_filled(rule.cause, groups)) + alone,
-        redact(_filled(rule.remedy, groups)),
+        redact(_filled(rule.hint, groups)),
         rule.source,
         tuple(evidence),
     )
@@ -279,7 +235,7 @@ def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
 
 
 def _filled(text: str, groups: Mapping[str, str]) -> str:
-    """A message with what the groups matched. Of [[…|…]] the first part is taken of which all groups are known."""
+    """Fill a message with the values of groups. Of [[…|…]] it has the first part of which all groups are known."""
 
     def choose(match: re.Match[str]) -> str:
         known = (one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups))

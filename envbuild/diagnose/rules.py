@@ -1,4 +1,4 @@
-"""The rules of data/diagnoses.toml: which lines tell of which cause."""
+"""The rules of data/diagnoses.toml: patterns of lines, and the cause that they tell. Read on first use."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from envbuild.jobs.needle import needle
+from envbuild.diagnose.needle import needle
 
+Place = Literal["job", "verification", "source-build"]
 Kind = Literal["cause", "symptom", "note"]
+PLACES: tuple[Place, ...] = get_args(Place)
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
+
+_TABLE = resources.files("envbuild.data") / "diagnoses.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +48,15 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisRule:
-    """One diagnosis. The higher its `rank`, the nearer to the root of the trouble; a symptom follows from a cause, a
-    note is no failure. `source` names what prints its lines; `provoked` tells whether its test's log comes from a real
-    failure.
-
-    `all`, one of `any` and one of `ended` must be found, where there are some, and none of `none`; none of `before` in
-    an earlier line than the first of `any`. With `passes`, programs go on after such lines: the rule does not hold
-    where training is seen behind them. `alone` is added to the cause where that rests on one line and one log."""
+    """A row of the table, whose head explains each key."""
 
     id: str
     rank: int
     kind: Kind
     cause: str
-    remedy: str
+    hint: str
     source: str
+    date: str
     provoked: bool
     all: tuple[LinePattern, ...] = ()
     any: tuple[LinePattern, ...] = ()
@@ -67,11 +66,12 @@ class DiagnosisRule:
     before: tuple[LinePattern, ...] = ()
     passes: bool = False
     alone: str = ""
+    every: str = ""
     counts: tuple[Count, ...] = ()
 
     @property
     def patterns(self) -> tuple[LinePattern, ...]:
-        """All that must be looked for."""
+        """All patterns of the rule."""
         return (
             *self.all,
             *self.any,
@@ -85,32 +85,19 @@ class DiagnosisRule:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    text = resources.files("envbuild.data").joinpath("diagnoses.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+
+
+def tells(of: Literal["attempts", "progress", "failures"], line: str) -> bool:
+    """Whether `line` tells of another attempt of its job, of training that goes on, or of a process that failed."""
+    return any(_pattern(text).search(line) for text in _data()[of])
 
 
 @functools.cache
-def attempts() -> tuple[LinePattern, ...]:
-    """What shows that a log goes on with another attempt of its job."""
-    return tuple(_pattern(text) for text in _data()["attempts"])
-
-
-@functools.cache
-def progress() -> tuple[LinePattern, ...]:
-    """What shows that training goes on."""
-    return tuple(_pattern(text) for text in _data()["progress"])
-
-
-@functools.cache
-def failures() -> tuple[LinePattern, ...]:
-    """What shows that a process ended with an error."""
-    return tuple(_pattern(text) for text in _data()["failures"])
-
-
-@functools.cache
-def load_rules() -> tuple[DiagnosisRule, ...]:
-    """The rules of data/diagnoses.toml, by rank."""
-    rules = [_rule(row) for row in _data()["rules"]]
+def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
+    """The rules for logs of `place`, by rank."""
+    found = ((row, row.get("where", {"job": {}})) for row in _data()["rules"])
+    rules = [_rule({**row, **where[place]}) for row, where in found if place in where]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
@@ -120,9 +107,10 @@ def _pattern(text: str) -> LinePattern:
 
 
 def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
-    values = {**row, "kind": row.get("kind", "cause"), "provoked": row.get("provoked", True)}
+    values = {"kind": "cause", "provoked": True, **row, "date": str(row["date"])}
     for key in ("all", "any", "none", "also", "ended", "before"):
         values[key] = tuple(map(_pattern, row.get(key, ())))
+    values.pop("where", None)
     counts = row.get("counts", ())
     values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)
     return DiagnosisRule(**values)

@@ -1,0 +1,1 @@
+"""One diagnosis engine and one table of rules: logs of jobs, of verification, of source builds."""

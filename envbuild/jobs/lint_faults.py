@@ -1,0 +1,71 @@
+"""The faults of data/job_faults.toml, and those of them that a pattern finds."""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.lint_shell import Command
+from envbuild.jobs.schedulers import SCHEDULERS
+
+Level = Literal["error", "warning", "hint"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
+_TABLE = resources.files("envbuild.data") / "job_faults.toml"
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True)
+class LintRule:
+    """A row of the table, whose head explains each key. `of_scheduler` is the advice by the script's scheduler."""
+
+    id: str
+    level: Level
+    what: str
+    instead: str
+    of_scheduler: Mapping[str, str] = field(default_factory=dict)
+    directive: re.Pattern[str] | None = None
+    command: re.Pattern[str] | None = None
+    variables: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+
+
+@functools.cache
+def load_faults() -> dict[str, LintRule]:
+    """All faults of data/job_faults.toml by their id."""
+    table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    return {name: _rule(name, row) for name, row in table.items()}
+
+
+def _rule(name: str, row: dict[str, Any]) -> LintRule:
+    own = {key: row.pop(key) for key in list(row) if key in SCHEDULERS}
+    for key in {"directive", "command"} & row.keys():
+        row[key] = re.compile(row[key])
+    variables = row.pop("variables", {})
+    patterns = {one: re.compile(text, re.IGNORECASE) for one, text in variables.items()}
+    return LintRule(name, **row, of_scheduler=own, variables=patterns)
+
+
+def of_patterns(script: ParsedScript) -> Iterator[Found]:
+    """The faults whose row has a pattern."""
+    for fault in load_faults().values():
+        for line, words in script.directives:
+            if fault.directive and fault.directive.search(" ".join(words)):
+                yield Found(fault.id, line)
+        for command in script.commands:
+            if fault.command and fault.command.search(text := command_text(command)):
+                yield Found(fault.id, command.line, text[:_SHOWN])
+        for name, pattern in fault.variables.items():
+            for command, value in script.exported(name):
+                if pattern.fullmatch(value):
+                    yield Found(fault.id, command.line, f"{name}={value}")
+
+
+def command_text(command: Command) -> str:
+    """The words of a command, its program without a folder."""
+    return " ".join((posixpath.basename("".join(command.words[:1])), *command.words[1:]))

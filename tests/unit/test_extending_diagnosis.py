@@ -1,0 +1,111 @@
+"""A new diagnosis or lint rule is one row of data/, and commands that diagnose nothing do not read the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from envbuild.cli.diagnose import diagnose_command
+from envbuild.diagnose import rules
+from envbuild.diagnose.engine import explain
+from envbuild.jobs import lint_faults
+from envbuild.jobs.lint import lint
+
+ROW = """
+[[rules]]
+id = "flux-capacitor"
+rank = 200
+all = ['flux capacitor (?P<number>\\d+)']
+every = "number"
+cause = "the flux capacitor {number} {is} empty"
+hint = "replace it"
+source = "this test"
+date = 2026-11-22
+where = {job = {}, verification = {}, source-build = {hint = "load its module"}}
+"""
+FAULTS = """
+[capacitor]
+level = "error"
+what = "{value} drains the capacitor"
+instead = "nothing"
+directive = '--flux'
+command = '^flux-drain\\b'
+variables = {FLUX = "1|ON"}
+"""
+LINE = "x: flux capacitor 3 is empty"
+
+
+@pytest.fixture
+def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table with one row more."""
+    table = tmp_path / "diagnoses.toml"
+    table.write_text(rules._TABLE.read_text(encoding="utf-8") + ROW, encoding="utf-8")
+    monkeypatch.setattr(rules, "_TABLE", table)
+    rules._data.cache_clear()
+    rules.load_rules.cache_clear()
+    yield
+    rules._data.cache_clear()
+    rules.load_rules.cache_clear()
+
+
+@pytest.mark.usefixtures("row")
+def test_a_rule_is_one_row_for_jobs_verification_and_source_builds(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(f"begin\n{LINE}\nCUDA error: out of memory\n")
+    done = CliRunner().invoke(diagnose_command, [str(log), "--json"])
+    first = json.loads(done.stdout)["findings"][0]
+    assert (first["id"], first["remedy"]) == ("flux-capacitor", "replace it")
+    assert first["evidence"][0]["line"] == 2
+    assert explain(LINE, "verification") == "the flux capacitor 3 is empty: replace it"
+    assert explain(LINE, "source-build") == "the flux capacitor 3 is empty: load its module"
+
+
+@pytest.mark.usefixtures("row")
+def test_every_value_is_named_also_where_counts_begin_anew() -> None:
+    again = "*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"
+    both = f"{LINE}\n{LINE.replace('3', '5')}"
+    assert explain(both, "verification") == "the flux capacitor 3, 5 are empty: replace it"
+    assert (
+        explain(f"{both}\n{again}", "verification") == "the flux capacitor 3 is empty: replace it"
+    )
+
+
+def test_without_the_row_nothing_is_found() -> None:
+    assert explain(LINE, "verification") == explain(LINE, "source-build") == ""
+
+
+def test_a_lint_rule_with_a_pattern_is_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "job_faults.toml"
+    table.write_text(lint_faults._TABLE.read_text(encoding="utf-8") + FAULTS, encoding="utf-8")
+    monkeypatch.setattr(lint_faults, "_TABLE", table)
+    lint_faults.load_faults.cache_clear()
+    script = "#!/bin/bash\n#SBATCH --flux\nset -e\n/opt/bin/flux-drain --now\nexport FLUX=on\n"
+    try:
+        found = [
+            (one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"
+        ]
+    finally:
+        lint_faults.load_faults.cache_clear()
+    said = ["", "flux-drain --now", "FLUX=on"]
+    assert found == [
+        (n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)
+    ]
+
+
+def test_the_table_is_read_by_a_diagnosis_alone() -> None:
+    script = (
+        "import sys, envbuild.cli; assert not any('envbuild.diagnose' in name for name in sys.modules);"
+        "import envbuild.verify.training_checks, envbuild.layers.source_causes;"
+        "from envbuild.diagnose import rules; from envbuild.diagnose.engine import explain;"
+        "assert rules._data.cache_info().misses == 0; explain('x', 'verification');"
+        "assert rules._data.cache_info().misses == 1"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
