@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 KIND = "conda"
 
 
-def default_path(recipe: str, target: str) -> Path:
-    """Where a conda environment is built when --out does not say."""
-    return Path("build") / recipe / target / "conda"
-
-
 def probe(target: Target) -> None:
     """Raise HostError when this host cannot hold a conda environment for `target`."""
     if target.arch != host_arch():
@@ -52,8 +47,9 @@ def probe(target: Target) -> None:
         )
 
 
-def is_current(path: Path, state: State) -> bool:
-    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place)."""
+def is_current(path: Path, state: State, python: str | None = None) -> bool:
+    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place). Its
+    packages bring its `python`."""
     if not interpreter(path).exists() or state.interpreter != os.fspath(interpreter(_place(path))):
         return False
     try:
@@ -73,6 +69,7 @@ def build(
     *,
     offline: bool,
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
+    python: str | None = None,
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
 

@@ -61,9 +61,23 @@ def create(folder: Path) -> None:
         folder.mkdir(mode=0o700)
 
 
+@contextlib.contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """Make an empty folder beside `place`; what is left of it goes at the end. Raises BuildError."""
+    folder = staging(place)
+    try:
+        create(folder)
+        yield folder
+    finally:
+        remove(folder)
+
+
 def swap_in(staged: Path, place: Path) -> None:
-    """Move `staged` to `place`; what was there before is removed. Raises BuildError."""
+    """Move `staged`, a folder or a file, to `place`; what was there before is removed. Raises BuildError."""
     with writing(place.parent):
+        if not staged.is_dir():
+            os.replace(staged, place)
+            return
         staged.chmod(0o755)
         if not place.exists():
             staged.rename(place)

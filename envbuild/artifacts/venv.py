@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 KIND = "venv"
 
 
-def default_path(recipe: str, target: str) -> Path:
-    """Where a venv is built when --out does not say."""
-    return Path("build") / recipe / target / "venv"
-
-
 def probe(target: Target) -> None:
     """Raise HostError when this host cannot hold a venv for `target`."""
     if target.arch != host_arch():
@@ -45,7 +40,7 @@ def probe(target: Target) -> None:
         )
 
 
-def is_current(path: Path, state: State, python: str | None) -> bool:
+def is_current(path: Path, state: State, python: str | None = None) -> bool:
     """Whether the environment at `path` is what its `state` says, judged quickly (names and versions)."""
     if not interpreter(path).exists():
         return False
@@ -65,12 +60,13 @@ def build(
     trainer: Trainer,
     environment: Environment,
     staged: Path,
+    final: Path,
     *,
-    python: str | None,
     offline: bool,
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
+    python: str | None = None,
 ) -> State:
-    """Make the environment of `plan` in the empty folder `staged` and return its state.
+    """Make the environment of `plan` in the empty folder `staged`, which may be moved anywhere; return its state.
 
     `python` is an interpreter's path or version (default: the plan's version). `layers` gives those of the plan's
     sources; it is called with the environment's interpreter when all wheels are installed. Raises BuildError, LockError

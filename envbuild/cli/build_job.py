@@ -6,15 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import Folder, check_out, own_command, print_json, say
+from envbuild.cli.common import (
+    Folder,
+    check_out,
+    finish,
+    own_command,
+    print_json,
+    say,
+    show_dry_run,
+)
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.kinds.base import FolderArtifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,48 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def build_by_job(
-    kind: str,
+def build_folder(
+    name: str,
+    loaded: LoadedRecipe,
+    target: Target,
+    out: Path | None,
+    as_job: AsJob,
+    how: Folder,
+    environment: Environment,
+    python: str | None = None,
+) -> None:
+    """Build the environment of the kind `name`, here or by a job, and print where it is."""
+    from envbuild.artifacts.state import check_place
+    from envbuild.kinds import ARTIFACTS
+    from envbuild.kinds.base import FolderArtifact
+    from envbuild.kinds.folder import make_environment, prepare_folder
+    from envbuild.verify.needs_torch import check_torch
+
+    kind = ARTIFACTS[name]
+    assert isinstance(kind, FolderArtifact)
+    if as_job.job:
+        options = ("--python", python) if python else ()
+        _build_by_job(kind, loaded, target, out, as_job, how, environment, options)
+        return
+    plan, trainer = prepare_folder(
+        kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
+        compile_bytecode=how.compile_bytecode, write=not how.dry_run,
+    )  # fmt: skip
+    check_torch(loaded, plan, verify=not how.no_verify)
+    path = out or kind.default_path(loaded.recipe.name, target.name)
+    if how.dry_run:
+        check_place(path)
+        show_dry_run(plan, path, how.as_json)
+        return
+    result = make_environment(
+        kind, plan, trainer, environment, path, say, offline=how.offline, python=python,
+        verify=not how.no_verify, faults=how.faults,
+    )  # fmt: skip
+    finish(result, path, how.as_json)
+
+
+def _build_by_job(
+    kind: FolderArtifact,
     loaded: LoadedRecipe,
     target: Target,
     out: Path | None,
@@ -79,7 +130,9 @@ def build_by_job(
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.submit import default_script, submit_script, write_script
+    from envbuild.kinds.folder import prepare_folder
     from envbuild.site.job_site import load_job_site
+    from envbuild.verify.needs_torch import check_torch
 
     if target.arch != host_arch() and as_job.bundle is None:
         raise UsageError(
@@ -90,17 +143,27 @@ def build_by_job(
     check_out(as_job.script, "--script")
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
-    place = (out or top / loaded.recipe.name / target.name / kind).absolute()
-    if not how.dry_run:
-        _ensure_lock(kind, loaded, target, environment, how)
+    place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
+    if not how.dry_run:  # nodes need not reach an index to resolve
+        plan, _ = prepare_folder(
+            kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
+            here=False,
+        )  # fmt: skip
+        check_torch(loaded, plan, verify=not how.no_verify)
     tools = ""
     if as_job.bundle is not None:
-        from envbuild.make_bundle import make_bundle, tools_python
+        from envbuild.bundle import make_bundle, tools_python
 
         tools = tools_python(loaded)
         if not how.dry_run:
             make_bundle(
-                loaded, target, environment, as_job.bundle, say, kinds=(kind,), offline=how.offline
+                loaded,
+                target,
+                environment,
+                as_job.bundle,
+                say,
+                kinds=(kind.name,),
+                offline=how.offline,
             )
     flags = [
         ("--faults", how.faults),
@@ -109,7 +172,7 @@ def build_by_job(
         ("--offline", how.offline and as_job.bundle is None),
     ]
     build = Build(
-        kind=kind,
+        kind=kind.name,
         name=loaded.recipe.name,
         recipe=str(loaded.folder.absolute()),
         target=target.name,
@@ -119,38 +182,25 @@ def build_by_job(
         tools=tools,
         options=(*options, *(option for option, wanted in flags if wanted)),
     )
-    plan = plan_build(build, JobRequest(current=Path.cwd()), site)
-    text = render_build(plan, build)
+    job = plan_build(build, JobRequest(current=Path.cwd()), site)
+    text = render_build(job, build)
     script, number = None if how.dry_run else as_job.script, None
     hint = "name another file with --script, or another folder by [paths] shared of the site"
     if as_job.submit and not how.dry_run:
-        script = script or default_script(plan, Path(plan.work))
+        script = script or default_script(job, Path(job.work))
         named = as_job.script is not None
-        number = submit_script(plan, text, script, environment.variables, hint, named=named)
+        number = submit_script(job, text, script, environment.variables, hint, named=named)
         say(
-            f"submitted {script} to {plan.scheduler}; {place} appears when it is built and has passed"
+            f"submitted {script} to {job.scheduler}; {place} appears when it is built and has passed"
         )
     elif script is not None:
         write_script(text, script, hint)
     if how.as_json:
         print_json({
-            "job": number, "path": str(place), "scheduler": plan.scheduler,
+            "job": number, "path": str(place), "scheduler": job.scheduler,
             "script": str(script.absolute()) if script else None, "text": text,
         })  # fmt: skip
     elif number is not None:
         click.echo(number)
     else:
         click.echo(script if script is not None else text, nl=script is not None)
-
-
-def _ensure_lock(
-    kind: str, loaded: LoadedRecipe, target: Target, environment: Environment, how: Folder
-) -> None:
-    """Have the lock that the job will ask for: nodes need not reach an index to resolve."""
-    from envbuild.make_kinds import prepare_folder
-    from envbuild.verify.needs_torch import check_torch
-
-    plan, _ = prepare_folder(
-        kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say, here=False,
-    )  # fmt: skip
-    check_torch(loaded, plan, verify=not how.no_verify)

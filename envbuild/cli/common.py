@@ -22,7 +22,7 @@ from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.make import Result
+    from envbuild.kinds.commit import Result
     from envbuild.plan.plan import Plan
 
 

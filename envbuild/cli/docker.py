@@ -86,12 +86,12 @@ def docker_command(
     """
     from envbuild.artifacts.docker import Out, check_tag, default_tag
     from envbuild.errors import UsageError
-    from envbuild.make_dockerfile import (
+    from envbuild.kinds.dockerfile import (
         check_dockerfile,
         make_by_dockerfile,
         prepare_dockerfile,
     )
-    from envbuild.make_image import ImageOptions, check_wish, make_images, prepare_image
+    from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None

@@ -26,7 +26,7 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 
 if TYPE_CHECKING:
-    from envbuild.make import Result
+    from envbuild.kinds.commit import Result
     from envbuild.plan.plan import Plan
 
 DEFAULT_RECIPE = "pt_cpu"
@@ -102,14 +102,10 @@ def make(
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.source import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.make_files import File, ImageFileOptions, check_files
-    from envbuild.make_image import prepare_image
-    from envbuild.make_squash import (
-        default_file,
-        imported_file,
-        make_from_image,
-        make_from_recipe,
-    )
+    from envbuild.kinds import ARTIFACTS
+    from envbuild.kinds.image import prepare_image
+    from envbuild.kinds.image_file import File, ImageFileOptions, check_files
+    from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
     from envbuild.recipe.targets import Target, host_arch
     from envbuild.verify.needs_torch import check_torch
 
@@ -149,7 +145,10 @@ def make(
         offline=choices.offline, bytecode=not choices.no_bytecode, say=say, write=not choices.dry_run,
     )  # fmt: skip
     check_torch(loaded, one.plan, verify=not choices.no_verify)
-    of_recipe = wish(lambda kind: default_file(kind, one.plan))
+    plan = one.plan
+    of_recipe = wish(
+        lambda kind: File(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
+    )
     if choices.dry_run:
         check_files(of_recipe)
         show_plan(one.plan, choices)

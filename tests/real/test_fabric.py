@@ -17,11 +17,11 @@ import pytest
 from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.environment import load_environment
+from envbuild.kinds.verify import open_subject
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.diagnose import usual_cause
 from envbuild.verify.nccl_log import PATTERNS, NcclLog, parse_nccl_log
-from envbuild.verify.open import open_subject
 from envbuild.verify.subject import Subject
 
 from .conftest import REPOSITORY

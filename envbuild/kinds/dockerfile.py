@@ -10,19 +10,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envbuild.artifacts import dockerfile, dockerfile_layers, pip_records
-from envbuild.artifacts.image import KIND
-from envbuild.artifacts.state import State, state_of
+from envbuild.artifacts.state import IMAGE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.model import GOARCH
 from envbuild.image.reference import parse_reference
+from envbuild.kinds.commit import has_receipt
+from envbuild.kinds.docker import DOCKER
+from envbuild.kinds.image import ImageOptions, Prepared, source_date, verify_image
+from envbuild.kinds.prepare import prepare
+from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.image_manage import ensure_image_lock
-from envbuild.make import has_receipt, prepare
-from envbuild.make_checks import RequestedLayers
-from envbuild.make_image import ImageOptions, Prepared, default_place, source_date, verify_image
-from envbuild.make_layers import declared
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -88,7 +88,7 @@ def prepare_dockerfile(
     layers = _layers(loaded, target, environment, lock, locked, offline, say, write)
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
-        loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
+        loaded, target, environment, artifact=IMAGE, locked=locked, offline=offline, say=say,
         compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
         layers=layers, write=write,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def make_by_dockerfile(
     with connect(environment.variables) as client:
         _check_daemon(client, one.target)
         image = _build(client, command, one, environment, say, offline)
-        beside = default_place(plan)
+        beside = DOCKER.default_path(plan.recipe, plan.target)
         if wish.verify and not has_receipt(beside, image.digest, plan, wish.faults):
             verify_image(client, one, image, wish, beside, environment, say)
         name, _, label = wish.tag.rpartition(":")
@@ -224,7 +224,7 @@ def _layers(
     with compilers; else the base itself, into which compilers are installed. Raises UsageError for what no stage can
     build.
     """
-    found = declared(loaded, target)
+    found = requested_layers(loaded, target)
     if not found.sources:
         return found
     if loaded.recipe.python == "3.10":
