@@ -13,6 +13,7 @@ from envbuild.errors import VerificationError
 from envbuild.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from envbuild.verify.model import Settings
     from envbuild.verify.subject import Subject
 
 Say = Callable[[str], None]
@@ -48,7 +49,7 @@ class Result:
 
 def prove(
     subject: Subject,
-    settings: Any,
+    settings: Settings,
     environment: Environment,
     say: Say,
     final: Path,
@@ -102,15 +103,15 @@ def commit(
         keep_receipt(receipt, final)
 
 
-def forget_failed(path: Path) -> None:
-    """Remove the file, and the receipt, of an earlier build for `path` that did not pass."""
+def forget_failed(path: Path, *, file: bool = False) -> None:
+    """Remove the receipt, and the `file`, of an earlier build for `path` that did not pass."""
     from envbuild.verify.receipt import receipt_path
 
     failed = failed_path(path)
     with place.writing(path.parent):
         receipt_path(failed).unlink(missing_ok=True)
-        if failed.is_file():
-            failed.unlink()
+        if file:
+            failed.unlink(missing_ok=True)
 
 
 def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
@@ -124,7 +125,8 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
             receipt_path(path).unlink(missing_ok=True)
 
 
-def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Any:
+def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
+    """The settings of a verification: the recipe's [verify] `table`, with `overrides` that are not None over it."""
     from envbuild.verify.model import Settings
 
     known = {field.name for field in fields(Settings)}

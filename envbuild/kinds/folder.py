@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts import place
+from envbuild.artifacts.folder import check_host
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
@@ -28,7 +29,6 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.folder_subject import folder_subject
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
@@ -55,7 +55,7 @@ def prepare_folder(
     host cannot.
     """
     if here:
-        kind.module().probe(target)
+        check_host(kind.module().TITLE, target)
     if not kind.of_conda and not has_wheels(loaded, target):
         raise UsageError(
             f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
@@ -89,13 +89,24 @@ def make_environment(
     The new environment takes its place only after it passed. When it fails, the old one stays, the
     failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
     """
+    from envbuild.verify.receipt import receipt_path
+
     started = time.monotonic()
     module = kind.module()
 
     def proven(where: Path, state: State) -> dict[str, Any]:
+        from envbuild.verify.folder_subject import folder_subject
+
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         subject = folder_subject(where, state, module)
         return prove(subject, settings, environment, say, path, staged=where)
+
+    def result(state: State, *, built: bool, verified: bool) -> Result:
+        receipt = receipt_path(path) if verify else None
+        seconds = time.monotonic() - started
+        return Result(
+            path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
+        )
 
     if path.is_symlink():  # the folder that it names is replaced, not the link
         path = path.resolve()
@@ -110,9 +121,7 @@ def make_environment(
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
                 keep_receipt(proven(path, state), path)
-            return _result(
-                path, state, plan, started, built=False, verified=not known, verify=verify
-            )
+            return result(state, built=False, verified=not known)
         _say_why(path, state, plan, say)
         with place.staged(path) as staged:
             state = module.build(
@@ -121,7 +130,7 @@ def make_environment(
             )  # fmt: skip
             receipt = proven(staged, state) if verify else None
             commit(staged, path, receipt)
-    return _result(path, state, plan, started, built=True, verified=verify, verify=verify)
+    return result(state, built=True, verified=verify)
 
 
 def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
@@ -132,25 +141,6 @@ def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
         say(f"{path}: the plan changed since it was built; building again")
     else:
         say(f"{path}: no longer what was built (packages or interpreter); building again")
-
-
-def _result(
-    path: Path,
-    state: State,
-    plan: Plan,
-    started: float,
-    *,
-    built: bool,
-    verified: bool,
-    verify: bool,
-) -> Result:
-    from envbuild.verify.receipt import receipt_path
-
-    seconds = time.monotonic() - started
-    receipt = receipt_path(path) if verify else None
-    return Result(
-        path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
-    )
 
 
 def _layers(

@@ -118,7 +118,7 @@ def accept(
             receipt = _verified(file, path, digest, state, wish, made, environment, say)
         commit(path, file.path, receipt, known=known)
         if receipt is not None:
-            forget_failed(file.path)
+            forget_failed(file.path, file=True)
         seconds = time.monotonic() - made.started
         target = state.target if state else made.arch
         at = receipt_path(file.path) if known or receipt else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envbuild.artifacts.folder import FolderModule
+from envbuild.artifacts.folder import FolderModule, check_host, site_packages
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
-from envbuild.artifacts.venv import site_packages
 from envbuild.recipe.targets import Target
 from envbuild.verify.host import host_nodes
 from envbuild.verify.subject import Subject
@@ -17,7 +16,7 @@ def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
     """The environment in the folder `path` as a subject, started as `kind` says. Raises HostError when it cannot run
     here."""
     target = Target.parse(state.target)
-    kind.probe(target)
+    check_host(kind.TITLE, target)
     return Subject(
         path=path,
         root=path,
