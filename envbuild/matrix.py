@@ -14,8 +14,7 @@ from typing import Any
 
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, UsageError
-from envbuild.kinds import ARTIFACTS, kinds_of
-from envbuild.kinds.plan import plan_of
+from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 from envbuild.toml import nearest
@@ -128,8 +127,8 @@ def _refusal(
     target = Target.parse(name)
     try:
         plan_of(
-            ARTIFACTS[artifact], one.loaded, target, environment, locked=True, offline=True, say=lambda _: None,
-            here=False, bytecode=False, verify=_verifies(target, runners),
+            ARTIFACTS[artifact], one.loaded, target, environment, here=False, bytecode=False,
+            verify=_verifies(target, runners), locked=True, offline=True, write=False, say=lambda _: None,
         )  # fmt: skip
     except EnvbuildError as error:
         return error

@@ -34,13 +34,9 @@ class FolderModule(Protocol):
         """Make the environment in the empty folder `staged`, for `final` as its place, and return its state."""
         ...
 
-    def command(self, path: Path, program: str, *arguments: str) -> list[str]:
-        """The command line that runs `program` (torchrun, python) inside the environment at `path`."""
-        ...
-
-    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]:
-        """The variables for running inside the environment at `path`."""
-        ...
+    # How a program (torchrun, python) of the environment at `path` is started, and its variables.
+    def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
+    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...
 
 
 def check_host(title: str, target: Target) -> None:

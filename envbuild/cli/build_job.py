@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from envbuild.cli.common import (
-    Folder,
+    FolderOptions,
     check_out,
     finish,
     own_command,
+    packed,
     print_json,
     say,
     show_dry_run,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AsJob:
-    """That an environment is to be built by a job, see `job_options`."""
+    """That an environment is to be built by a job, see `job_options`. Raises UsageError for options without --job."""
 
     job: bool
     site: str | None
@@ -38,41 +37,30 @@ class AsJob:
     submit: bool
     script: Path | None
 
-
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that have a job build the environment, given as `AsJob` in `as_job`."""
-
-    @wraps(command)
-    def run(
-        *arguments: Any, job: bool, site: str | None, bundle: Path | None, submit: bool, script: Path | None,
-        **more: Any,
-    ) -> None:  # fmt: skip
-        as_job = AsJob(job, site, bundle, submit, script)
-        if not job and (site or bundle or submit or script):
+    def __post_init__(self) -> None:
+        if not self.job and (self.site or self.bundle or self.submit or self.script):
             raise UsageError("--site, --bundle, --submit and --script are for --job", "add --job")
-        command(*arguments, as_job=as_job, **more)
 
-    options = [
-        click.option(
-            "--job", is_flag=True,
-            help="Render the job that builds and verifies it on a node of --site, in [paths] shared there where --out "
-            "says nothing else. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
-        ),
-        click.option(
-            "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
-        ),
-        click.option(
-            "--bundle", type=click.Path(path_type=Path), metavar="DIR",
-            help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
-        ),
-        click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
-        click.option(
-            "--script", type=click.Path(path_type=Path), metavar="FILE", help="Write the job there. Default: print it."
-        ),
-    ]  # fmt: skip
-    for option in reversed(options):
-        run = option(run)
-    return run
+
+job_options = packed(
+    AsJob, "as_job",
+    click.option(
+        "--job", is_flag=True,
+        help="Render the job that builds and verifies it on a node of --site, in [paths] shared there where --out "
+        "says nothing else. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
+    ),
+    click.option(
+        "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
+    ),
+    click.option(
+        "--bundle", type=click.Path(path_type=Path), metavar="DIR",
+        help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
+    ),
+    click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
+    click.option(
+        "--script", type=click.Path(path_type=Path), metavar="FILE", help="Write the job there. Default: print it."
+    ),
+)  # fmt: skip
 
 
 def build_folder(
@@ -81,7 +69,7 @@ def build_folder(
     target: Target,
     out: Path | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
     environment: Environment,
     python: str | None = None,
 ) -> None:
@@ -121,7 +109,7 @@ def _build_by_job(
     target: Target,
     out: Path | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
     environment: Environment,
     options: tuple[str, ...] = (),
 ) -> None:
@@ -130,9 +118,8 @@ def _build_by_job(
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.submit import default_script, submit_script, write_script
-    from envbuild.kinds.folder import prepare_folder
+    from envbuild.kinds import plan_of
     from envbuild.site.job_site import load_job_site
-    from envbuild.verify.needs_torch import check_torch
 
     if target.arch != host_arch() and as_job.bundle is None:
         raise UsageError(
@@ -145,11 +132,10 @@ def _build_by_job(
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
     if not how.dry_run:  # nodes need not reach an index to resolve
-        plan, _ = prepare_folder(
+        plan_of(
             kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
-            here=False,
+            here=False, verify=not how.no_verify,
         )  # fmt: skip
-        check_torch(loaded, plan, verify=not how.no_verify)
     tools = ""
     if as_job.bundle is not None:
         from envbuild.bundle import make_bundle, tools_python

@@ -8,7 +8,7 @@ import click
 
 from envbuild.cli.build_job import AsJob, build_folder, job_options
 from envbuild.cli.common import (
-    Folder,
+    FolderOptions,
     check_out,
     folder_options,
     open_recipe,
@@ -45,7 +45,7 @@ def conda_command(
     out: Path | None,
     name: str | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
 ) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 

@@ -16,7 +16,7 @@ from envbuild.cli.common import (
     target_option,
 )
 from envbuild.environment import load_environment
-from envbuild.kinds import ARTIFACTS
+from envbuild.kinds import ARTIFACTS, plan_of
 
 
 @click.command("plan")
@@ -59,13 +59,11 @@ def plan_command(
       envbuild plan pt_cpu --target cpu-aarch64 --artifact docker --json
       envbuild plan pt_cpu --target cpu-aarch64 --elsewhere
     """
-    from envbuild.kinds.plan import plan_of
-
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     plan = plan_of(
         ARTIFACTS[artifact], loaded, open_target(loaded, target, environment), environment,
-        locked=locked, offline=offline, say=say, here=not elsewhere, verify=not no_verify,
+        locked=locked, offline=offline, say=say, write=False, here=not elsewhere, verify=not no_verify,
     )  # fmt: skip
     if as_json:
         print_json(plan.as_json())

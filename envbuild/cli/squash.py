@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from envbuild.cli.common import (
+    ImageBuildOptions,
     check_out,
+    dry_run_option,
+    faults_option,
     json_option,
     locked_option,
+    no_bytecode_option,
+    no_verify_option,
     offline_option,
     open_recipe,
     open_target,
+    packed,
     print_json,
     print_plan,
     say,
@@ -40,52 +45,26 @@ from_option = click.option(
     help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
     "docker-archive:FILE or oci:DIR[:TAG].",
 )  # fmt: skip
-_OPTIONS = (
-    target_option,
-    click.option(
-        "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
-        help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
-    ),
-    click.option("--no-verify", is_flag=True, help="Only build; leave no receipt."),
-    click.option(
-        "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-    ),
-    runtime_option,
-    click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
-    locked_option,
-    offline_option,
-    json_option,
-)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices(ImageBuildOptions):
     """What the options that all these commands have were given."""
 
     target: str | None
     compression: str
-    no_verify: bool
-    faults: bool
     runtime: str | None
-    no_bytecode: bool
-    dry_run: bool
-    locked: bool
-    offline: bool
-    as_json: bool
 
 
-def with_choices(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options that all have, as one argument `choices`."""
-
-    @wraps(command)
-    def packed(**given: Any) -> None:
-        chosen = {field.name: given.pop(field.name) for field in fields(Choices)}
-        command(choices=Choices(**chosen), **given)
-
-    for option in reversed(_OPTIONS):
-        packed = option(packed)
-    return packed
+with_choices = packed(
+    Choices, "choices", target_option,
+    click.option(
+        "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
+        help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
+    ),
+    no_verify_option, faults_option, runtime_option, no_bytecode_option, dry_run_option,
+    locked_option, offline_option, json_option,
+)  # fmt: skip
 
 
 def make(

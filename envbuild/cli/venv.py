@@ -8,7 +8,7 @@ import click
 
 from envbuild.cli.build_job import AsJob, build_folder, job_options
 from envbuild.cli.common import (
-    Folder,
+    FolderOptions,
     check_out,
     folder_options,
     open_recipe,
@@ -38,7 +38,7 @@ def venv_command(
     out: Path | None,
     python: str | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
 ) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 

@@ -114,11 +114,6 @@ class FileArtifact(Artifact):
 
     form: ClassVar[Literal["folder", "file", "registry"]] = "file"
 
-    @property
-    def suffix(self) -> str:
-        """That of its files."""
-        return Path(self.place).suffix
-
     def holds(self, path: Path) -> bool:
         from envbuild.verify.image_file import image_kind
 

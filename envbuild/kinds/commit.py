@@ -103,26 +103,18 @@ def commit(
         keep_receipt(receipt, final)
 
 
-def forget_failed(path: Path, *, file: bool = False) -> None:
-    """Remove the receipt, and the `file`, of an earlier build for `path` that did not pass."""
-    from envbuild.verify.receipt import receipt_path
-
-    failed = failed_path(path)
-    with place.writing(path.parent):
-        receipt_path(failed).unlink(missing_ok=True)
-        if file:
-            failed.unlink(missing_ok=True)
-
-
 def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
-    """Write the receipt of what is now at `path`; without one, the receipt of what was there goes."""
+    """Write the receipt of the artifact at `path`; without one, remove that of the artifact before it. The receipt of
+    NAME.failed stays as long as that does."""
     from envbuild.verify.receipt import receipt_path, write_receipt
 
     with place.writing(path.parent):
-        if receipt is not None:
-            write_receipt(receipt, path)
-        else:
+        if receipt is None:
             receipt_path(path).unlink(missing_ok=True)
+            return
+        write_receipt(receipt, path)
+        if not failed_path(path).exists():
+            receipt_path(failed_path(path)).unlink(missing_ok=True)
 
 
 def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:

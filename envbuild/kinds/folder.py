@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from envbuild.artifacts import place
 from envbuild.artifacts.folder import check_host
@@ -24,6 +24,7 @@ from envbuild.layers.requested import (
     requested_layers,
 )
 from envbuild.layers.trainer import Trainer
+from envbuild.lock.state import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
 from envbuild.recipe.find import command_word
@@ -42,12 +43,9 @@ def prepare_folder(
     target: Target,
     environment: Environment,
     *,
-    locked: bool,
-    offline: bool,
-    say: Say,
     compile_bytecode: bool = False,
-    write: bool = True,
     here: bool = True,
+    **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
     """The plan of an environment of `kind`, and its trainer; see `prepare`.
 
@@ -63,8 +61,8 @@ def prepare_folder(
         )
     layers = for_host(loaded, target, environment) if here else requested_layers(loaded, target)
     plan, trainer = prepare(
-        loaded, target, environment, artifact=kind.name, locked=locked, offline=offline, say=say,
-        compile_bytecode=compile_bytecode, conda=kind.of_conda, layers=layers, write=write,
+        loaded, target, environment, artifact=kind.name, compile_bytecode=compile_bytecode,
+        conda=kind.of_conda, layers=layers, **use,
     )  # fmt: skip
     if here:
         check_here(RequestedLayers(plan.sources, plan.host_layers), environment)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from envbuild.artifacts import docker, place
 from envbuild.artifacts.image import AssembledImage, assemble
@@ -15,7 +15,7 @@ from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.kinds.commit import forget_failed, has_receipt, keep_receipt, prove, settings_of
+from envbuild.kinds.commit import has_receipt, keep_receipt, prove, settings_of
 from envbuild.kinds.docker import DOCKER
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
@@ -26,6 +26,7 @@ from envbuild.layers.requested import RequestedLayers, check_here, for_image
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.image import ImageLock
 from envbuild.lock.image_manage import ensure_image_lock
+from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -76,29 +77,22 @@ def prepare_image(
     target: Target,
     environment: Environment,
     *,
-    locked: bool,
-    offline: bool,
     bytecode: bool,
-    say: Say,
-    write: bool = True,
     here: bool = True,
+    **use: Unpack[LockUse],
 ) -> Prepared:
-    """The plan of an image, from locks that are made when they are missing or stale; without `write` no lock is
-    written. Raises HostError for source-built layers that can neither be built `here` nor are in the store.
+    """The plan of an image, from locks that are made when they are missing or stale. Raises HostError for source-built
+    layers that can neither be built `here` nor are in the store.
 
     The recipe says whether its environment is made of wheels or of conda packages.
     """
-    layers = for_image(
-        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-    )
-    base = ensure_image_lock(
-        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-    )
+    layers = for_image(loaded, target, environment, **use)
+    base = ensure_image_lock(loaded, target, environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
-        loaded, target, environment, artifact=IMAGE, locked=locked, offline=offline, say=say,
-        image=inputs, conda=loaded.recipe.environment == "conda", layers=layers, write=write,
+        loaded, target, environment, artifact=IMAGE, image=inputs,
+        conda=loaded.recipe.environment == "conda", layers=layers, **use,
     )  # fmt: skip
     if here:  # last: what is wrong with recipe or locks is wrong everywhere
         check_here(layers, environment)
@@ -266,4 +260,3 @@ def verify_image(
     subject = image_subject(client, image, settings)
     held = f"the daemon has what failed as {image.image_id[:19]}"
     keep_receipt(prove(subject, settings, environment, say, beside, held=held, told=told), beside)
-    forget_failed(beside)

@@ -18,7 +18,7 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds.commit import (
     Result,
     commit,
-    forget_failed,
+    failed_path,
     has_receipt,
     prove,
     settings_of,
@@ -116,9 +116,9 @@ def accept(
         receipt = None
         if wish.verify and not known:
             receipt = _verified(file, path, digest, state, wish, made, environment, say)
-        commit(path, file.path, receipt, known=known)
         if receipt is not None:
-            forget_failed(file.path, file=True)
+            failed_path(file.path).unlink(missing_ok=True)
+        commit(path, file.path, receipt, known=known)
         seconds = time.monotonic() - made.started
         target = state.target if state else made.arch
         at = receipt_path(file.path) if known or receipt else None

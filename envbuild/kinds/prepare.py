@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Unpack
 
 from envbuild.environment import Environment
 from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host
@@ -10,11 +10,10 @@ from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.manage import ensure_lock
+from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-
-Say = Callable[[str], None]
 
 
 def prepare(
@@ -23,17 +22,13 @@ def prepare(
     environment: Environment,
     *,
     artifact: str,
-    locked: bool,
-    offline: bool,
-    say: Say,
     compile_bytecode: bool = False,
     image: ImageInputs | None = None,
     conda: bool = False,
     layers: RequestedLayers | None = None,
-    write: bool = True,
+    **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
-    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer. Without `write` no
-    lock is written.
+    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
 
     `conda` tells that it is made of the recipe's conda packages; `layers` are its source-built ones where this host
     does not build them.
@@ -43,13 +38,9 @@ def prepare(
     if conda:
         from envbuild.lock.conda_manage import ensure_conda_lock
 
-        lock = ensure_conda_lock(
-            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-        )
+        lock = ensure_conda_lock(loaded, target, environment, **use)
     else:
-        lock = ensure_lock(
-            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-        )
+        lock = ensure_lock(loaded, target, environment, **use)
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()
     plan = make_plan(

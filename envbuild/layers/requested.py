@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
+from envbuild.lock.state import LockUse
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
-Say = Callable[[str], None]
 # `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"
 
@@ -95,14 +96,10 @@ def for_image(
     loaded: LoadedRecipe,
     target: Target,
     environment: Environment,
-    *,
-    locked: bool,
-    offline: bool,
-    say: Say,
-    write: bool = True,
+    **use: Unpack[LockUse],
 ) -> RequestedLayers:
     """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
-    stale, without `write` in memory alone. Raises LockError when `locked` and there is none, UsageError for a layer
+    stale. Raises LockError when `locked` and there is none, UsageError for a layer
     that no image can have."""
     found = requested_layers(loaded, target)
     if not found.sources:
@@ -110,9 +107,7 @@ def for_image(
     from envbuild.lock.build_base import ensure_build_lock
 
     check_for_image(found)
-    lock = ensure_build_lock(
-        loaded, target, found.sources, environment, locked=locked, offline=offline, say=say, write=write,
-    )  # fmt: skip
+    lock = ensure_build_lock(loaded, target, found.sources, environment, **use)
     return replace(
         found,
         sources=tuple(replace(one, environment=lock.digest) for one in found.sources),

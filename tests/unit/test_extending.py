@@ -19,11 +19,10 @@ from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.render import render
-from envbuild.kinds import ARTIFACTS, kind_at, kinds_of
+from envbuild.kinds import ARTIFACTS, kind_at, kinds_of, plan_of
 from envbuild.kinds.base import FileArtifact, FolderArtifact
 from envbuild.kinds.commit import Result, failed_path
 from envbuild.kinds.folder import make_environment
-from envbuild.kinds.plan import plan_of
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.verify import open_subject
 from envbuild.matrix import Chosen, make_jobs
