@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from envbuild.artifacts.state import FILE, State, read_state, state_of
 from envbuild.doctor.artifacts import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
+from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, kind_at, kinds_of, plan_of
 from envbuild.kinds.base import FileArtifact, FolderArtifact
 from envbuild.kinds.commit import Result, failed_path
@@ -27,9 +30,11 @@ from envbuild.kinds.prepare import prepare
 from envbuild.kinds.verify import open_subject
 from envbuild.matrix import Chosen, make_jobs
 from envbuild.plan.plan import Plan
+from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.job_site import JobSite, load_job_site
+from envbuild.site.schedulers import LAUNCHERS, TITLES
 from envbuild.verify.model import PASS, Check, Settings, Verdict
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -149,3 +154,33 @@ def test_a_kind_of_image_file_is_started_by_its_container_runtime(
     assert kinds_of("file") == ("enroot", "apptainer", "toy")
     assert wanted_kinds("pbs", site) == ("apptainer", "toy", "venv", "conda")
     assert toy.default_path("r", HERE) == Path("build/r", HERE, "r.toy")
+
+
+def test_a_scheduler_takes_jobs(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built(toy, environment, monkeypatch)
+    monkeypatch.setitem(SCHEDULERS, "toy", replace(SCHEDULERS["flux"], suffix=".toy"))
+    monkeypatch.setitem(LAUNCHERS, "toy", LAUNCHERS["flux"])
+    monkeypatch.setitem(TITLES, "toy", "Toy")
+    site = site_of(tmp_path, "")
+    opened = open_artifact("pt_cpu", wanted_kinds("toy", site), HERE)
+    plan = plan_job(JobRequest(scheduler="toy", current=tmp_path), opened, site)
+    assert (plan.scheduler, plan.launcher) == ("toy", "flux") and "#flux:" in render(plan)
+
+
+def test_an_accelerator_has_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = replace(CUDA, name="toy", title="Toys", tag="toy([0-9])", form="toyN (toy1)", usual=("toy1",))  # fmt: skip
+    with pytest.raises(UsageError, match="toy1"):
+        Target.parse("toy1-x86_64")
+    monkeypatch.setitem(ACCELERATORS, "toy", toy)
+    target = Target.parse("toy1-x86_64")
+    assert target.family is toy and target.version == "1" and toy in gpu_families()
+
+
+def test_a_fabric_may_be_named_by_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = load_fabrics()
+    assert fabric_name_problem("toy")
+    monkeypatch.setitem(known, "toy", replace(known["any"], name="toy"))
+    assert fabric_name_problem("toy") is None and find_fabric("toy").name == "toy"
+    assert "toy" in fabric_names()
