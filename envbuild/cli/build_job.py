@@ -16,7 +16,7 @@ from envbuild.cli.common import (
     packed,
     print_json,
     say,
-    show_dry_run,
+    show_plan,
 )
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
@@ -94,7 +94,7 @@ def build_folder(
     path = out or kind.default_path(loaded.recipe.name, target.name)
     if how.dry_run:
         check_place(path)
-        show_dry_run(plan, path, how.as_json)
+        show_plan(plan, how.as_json, path)
         return
     result = make_environment(
         kind, plan, trainer, environment, path, say, offline=how.offline, python=python,

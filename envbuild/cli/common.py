@@ -144,13 +144,14 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, indent=1))
 
 
-def show_dry_run(plan: Plan, path: Path, as_json: bool) -> None:
+def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
     """Print what would be built, and where."""
     if as_json:
-        print_json({**plan.as_json(), "path": str(path.absolute())})
+        print_json({**plan.as_json(), **({"path": str(path.absolute())} if path else {})})
         return
     print_plan(plan)
-    click.echo(path)
+    if path:
+        click.echo(path)
 
 
 def print_plan(plan: Plan) -> None:

@@ -10,9 +10,8 @@ from envbuild.cli.common import (
     offline_option,
     open_recipe,
     open_target,
-    print_json,
-    print_plan,
     say,
+    show_plan,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -65,7 +64,4 @@ def plan_command(
         ARTIFACTS[artifact], loaded, open_target(loaded, target, environment), environment,
         locked=locked, offline=offline, say=say, write=False, here=not elsewhere, verify=not no_verify,
     )  # fmt: skip
-    if as_json:
-        print_json(plan.as_json())
-        return
-    print_plan(plan)
+    show_plan(plan, as_json)

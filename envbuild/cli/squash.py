@@ -23,8 +23,8 @@ from envbuild.cli.common import (
     open_target,
     packed,
     print_json,
-    print_plan,
     say,
+    show_plan,
     target_option,
 )
 from envbuild.environment import Environment, load_environment
@@ -32,7 +32,6 @@ from envbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from envbuild.kinds.commit import Result
-    from envbuild.plan.plan import Plan
 
 DEFAULT_RECIPE = "pt_cpu"
 
@@ -123,14 +122,14 @@ def make(
         loaded, open_target(loaded, choices.target, environment), environment, locked=choices.locked,
         offline=choices.offline, bytecode=not choices.no_bytecode, say=say, write=not choices.dry_run,
     )  # fmt: skip
-    check_torch(loaded, one.plan, verify=not choices.no_verify)
     plan = one.plan
+    check_torch(loaded, plan, verify=not choices.no_verify)
     of_recipe = wish(
         lambda kind: File(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
     )
     if choices.dry_run:
         check_files(of_recipe)
-        show_plan(one.plan, choices)
+        show_plan(plan, choices.as_json)
         return
     show(make_from_recipe(one, of_recipe, environment, say, offline=choices.offline), choices)
 
@@ -152,11 +151,3 @@ def show(results: Sequence[Result], choices: Choices) -> None:
         print_json(results[0].as_json())
     else:
         print_json({"artifacts": [result.as_json() for result in results]})
-
-
-def show_plan(plan: Plan, choices: Choices) -> None:
-    """Print what would be made."""
-    if choices.as_json:
-        print_json(plan.as_json())
-    else:
-        print_plan(plan)

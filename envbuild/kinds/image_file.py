@@ -83,18 +83,14 @@ def places(wish: ImageFileOptions, say: Say) -> Iterator[None]:
 
 def check_files(wish: ImageFileOptions) -> None:
     """Raise UsageError where a file's place holds something that may not be replaced."""
-    for file in wish.files:
-        _check_place(file.path)
-
-
-def _check_place(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", "name a file with --out")
-    if path.exists() and path.stat().st_size and image_kind(path) is None:
-        raise UsageError(
-            f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
-            "remove it, or choose another place with --out",
-        )
+    for path in (file.path for file in wish.files):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", "name a file with --out")
+        if path.exists() and path.stat().st_size and image_kind(path) is None:
+            raise UsageError(
+                f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
+                "remove it, or choose another place with --out",
+            )
 
 
 def accept(
