@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.facts import About, Inventory, completed
 from envbuild.artifacts.masking import masked, masked_text, masked_words
+from envbuild.kinds.docker import DOCKER
 from envbuild.verify.receipt import receipt_path
 
 FORMAT = 1
@@ -77,7 +77,7 @@ def receipt_of(about: About) -> dict[str, Any] | None:
     if about.place is not None:
         path = receipt_path(about.place.absolute())
     elif about.recipe and about.target:
-        path = receipt_path(Path("build", about.recipe, about.target, "docker").absolute())
+        path = receipt_path(DOCKER.default_path(about.recipe, about.target).absolute())
     else:
         return None
     try:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import LockError
+from envbuild.layers.requested import requested_layers
 from envbuild.lock.image_manage import inspect_image_lock
 from envbuild.lock.manage import check_lock, inspect_lock
 from envbuild.lock.state import LockState
-from envbuild.make_layers import declared
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import SourceLayer
@@ -75,7 +75,7 @@ def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
     image = loaded.recipe.image
     if image.base != "debian" and not image.build_base:
         return ()
-    return declared(loaded, target).sources
+    return requested_layers(loaded, target).sources
 
 
 def check_locks(

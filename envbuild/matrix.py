@@ -14,7 +14,7 @@ from typing import Any
 
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, UsageError
-from envbuild.make_plan import IMAGES, plan_of
+from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 from envbuild.toml import nearest
@@ -28,25 +28,6 @@ _GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git
 _GITLAB_DEFAULT = {
     "image": "docker.io/library/python:3.11",
     "before_script": [f'python -m pip install --quiet "{_GITLAB_PACKAGE}"'],
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """A kind of artifact as a matrix sees it."""
-
-    command: tuple[str, ...]
-    """What builds it, before the recipe's name."""
-    of_conda: bool = False
-    """Whether it is made of the packages in the recipe's [conda]."""
-
-
-ARTIFACTS = {
-    "venv": Artifact(("envbuild", "venv")),
-    "conda": Artifact(("envbuild", "conda"), of_conda=True),
-    "docker": Artifact(("envbuild", "docker")),
-    "enroot": Artifact(("envbuild", "enroot")),
-    "apptainer": Artifact(("envbuild", "apptainer")),
 }
 
 
@@ -112,6 +93,7 @@ def make_jobs(
     """
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
     _check_names(unique.values())
+    images = kinds_of("file", "registry")
     jobs: list[MatrixJob] = []
     omitted: list[Omission] = []
     for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
@@ -121,7 +103,7 @@ def make_jobs(
             if targets and name not in targets:
                 continue
             # One plan is made for all kinds of images.
-            error = refusal(name, IMAGES[0] if kind in IMAGES else kind)
+            error = refusal(name, images[0] if kind in images else kind)
             if error is None:
                 jobs.append(_job(one, Target.parse(name), kind, runners))
             else:
@@ -145,8 +127,8 @@ def _refusal(
     target = Target.parse(name)
     try:
         plan_of(
-            artifact, one.loaded, target, environment, locked=True, offline=True, say=lambda _: None,
-            here=False, bytecode=False, verify=_verifies(target, runners),
+            ARTIFACTS[artifact], one.loaded, target, environment, here=False, bytecode=False,
+            verify=_verifies(target, runners), locked=True, offline=True, write=False, say=lambda _: None,
         )  # fmt: skip
     except EnvbuildError as error:
         return error
@@ -165,7 +147,7 @@ def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) ->
 
 def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
     verify = _verifies(target, runners)
-    words = [*ARTIFACTS[artifact].command, one.name, "--target", target.name, "--locked"]
+    words = ["envbuild", artifact, one.name, "--target", target.name, "--locked"]
     return MatrixJob(
         id=f"{one.loaded.recipe.name}-{target.name}-{artifact}",
         recipe=one.loaded.recipe.name,

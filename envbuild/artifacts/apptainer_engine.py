@@ -20,7 +20,7 @@ from pathlib import Path
 
 from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.artifacts.place import create, remove, staging, writing
+from envbuild.artifacts.place import remove, staged, writing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
@@ -66,9 +66,7 @@ def build_with_apptainer(
     """
     engine = find_engine(environment.variables)
     options = _options(engine, arch, environment.variables)
-    folder = staging(out)
-    try:
-        create(folder)
+    with staged(out) as folder:
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
             _run(engine, [source, str(image), *options], folder, variables, say)
@@ -76,8 +74,6 @@ def build_with_apptainer(
         with writing(out.parent):
             image.chmod(0o755)  # as the tool makes it: a SIF can be executed
             os.replace(image, out)
-    finally:
-        remove(folder)
 
 
 def _options(engine: str, arch: str, variables: Mapping[str, str]) -> list[str]:

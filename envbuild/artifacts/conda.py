@@ -21,43 +21,29 @@ from envbuild.artifacts.conda_survey import (
     quick_names,
     read_records,
 )
+from envbuild.artifacts.folder import check_installed, interpreter, site_packages
 from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, HostError
+from envbuild.errors import BuildError
 from envbuild.layers.conda_files import locate_conda
-from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheels import locate
 from envbuild.lock.conda import CondaPackage
 from envbuild.plan.plan import Plan
-from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
 
-KIND = "conda"
+TITLE = "conda environment"
 
 
-def default_path(recipe: str, target: str) -> Path:
-    """Where a conda environment is built when --out does not say."""
-    return Path("build") / recipe / target / "conda"
-
-
-def probe(target: Target) -> None:
-    """Raise HostError when this host cannot hold a conda environment for `target`."""
-    if target.arch != host_arch():
-        raise HostError(
-            f"a conda environment for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
-            f"run envbuild on an {target.arch} node (a job on the cluster), or choose a target for "
-            f"{host_arch()} with --target",
-        )
-
-
-def is_current(path: Path, state: State) -> bool:
-    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place)."""
+def is_current(path: Path, state: State, python: str | None = None) -> bool:
+    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place). Its
+    packages bring its `python`."""
     if not interpreter(path).exists() or state.interpreter != os.fspath(interpreter(_place(path))):
         return False
     try:
-        found = quick_names(path, _site_packages(path, state.python))
+        found = quick_names(path, site_packages(path, state.python))
     except OSError:
         return False
     wanted = {(name, version) for name, version, _ in state.packages}
@@ -73,6 +59,7 @@ def build(
     *,
     offline: bool,
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
+    python: str | None = None,
 ) -> State:
     """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
 
@@ -103,9 +90,9 @@ def build(
     with place.writing(staged):
         built = install_layers(folders, staged)
         records = read_records(staged)
-        inside = os.fspath(_site_packages(Path(), plan.python))
+        inside = os.fspath(site_packages(Path(), plan.python))
         added = installed.distributions(staged / inside, owned_dist_infos(records, inside)).values()
-        _check_added(plan, trainer, folders, {d.name: d.version for d in added})
+        check_installed(plan, trainer, folders, {d.name: d.version for d in added})
         state = state_of(
             plan,
             python_version=_python_version(plan),
@@ -115,11 +102,6 @@ def build(
         )
         (staged / FILE).write_text(state.render(), encoding="utf-8")
     return state
-
-
-def interpreter(path: Path) -> Path:
-    """The environment's python."""
-    return path / "bin" / "python"
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
@@ -142,10 +124,6 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _place(path: Path) -> Path:
     return Path(os.path.abspath(path))
-
-
-def _site_packages(path: Path, python: str) -> Path:
-    return path / "lib" / f"python{python}" / "site-packages"
 
 
 def _runs(file: Path, root: Path) -> bool:
@@ -172,21 +150,6 @@ def _check_python(plan: Plan, staged: Path) -> None:
             f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
             "lock again",
         )
-
-
-def _check_added(
-    plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
-) -> None:
-    wanted = {package.name: package.version for package in plan.packages}
-    wanted |= {name: version for layer in layers for name, version in layer.distributions}
-    wanted[NAME] = trainer.version
-    wrong = sorted(
-        f"{name}: locked {wanted.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
-        for name in wanted.keys() | found.keys()
-        if wanted.get(name) != found.get(name)
-    )
-    if wrong:
-        raise BuildError("what uv installed is not what is locked:\n  " + "\n  ".join(wrong))
 
 
 def _compile(staged: Path, final: Path, environment: Environment) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -141,25 +139,24 @@ def write(
 ) -> None:
     """Write the layout or archive beside its place, then exchange the two."""
     path = out.path.absolute()
-    with place.exclusive(path, say), place.writing(path.parent):
-        staged = place.staging(path)
-        try:
-            place.create(staged)
-            if out.form == "oci":
-                root = images[0].descriptor
-                if index is not None:
-                    images[0].blobs.add(index.raw)
-                    root = index.descriptor
-                fill_layout(staged, images[0].blobs, [(root, tag)])
-                place.swap_in(staged, path)
-            else:
-                file = staged / path.name
-                with file.open("wb") as stream:
-                    _archive(stream, images[0], tag)
-                file.chmod(0o644)
-                os.replace(file, path)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
+    with (
+        place.exclusive(path, say),
+        place.writing(path.parent),
+        place.staged(path) as staged,
+    ):
+        if out.form == "oci":
+            root = images[0].descriptor
+            if index is not None:
+                images[0].blobs.add(index.raw)
+                root = index.descriptor
+            fill_layout(staged, images[0].blobs, [(root, tag)])
+            place.swap_in(staged, path)
+        else:
+            file = staged / path.name
+            with file.open("wb") as stream:
+                _archive(stream, images[0], tag)
+            file.chmod(0o644)
+            place.swap_in(file, path)
 
 
 def _archive(stream: Any, image: AssembledImage, tag: str) -> None:

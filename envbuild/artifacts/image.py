@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 # One plan serves every kind of image: docker, enroot and Apptainer artifacts hold the same environment.
-KIND = "image"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 

@@ -48,22 +48,29 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """A new name beside `place` for the folder that `create` makes.
-
-    Two steps: whoever is to remove the folder knows its name before it is there, so that a Ctrl-C leaves none.
-    """
+    """A new name beside `place` for the folder that `staged` makes: known before it is there, so that a Ctrl-C leaves
+    none."""
     return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
 
 
-def create(folder: Path) -> None:
-    """Make a folder named by `staging`, empty and the user's own. Raises BuildError when it cannot be made."""
-    with writing(folder.parent):
-        folder.mkdir(mode=0o700)
+@contextlib.contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """Make an empty folder beside `place`, the user's own; what is left of it goes at the end. Raises BuildError."""
+    folder = staging(place)
+    try:
+        with writing(place.parent):
+            folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        remove(folder)
 
 
 def swap_in(staged: Path, place: Path) -> None:
-    """Move `staged` to `place`; what was there before is removed. Raises BuildError."""
+    """Move `staged`, a folder or a file, to `place`; what was there before is removed. Raises BuildError."""
     with writing(place.parent):
+        if not staged.is_dir():
+            os.replace(staged, place)
+            return
         staged.chmod(0o755)
         if not place.exists():
             staged.rename(place)

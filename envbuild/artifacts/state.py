@@ -16,6 +16,8 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
+# What a state calls an image, of which an artifact of any kind of images is made.
+IMAGE = "image"
 FORMAT = 1
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.artifacts import installed, place
+from envbuild.artifacts.folder import check_installed, interpreter, site_packages
 from envbuild.artifacts.interpreter import (
     explain_missing,
     known_interpreter,
@@ -22,30 +23,14 @@ from envbuild.errors import BuildError, HostError
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
-from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
 
-KIND = "venv"
+TITLE = "venv"
 
 
-def default_path(recipe: str, target: str) -> Path:
-    """Where a venv is built when --out does not say."""
-    return Path("build") / recipe / target / "venv"
-
-
-def probe(target: Target) -> None:
-    """Raise HostError when this host cannot hold a venv for `target`."""
-    if target.arch != host_arch():
-        raise HostError(
-            f"a venv for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
-            f"run envbuild on an {target.arch} node (a job on the cluster), or choose a target for "
-            f"{host_arch()} with --target",
-        )
-
-
-def is_current(path: Path, state: State, python: str | None) -> bool:
+def is_current(path: Path, state: State, python: str | None = None) -> bool:
     """Whether the environment at `path` is what its `state` says, judged quickly (names and versions)."""
     if not interpreter(path).exists():
         return False
@@ -65,12 +50,13 @@ def build(
     trainer: Trainer,
     environment: Environment,
     staged: Path,
+    final: Path,
     *,
-    python: str | None,
     offline: bool,
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
+    python: str | None = None,
 ) -> State:
-    """Make the environment of `plan` in the empty folder `staged` and return its state.
+    """Make the environment of `plan` in the empty folder `staged`, which may be moved anywhere; return its state.
 
     `python` is an interpreter's path or version (default: the plan's version). `layers` gives those of the plan's
     sources; it is called with the environment's interpreter when all wheels are installed. Raises BuildError, LockError
@@ -104,7 +90,7 @@ def build(
     with place.writing(staged):
         built = install_layers(folders, staged)
         found = installed.distributions(site_packages(staged, plan.python))
-        _check_installed(plan, trainer, folders, {d.name: d.version for d in found.values()})
+        check_installed(plan, trainer, folders, {d.name: d.version for d in found.values()})
         state = state_of(
             plan,
             python_version=_config(staged).get("version_info", plan.python),
@@ -114,16 +100,6 @@ def build(
         )
         (staged / FILE).write_text(state.render(), encoding="utf-8")
     return state
-
-
-def site_packages(path: Path, python: str) -> Path:
-    """The folder of installed packages in the venv at `path` for Python `python` ("3.11")."""
-    return path / "lib" / f"python{python}" / "site-packages"
-
-
-def interpreter(path: Path) -> Path:
-    """The venv's python."""
-    return path / "bin" / "python"
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
@@ -168,24 +144,6 @@ def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
         raise HostError(
             f"--python {python} is Python {version}; recipe {plan.recipe} wants Python {plan.python}",
             f"give a Python {plan.python}, or change `python` in the recipe and lock it again",
-        )
-
-
-def _check_installed(
-    plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
-) -> None:
-    wanted = {package.name: package.version for package in plan.packages}
-    wanted |= {name: version for layer in layers for name, version in layer.distributions}
-    wanted["ddp-train"] = trainer.version
-    wrong = [
-        f"{n}: locked {v}, installed {found.get(n, 'nothing')}"
-        for n, v in wanted.items()
-        if found.get(n) != v
-    ]
-    wrong += [f"{n}: installed {v}, not locked" for n, v in found.items() if n not in wanted]
-    if wrong:
-        raise BuildError(
-            "what uv installed is not what is locked:\n  " + "\n  ".join(sorted(wrong))
         )
 
 

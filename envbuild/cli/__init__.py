@@ -17,6 +17,7 @@ import click
 
 from envbuild import __version__
 from envbuild.errors import EnvbuildError
+from envbuild.kinds import ARTIFACTS
 
 # command → (module, one line for --help). Help must not import what the commands need.
 COMMANDS = {
@@ -25,11 +26,7 @@ COMMANDS = {
     "lock": ("lock", "Resolve recipes and write or check their locks."),
     "explain": ("explain", "Say whether CUDA, torch, NCCL and the network go together."),
     "plan": ("plan", "Show what a build would do, in order, with digests."),
-    "venv": ("venv", "Build a verified virtual environment."),
-    "conda": ("conda", "Build a verified conda environment, without conda."),
-    "docker": ("docker", "Build a verified container image, without a daemon or root."),
-    "enroot": ("enroot", "Build a verified squashfs image for enroot and pyxis, without root."),
-    "apptainer": ("apptainer", "Build a verified SIF image for Apptainer, without it or root."),
+    **{name: (name, kind.help) for name, kind in ARTIFACTS.items()},
     "layers": ("layers", "Build the source-built layers of a recipe alone."),
     "build": ("build", "Build several artifacts of one recipe in one go."),
     "bundle": ("bundle", "Collect all that a build reads, for nodes without a network."),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from envbuild.cli.squash import Choices, make, with_choices
-
-_KINDS = ("enroot", "apptainer")
+from envbuild.kinds import kinds_of
 
 
 @click.command("build")
@@ -32,11 +31,12 @@ def build_command(
     """
     from envbuild.errors import UsageError
 
+    kinds = kinds_of("file")
     wanted = list(dict.fromkeys(kind.strip() for kind in artifacts.split(",") if kind.strip()))
-    unknown = [kind for kind in wanted if kind not in _KINDS]
+    unknown = [kind for kind in wanted if kind not in kinds]
     if unknown or not wanted:
         raise UsageError(
             f"--artifact {artifacts!r}: {unknown[0] if unknown else 'nothing'} is not built here",
-            f"name {' or '.join(_KINDS)}, or both with a comma; venv and docker have commands of their own",
+            f"name {' or '.join(kinds)}, or both with a comma; venv and docker have commands of their own",
         )
-    make(sorted(wanted, key=_KINDS.index), recipe, choices)
+    make(sorted(wanted, key=kinds.index), recipe, choices)

@@ -17,13 +17,14 @@ from envbuild.cli.common import (
     target_option,
 )
 from envbuild.environment import load_environment
+from envbuild.kinds import kinds_of
 
 
 @click.command("bundle")
 @click.argument("recipe")
 @target_option
 @click.option(
-    "--kind", "kinds", type=click.Choice(["venv", "conda"]), multiple=True, default=("venv",), show_default=True,
+    "--kind", "kinds", type=click.Choice(kinds_of("folder")), multiple=True, default=("venv",), show_default=True,
     help="What is to be built from it; repeatable.",
 )  # fmt: skip
 @click.option(
@@ -55,7 +56,7 @@ def bundle_command(
       envbuild venv pt_cpu --job --site slurm-modules --bundle /fsx/bundles/pt_cpu --submit
       ENVBUILD_STORE=B/store PYTHONPATH=B/envbuild python3.11 -m envbuild venv B/recipes/pt_cpu --offline
     """
-    from envbuild.make_bundle import make_bundle
+    from envbuild.bundle import make_bundle
 
     check_out(out)
     environment = load_environment()

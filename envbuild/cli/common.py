@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,29 +16,43 @@ import click
 
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.progress import say
+from envbuild.progress import say as say
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.make import Result
+    from envbuild.kinds.commit import Result
     from envbuild.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """How an environment in a folder is to be built, see `folder_options`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What the options that all builds share were given."""
 
     no_verify: bool
     faults: bool
-    compile_bytecode: bool
     dry_run: bool
     locked: bool
     offline: bool
     as_json: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOptions(BuildOptions):
+    """How an environment in a folder is to be built, see `folder_options`."""
+
+    compile_bytecode: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBuildOptions(BuildOptions):
+    """How an image is to be built."""
+
+    no_bytecode: bool
+
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 target_option = click.option(
     "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."
 )
@@ -51,35 +65,40 @@ offline_option = click.option(
 )
 
 
-def folder_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of commands that build an environment in a folder, given as `Folder` in `how`."""
+no_verify_option = click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
+faults_option = click.option(
+    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
+)
+no_bytecode_option = click.option(
+    "--no-bytecode", is_flag=True, help="Leave compiled modules out of the image."
+)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 
-    @wraps(command)
-    def run(
-        *arguments: Any, no_verify: bool, faults: bool, compile_bytecode: bool, dry_run: bool,
-        locked: bool, offline: bool, as_json: bool, **more: Any,
-    ) -> None:  # fmt: skip
-        how = Folder(no_verify, faults, compile_bytecode, dry_run, locked, offline, as_json)
-        command(*arguments, how=how, **more)
 
-    options = [
-        click.option("--no-verify", is_flag=True, help="Only build; leave no receipt."),
-        click.option(
-            "--faults", is_flag=True,
-            help="Verify too that a killed rank restarts from the snapshot.",
-        ),
-        click.option(
-            "--compile-bytecode", is_flag=True,
-            help="Compile all modules now, not when first imported.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
-        locked_option,
-        offline_option,
-        json_option,
-    ]  # fmt: skip
-    for option in reversed(options):
-        run = option(run)
-    return run
+def packed(record: type, name: str, *options: Decorator) -> Decorator:
+    """Return what gives a command `options`, all in its argument `name`: a `record` with a field for each."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {field.name: given.pop(field.name) for field in fields(record)}
+            command(**given, **{name: record(**chosen)})
+
+        whole: Callable[..., None] = run
+        for option in reversed(options):
+            whole = option(whole)
+        return whole
+
+    return decorate
+
+
+folder_options = packed(
+    FolderOptions, "how", no_verify_option, faults_option,
+    click.option(
+        "--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."
+    ),
+    dry_run_option, locked_option, offline_option, json_option,
+)  # fmt: skip
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
@@ -125,13 +144,14 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, indent=1))
 
 
-def show_dry_run(plan: Plan, path: Path, as_json: bool) -> None:
+def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
     """Print what would be built, and where."""
     if as_json:
-        print_json({**plan.as_json(), "path": str(path.absolute())})
+        print_json({**plan.as_json(), **({"path": str(path.absolute())} if path else {})})
         return
     print_plan(plan)
-    click.echo(path)
+    if path:
+        click.echo(path)
 
 
 def print_plan(plan: Plan) -> None:
@@ -149,22 +169,3 @@ def finish(result: Result, path: Path, as_json: bool) -> None:
         print_json(result.as_json())
     else:
         click.echo(path)
-
-
-__all__ = [
-    "Folder",
-    "check_out",
-    "finish",
-    "folder_options",
-    "json_option",
-    "locked_option",
-    "offline_option",
-    "open_recipe",
-    "open_target",
-    "own_command",
-    "print_json",
-    "print_plan",
-    "say",
-    "show_dry_run",
-    "target_option",
-]

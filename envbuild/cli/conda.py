@@ -6,16 +6,13 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.build_job import AsJob, build_by_job, job_options
+from envbuild.cli.build_job import AsJob, build_folder, job_options
 from envbuild.cli.common import (
-    Folder,
+    FolderOptions,
     check_out,
-    finish,
     folder_options,
     open_recipe,
     open_target,
-    say,
-    show_dry_run,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -48,7 +45,7 @@ def conda_command(
     out: Path | None,
     name: str | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
 ) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 
@@ -64,12 +61,7 @@ def conda_command(
       envbuild conda pt_cpu --job --site aws-parallelcluster --submit
       build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    from envbuild.artifacts import conda
-    from envbuild.artifacts.state import check_place
-    from envbuild.make import make_environment
-    from envbuild.make_kinds import Conda, prepare_folder
     from envbuild.site.conda_envs import named_prefix
-    from envbuild.verify.needs_torch import check_torch
 
     if out is not None and name is not None:
         raise UsageError("--name and --prefix both say where to build", "give one of them")
@@ -80,21 +72,4 @@ def conda_command(
         check_out(out)
     if name is not None:
         out = named_prefix(name, environment.variables)
-    if as_job.job:
-        build_by_job(conda.KIND, loaded, wanted, out, as_job, how, environment)
-        return
-    plan, trainer = prepare_folder(
-        conda.KIND, loaded, wanted, environment, locked=how.locked, offline=how.offline, say=say,
-        compile_bytecode=how.compile_bytecode, write=not how.dry_run,
-    )  # fmt: skip
-    check_torch(loaded, plan, verify=not how.no_verify)
-    path = out or conda.default_path(loaded.recipe.name, wanted.name)
-    if how.dry_run:
-        check_place(path)
-        show_dry_run(plan, path, how.as_json)
-        return
-    result = make_environment(
-        Conda(plan, trainer, environment, how.offline), plan, environment, path, say,
-        verify=not how.no_verify, faults=how.faults,
-    )  # fmt: skip
-    finish(result, path, how.as_json)
+    build_folder("conda", loaded, wanted, out, as_job, how, environment)

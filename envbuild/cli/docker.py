@@ -7,12 +7,18 @@ from functools import partial
 import click
 
 from envbuild.cli.common import (
+    ImageBuildOptions,
     check_out,
+    dry_run_option,
+    faults_option,
     json_option,
     locked_option,
+    no_bytecode_option,
+    no_verify_option,
     offline_option,
     open_recipe,
     open_target,
+    packed,
     print_json,
     print_plan,
     say,
@@ -44,15 +50,10 @@ from envbuild.environment import load_environment
     metavar="IMAGE",
     help="For --builder dockerfile: the image to build on, with Python and venv.",
 )
-@click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
-@click.option(
-    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-)
-@click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-@locked_option
-@offline_option
-@json_option
+@packed(
+    ImageBuildOptions, "how", no_verify_option, faults_option, no_bytecode_option, dry_run_option,
+    locked_option, offline_option, json_option,
+)  # fmt: skip
 def docker_command(
     recipe: str,
     targets: tuple[str, ...],
@@ -62,13 +63,7 @@ def docker_command(
     out: str | None,
     builder: str,
     base: str | None,
-    no_verify: bool,
-    faults: bool,
-    no_bytecode: bool,
-    dry_run: bool,
-    locked: bool,
-    offline: bool,
-    as_json: bool,
+    how: ImageBuildOptions,
 ) -> None:
     """Build the image of RECIPE from its locks and prove it by training in two containers.
 
@@ -86,12 +81,12 @@ def docker_command(
     """
     from envbuild.artifacts.docker import Out, check_tag, default_tag
     from envbuild.errors import UsageError
-    from envbuild.make_dockerfile import (
+    from envbuild.kinds.dockerfile import (
         check_dockerfile,
         make_by_dockerfile,
         prepare_dockerfile,
     )
-    from envbuild.make_image import ImageOptions, check_wish, make_images, prepare_image
+    from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
     place = Out.parse(out) if out else None
@@ -116,31 +111,31 @@ def docker_command(
         )
     prepared = [
         prepare(
-            loaded, target, environment, locked=locked, offline=offline,
-            bytecode=not no_bytecode, say=say, write=not dry_run,
+            loaded, target, environment, locked=how.locked, offline=how.offline,
+            bytecode=not how.no_bytecode, say=say, write=not how.dry_run,
         )
         for target in wanted
     ]  # fmt: skip
     name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
-    wish = ImageOptions(name, place, push, verify=not no_verify, faults=faults, form=form)
+    wish = ImageOptions(name, place, push, verify=not how.no_verify, faults=how.faults, form=form)
     for one in prepared:
-        check_torch(loaded, one.plan, verify=not no_verify)
-    if dry_run:
+        check_torch(loaded, one.plan, verify=not how.no_verify)
+    if how.dry_run:
         if builder == "native":
             check_wish(wish, len(prepared), environment)
         else:
             check_dockerfile(prepared, wish, environment)
         for one in prepared:
-            if as_json:
+            if how.as_json:
                 print_json({**one.plan.as_json(), "path": name})
             else:
                 print_plan(one.plan)
-        if not as_json:
+        if not how.as_json:
             click.echo(name)
         return
     make = make_images if builder == "native" else make_by_dockerfile
-    result = make(prepared, wish, environment, say, offline=offline)
-    if as_json:
+    result = make(prepared, wish, environment, say, offline=how.offline)
+    if how.as_json:
         print_json(result)
     else:
         click.echo(result["path"])

@@ -56,7 +56,7 @@ def inspect_command(
         only_layers = layers and not packages
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
-            from envbuild.make_image import source_date
+            from envbuild.kinds.image import source_date
             from envbuild.sbom import cyclonedx
 
             given = "SOURCE_DATE_EPOCH" in environment.variables

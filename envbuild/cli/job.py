@@ -117,11 +117,12 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
     from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.here import KINDS, no_scheduler
+    from envbuild.jobs.here import no_scheduler
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import doubts
     from envbuild.jobs.render import explained, render
+    from envbuild.kinds import kinds_of
     from envbuild.recipe.targets import host_arch
     from envbuild.site.job_site import load_job_site
 
@@ -129,7 +130,10 @@ def job_command(
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     nobody = request.scheduler is None and where.scheduler.kind == "none"
-    kinds = KINDS if nobody else wanted_kinds(scheduler_of(request, where), where)
+    # Without a scheduler it runs on this host, without a daemon.
+    kinds = (
+        kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
+    )
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
     if nobody:
         raise no_scheduler(request, opened, where)

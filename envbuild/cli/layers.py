@@ -42,16 +42,17 @@ def layers_command(
       srun -p arm envbuild layers pt_efa --target cu130-aarch64
       envbuild layers pt_efa --for host --json
     """
-    from envbuild.make_layers import ahead, build_layers, in_image, on_host
+    from envbuild.kinds.source_layers import build_layers
+    from envbuild.layers.requested import before_environment, for_host, for_image
 
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
     if place == "image":
-        found = in_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
+        found = for_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
     else:
-        every = on_host(loaded, wanted, environment)
-        found = ahead(every)
+        every = for_host(loaded, wanted, environment)
+        found = before_environment(every)
         for late in (one for one in every.sources if one not in found.sources):
             say(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
     built = build_layers(found, loaded.folder, environment, say, offline=offline)

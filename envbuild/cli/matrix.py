@@ -11,6 +11,7 @@ import click
 from envbuild.cli.common import open_recipe, say
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError
+from envbuild.kinds import ARTIFACTS
 
 if TYPE_CHECKING:
     from envbuild.matrix import Chosen
@@ -30,7 +31,7 @@ class _Runners:
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
 @click.option(
     "--artifact", "artifacts", multiple=True, metavar="KIND",
-    help="Only this kind (venv, conda, docker, enroot, apptainer); repeatable.",
+    help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
 )  # fmt: skip
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
@@ -72,7 +73,6 @@ def matrix_command(
       envbuild matrix --runner aarch64=my-arm --runner cu126-x86_64=my-gpu
     """
     from envbuild.matrix import (
-        ARTIFACTS,
         as_github,
         as_gitlab,
         as_json,

@@ -10,12 +10,12 @@ from envbuild.cli.common import (
     offline_option,
     open_recipe,
     open_target,
-    print_json,
-    print_plan,
     say,
+    show_plan,
     target_option,
 )
 from envbuild.environment import load_environment
+from envbuild.kinds import ARTIFACTS, plan_of
 
 
 @click.command("plan")
@@ -23,7 +23,7 @@ from envbuild.environment import load_environment
 @target_option
 @click.option(
     "--artifact",
-    type=click.Choice(["conda", "venv", "docker", "enroot", "apptainer"]),
+    type=click.Choice(list(ARTIFACTS)),
     default="venv",
     show_default=True,
 )
@@ -58,15 +58,10 @@ def plan_command(
       envbuild plan pt_cpu --target cpu-aarch64 --artifact docker --json
       envbuild plan pt_cpu --target cpu-aarch64 --elsewhere
     """
-    from envbuild.make_plan import plan_of
-
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     plan = plan_of(
-        artifact, loaded, open_target(loaded, target, environment), environment,
-        locked=locked, offline=offline, say=say, here=not elsewhere, verify=not no_verify,
+        ARTIFACTS[artifact], loaded, open_target(loaded, target, environment), environment,
+        locked=locked, offline=offline, say=say, write=False, here=not elsewhere, verify=not no_verify,
     )  # fmt: skip
-    if as_json:
-        print_json(plan.as_json())
-        return
-    print_plan(plan)
+    show_plan(plan, as_json)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from envbuild.cli.common import (
+    ImageBuildOptions,
     check_out,
+    dry_run_option,
+    faults_option,
     json_option,
     locked_option,
+    no_bytecode_option,
+    no_verify_option,
     offline_option,
     open_recipe,
     open_target,
+    packed,
     print_json,
-    print_plan,
     say,
+    show_plan,
     target_option,
 )
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 
 if TYPE_CHECKING:
-    from envbuild.make import Result
-    from envbuild.plan.plan import Plan
+    from envbuild.kinds.commit import Result
 
 DEFAULT_RECIPE = "pt_cpu"
 
@@ -40,52 +44,26 @@ from_option = click.option(
     help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
     "docker-archive:FILE or oci:DIR[:TAG].",
 )  # fmt: skip
-_OPTIONS = (
-    target_option,
-    click.option(
-        "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
-        help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
-    ),
-    click.option("--no-verify", is_flag=True, help="Only build; leave no receipt."),
-    click.option(
-        "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-    ),
-    runtime_option,
-    click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image."),
-    click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
-    locked_option,
-    offline_option,
-    json_option,
-)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices(ImageBuildOptions):
     """What the options that all these commands have were given."""
 
     target: str | None
     compression: str
-    no_verify: bool
-    faults: bool
     runtime: str | None
-    no_bytecode: bool
-    dry_run: bool
-    locked: bool
-    offline: bool
-    as_json: bool
 
 
-def with_choices(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options that all have, as one argument `choices`."""
-
-    @wraps(command)
-    def packed(**given: Any) -> None:
-        chosen = {field.name: given.pop(field.name) for field in fields(Choices)}
-        command(choices=Choices(**chosen), **given)
-
-    for option in reversed(_OPTIONS):
-        packed = option(packed)
-    return packed
+with_choices = packed(
+    Choices, "choices", target_option,
+    click.option(
+        "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
+        help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
+    ),
+    no_verify_option, faults_option, runtime_option, no_bytecode_option, dry_run_option,
+    locked_option, offline_option, json_option,
+)  # fmt: skip
 
 
 def make(
@@ -102,14 +80,10 @@ def make(
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.source import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.make_files import File, ImageFileOptions, check_files
-    from envbuild.make_image import prepare_image
-    from envbuild.make_squash import (
-        default_file,
-        imported_file,
-        make_from_image,
-        make_from_recipe,
-    )
+    from envbuild.kinds import ARTIFACTS
+    from envbuild.kinds.image import prepare_image
+    from envbuild.kinds.image_file import File, ImageFileOptions, check_files
+    from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
     from envbuild.recipe.targets import Target, host_arch
     from envbuild.verify.needs_torch import check_torch
 
@@ -148,11 +122,14 @@ def make(
         loaded, open_target(loaded, choices.target, environment), environment, locked=choices.locked,
         offline=choices.offline, bytecode=not choices.no_bytecode, say=say, write=not choices.dry_run,
     )  # fmt: skip
-    check_torch(loaded, one.plan, verify=not choices.no_verify)
-    of_recipe = wish(lambda kind: default_file(kind, one.plan))
+    plan = one.plan
+    check_torch(loaded, plan, verify=not choices.no_verify)
+    of_recipe = wish(
+        lambda kind: File(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
+    )
     if choices.dry_run:
         check_files(of_recipe)
-        show_plan(one.plan, choices)
+        show_plan(plan, choices.as_json)
         return
     show(make_from_recipe(one, of_recipe, environment, say, offline=choices.offline), choices)
 
@@ -174,11 +151,3 @@ def show(results: Sequence[Result], choices: Choices) -> None:
         print_json(results[0].as_json())
     else:
         print_json({"artifacts": [result.as_json() for result in results]})
-
-
-def show_plan(plan: Plan, choices: Choices) -> None:
-    """Print what would be made."""
-    if choices.as_json:
-        print_json(plan.as_json())
-    else:
-        print_plan(plan)

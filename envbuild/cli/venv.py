@@ -6,16 +6,13 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.build_job import AsJob, build_by_job, job_options
+from envbuild.cli.build_job import AsJob, build_folder, job_options
 from envbuild.cli.common import (
-    Folder,
+    FolderOptions,
     check_out,
-    finish,
     folder_options,
     open_recipe,
     open_target,
-    say,
-    show_dry_run,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -41,7 +38,7 @@ def venv_command(
     out: Path | None,
     python: str | None,
     as_job: AsJob,
-    how: Folder,
+    how: FolderOptions,
 ) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 
@@ -56,32 +53,9 @@ def venv_command(
       envbuild venv gh200_cu126 --target cu126-aarch64 --job --site pbs-gh200 --bundle bundle --submit
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """
-    from envbuild.artifacts import venv
-    from envbuild.artifacts.state import check_place
-    from envbuild.make import make_environment
-    from envbuild.make_kinds import Venv, prepare_folder
-    from envbuild.verify.needs_torch import check_torch
-
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
-    if as_job.job:
-        options = ("--python", python) if python else ()
-        build_by_job(venv.KIND, loaded, wanted, out, as_job, how, environment, options)
-        return
-    check_out(out)
-    plan, trainer = prepare_folder(
-        venv.KIND, loaded, wanted, environment, locked=how.locked, offline=how.offline, say=say,
-        compile_bytecode=how.compile_bytecode, write=not how.dry_run,
-    )  # fmt: skip
-    check_torch(loaded, plan, verify=not how.no_verify)
-    path = out or venv.default_path(loaded.recipe.name, wanted.name)
-    if how.dry_run:
-        check_place(path)
-        show_dry_run(plan, path, how.as_json)
-        return
-    kind = Venv(plan, trainer, environment, python, how.offline)
-    result = make_environment(
-        kind, plan, environment, path, say, verify=not how.no_verify, faults=how.faults
-    )
-    finish(result, path, how.as_json)
+    if not as_job.job:  # else nodes may see what this host does not
+        check_out(out)
+    build_folder("venv", loaded, wanted, out, as_job, how, environment, python)

@@ -51,7 +51,7 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
-    from envbuild.make import verify_artifact
+    from envbuild.kinds.verify import verify_artifact
     from envbuild.verify.explain import failures_in, lines
     from envbuild.verify.receipt import receipt_path
 

@@ -1,4 +1,4 @@
-"""What each of the five artifacts can and cannot do here, from what the checks found. Pure."""
+"""What each kind of artifact can and cannot do here, from what the checks found. Pure."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.doctor.model import HostFinding, Status
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.base import Artifact
 
-KINDS = ("venv", "conda", "docker", "enroot", "apptainer")
 STEPS = ("build", "verify", "run")
-# What a build of each kind needs of what is reachable, besides the store. One that answers is enough.
-_SOURCES = {
-    "venv": ("package index",),
-    "conda": ("conda-forge",),
-    "docker": ("package index", "Debian's archive"),
-    "enroot": ("package index", "Debian's archive"),
-    "apptainer": ("package index", "Debian's archive"),
-}
 # What the store must hold of a source that is not asked.
 _HELD = {
     "package index": "wheels",
     "conda-forge": "conda packages",
     "Debian's archive": "image blobs",
-}
-_IMPORTS = {
-    "venv": ("requests",),
-    "conda": ("rattler", "zstandard", "requests"),
-    "docker": ("deflate", "zstandard", "isal", "pysequoia", "requests"),
-    "enroot": ("deflate", "zstandard", "isal", "lz4", "pysequoia", "requests"),
-    "apptainer": ("deflate", "zstandard", "isal", "lz4", "pysequoia", "requests"),
 }
 _LEAST_MEMORY = 1_500_000_000
 
@@ -51,57 +37,57 @@ class StepVerdict:
 def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
     """kind → step → verdict, from the findings by name."""
     return {
-        kind: {
+        name: {
             "build": _build(kind, found),
             "verify": _verify(kind, found),
             "run": _run(kind, found),
         }
-        for kind in KINDS
+        for name, kind in ARTIFACTS.items()
     }
 
 
-def _build(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
+def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     for name in ("configuration", "authorities", "uv", "store", "tmp"):
         finding = found.get(name)
         if finding is not None and finding.status == "fail":
             return StepVerdict("fail", f"{name}: {finding.what}", finding.remedy)
-    if kind != "conda" and "uv" in found and not found["uv"].facts:
+    if kind.by_uv and "uv" in found and not found["uv"].facts:
         return StepVerdict("fail", found["uv"].what, found["uv"].remedy)
-    missing = [m for m in _facts(found, "packages").get("missing", ()) if m in _IMPORTS[kind]]
+    missing = [m for m in _facts(found, "packages").get("missing", ()) if m in kind.imports]
     if missing:
         return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].remedy)
     current = found.get("current folder")
     if current is not None and current.status == "fail":
         return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
-    lost = [name for name in _SOURCES[kind] if _unreached(found, name)]
+    lost = [name for name in kind.sources if _unreached(found, name)]
     if lost:
         remedy = found[lost[0]].remedy
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
         return StepVerdict("warn", what, remedy)
-    unasked = [name for name in _SOURCES[kind] if _unasked(found, name)]
+    unasked = [name for name in kind.sources if _unasked(found, name)]
     if unasked:
         return _from_the_store(unasked, found)
     store = found.get("store")
     if store is not None and store.status == "warn":
         return StepVerdict("warn", f"store: {store.what}", store.remedy)
-    if kind in ("venv", "conda") and current is not None and current.status == "warn":
+    if kind.form == "folder" and current is not None and current.status == "warn":
         return StepVerdict("warn", f"current folder: {current.what}", current.remedy)
     return StepVerdict("ok", "yes")
 
 
-def _verify(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
+def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     usable = _facts(found, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
         return StepVerdict(
             "warn", f"too little memory: {found['memory'].what}", found["memory"].remedy
         )
     only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
-    if kind == "docker":
+    if kind.form == "registry":
         if not _facts(found, "docker daemon").get("answers"):
             remedy = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
             return StepVerdict("warn", "no: no docker daemon answers", remedy)
         return StepVerdict("ok", f"yes{only}")
-    if kind in ("enroot", "apptainer"):
+    if kind.form == "file":
         how = _launchers(kind, found)
         if not how:
             return _no_launch(kind, found)
@@ -109,12 +95,12 @@ def _verify(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
     return StepVerdict("ok", f"yes{only}")
 
 
-def _run(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
+def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     where = _schedulers(found)
     jobs = f"; jobs by {' and '.join(where)}" if where else ""
-    if kind in ("venv", "conda"):
+    if kind.form == "folder":
         return StepVerdict("ok", f"yes{jobs}")
-    if kind == "docker":
+    if kind.form == "registry":
         engines = [name for name in ("docker", "podman") if _works(found, name)]
         if _facts(found, "docker daemon").get("answers"):
             engines = ["docker"]
@@ -130,26 +116,27 @@ def _run(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
             "push it (--push) and run it where one is, or build enroot or apptainer",
         )
     how = _launchers(kind, found)
-    if kind == "enroot" and _facts(found, "pyxis").get("there"):
+    if "pyxis" in kind.containers and _facts(found, "pyxis").get("there"):
         how = ["pyxis", *how]
     if not how:
         return _no_launch(kind, found)
     return StepVerdict("ok", f"by {', '.join(how)}{jobs}")
 
 
-def _no_launch(kind: str, found: Mapping[str, HostFinding]) -> StepVerdict:
+def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     finding = found.get("own launch")
     if finding is None or not finding.remedy:
         return StepVerdict(
-            "warn", f"no: no {kind}, and our own launch was not tried", f"install {kind}"
+            "warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}"
         )
-    return StepVerdict("warn", f"no: no {kind}, and our own launch is forbidden", finding.remedy)
+    return StepVerdict(
+        "warn", f"no: no {kind.name}, and our own launch is forbidden", finding.remedy
+    )
 
 
-def _launchers(kind: str, found: Mapping[str, HostFinding]) -> list[str]:
+def _launchers(kind: Artifact, found: Mapping[str, HostFinding]) -> list[str]:
     """What starts images of this kind here, best first."""
-    names = ("enroot",) if kind == "enroot" else ("apptainer", "singularity")
-    how = [name for name in names if _works(found, name)]
+    how = [name for name in kind.starters if _works(found, name)]
     ways = _facts(found, "own launch").get("ways") or ()
     return how + [f"envbuild itself ({', '.join(ways)})"] * bool(ways)
 

@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact
+from envbuild.kinds import ARTIFACTS, kind_at
+from envbuild.kinds.docker import DOCKER
 from envbuild.layers.compose import PREFIX
 from envbuild.verify.network_checks import nccl_version
 from envbuild.verify.receipt import passing_receipt, receipt_path
-
-Kind = Literal["venv", "conda", "enroot", "apptainer", "docker"]
-# Where a build leaves each kind, below build/RECIPE/TARGET.
-_PLACES: dict[Kind, str] = {
-    "venv": "venv",
-    "conda": "conda",
-    "enroot": "{recipe}.sqsh",
-    "apptainer": "{recipe}.sif",
-    "docker": "docker",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,7 @@ class JobInputs:
 
 def open_artifact(
     named: str,
-    kinds: tuple[Kind, ...],
+    kinds: tuple[str, ...],
     target: str | None,
     *,
     shared: str = "",
@@ -67,7 +59,7 @@ def open_artifact(
 
 
 def _built(
-    recipe: str, kinds: tuple[Kind, ...], target: str | None, shared: str, unverified: bool
+    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool
 ) -> JobInputs:
     """The artifact of `recipe` where builds leave it."""
     tops = [Path("build") / recipe]
@@ -87,20 +79,23 @@ def _built(
         )
     kind, name, place = found[0]
     return (
-        _pushed(place, name, unverified) if kind == "docker" else _local(place, target, unverified)
+        _pushed(place, name, unverified)
+        if ARTIFACTS[kind].form == "registry"
+        else _local(place, target, unverified)
     )
 
 
 def _places(
-    top: Path, recipe: str, kinds: tuple[Kind, ...], target: str | None
-) -> list[tuple[Kind, str, Path]]:
+    top: Path, recipe: str, kinds: tuple[str, ...], target: str | None
+) -> list[tuple[str, str, Path]]:
     """What is in `top`: the first of `kinds` of each target, or of `target` alone."""
     targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
     found = []
     for name in targets:
         for kind in kinds:
-            place = top / name / _PLACES[kind].format(recipe=recipe)
-            if (receipt_path(place) if kind == "docker" else place).exists():
+            place = top / name / ARTIFACTS[kind].place.format(recipe=recipe)
+            pushed = ARTIFACTS[kind].form == "registry"
+            if (receipt_path(place) if pushed else place).exists():
                 found.append((kind, name, place))
                 break
     return found
@@ -108,34 +103,25 @@ def _places(
 
 def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     """A folder or an image file on this host, at a path that nodes see too."""
-    from envbuild.image.blobs import file_digest
-    from envbuild.verify.image_file import ENROOT, image_state, is_image_file, open_image_file
-
-    kind: Kind
-    if is_image_file(path):
-        image = open_image_file(path)
-        kind = "enroot" if image.kind == ENROOT else "apptainer"
-        state, digest, python = image_state(image), file_digest(path), f"/{PREFIX}/bin/python"
-    else:
-        found = read_state(path)
-        if found is None:
-            raise UsageError(
-                f"{path} is not an artifact of envbuild",
-                "give what a build printed as its last line",
-            )
-        state, digest, python = found, found.digest, str(path.absolute() / "bin" / "python")
-        kind = "conda" if found.artifact == "conda" else "venv"
+    kind = kind_at(path)
+    if kind is None:
+        raise UsageError(
+            f"{path} is not an artifact of envbuild",
+            "give what a build printed as its last line",
+        )
+    found = kind.read(path)
+    state, digest = found.state, found.digest
     _check_target(path, state.target, target)
     receipt = passing_receipt(path, digest)
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
     artifact = JobArtifact(
-        kind=kind,
+        kind=kind.name,
         path=str(path.absolute()),
         digest=digest,
         recipe=state.recipe,
         target=state.target,
-        python=python,
+        python=found.python,
         fabric=state.fabric,
         provider=find_fabric(state.fabric).provider,
         verified_at=receipt["verified_at"] if receipt else "",
@@ -177,7 +163,7 @@ def _image(
         raise UsageError(f"nothing tells the target of {named}", "say it with --target")
     fabric = receipt.get("fabric", "any") if receipt else "any"
     artifact = JobArtifact(
-        kind="docker",
+        kind=DOCKER.name,
         path=f"{reference.name}@{reference.digest}",
         digest=str(reference.digest),
         recipe=receipt["recipe"]["name"] if receipt else reference.repository.rpartition("/")[2],

@@ -22,7 +22,7 @@ _VERIFIED = (
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What is built: `kind` (venv, conda) of the recipe in the folder or file `recipe` for `target`, at `place`, an
+    """What is built: `kind` of the recipe in the folder or file `recipe` for `target`, at `place`, an
     absolute path that the nodes see. `bundle` is an offline bundle, "" where nodes reach the packages themselves;
     `tools` the Python that runs the envbuild of the bundle, "" where the nodes have envbuild: `envbuild` is its path.
     `options` go to the command."""
@@ -49,7 +49,7 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
             "use `envbuild docker`, or --site of a cluster with a scheduler",
         )
     artifact = JobArtifact(
-        kind="conda" if build.kind == "conda" else "venv",
+        kind=build.kind,
         path=build.place,
         digest="",
         recipe=build.name,

@@ -6,21 +6,18 @@ import shlex
 
 from envbuild import torchrun
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import JobInputs, Kind
+from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import SCHEDULER_NAMES
-
-# What runs on a host without a daemon, best first.
-KINDS: tuple[Kind, ...] = ("venv", "conda", "enroot", "apptainer")
 
 
 def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
     """The error of a job for a site that names no scheduler, with the command that trains here."""
     names = "|".join(SCHEDULER_NAMES)
     hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
-    if opened.artifact.kind != "docker":
+    if opened.artifact.of_kind.form != "registry":
         hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
     return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
 
@@ -37,7 +34,7 @@ def _command(request: JobRequest, opened: JobInputs) -> str:
         command = tuple(torchrun.literal(word) for word in command)
     if request.strategy == "horovod":
         start = ["mpirun", "-np", ranks, *start]
-    if artifact.kind in ("enroot", "apptainer"):
+    if artifact.of_kind.form == "file":
         see = ["--bind", str(request.current.absolute())]
         start = [request.envbuild, "exec", *see, artifact.path, "--", *start]
     return shlex.join([*start, *command])

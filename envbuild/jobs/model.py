@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from envbuild import torchrun
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.base import Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.job_site import JobSite
 
@@ -19,11 +21,11 @@ Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
 
 @dataclass(frozen=True, slots=True)
 class JobArtifact:
-    """What a job runs. `path` is what nodes find: a folder, a file, or a reference NAME@sha256:… for `docker`;
+    """What a job runs. `path` is what nodes find: a folder, a file, or a reference NAME@sha256:… in a registry;
     `python` its interpreter as its own processes see it; `digest` that of its content (or manifest);
     `verified_at` when its receipt was written, "" for none that passes."""
 
-    kind: Literal["venv", "conda", "enroot", "apptainer", "docker"]
+    kind: str
     path: str
     digest: str
     recipe: str
@@ -32,6 +34,11 @@ class JobArtifact:
     fabric: str = "any"
     provider: str = ""
     verified_at: str = ""
+
+    @property
+    def of_kind(self) -> Artifact:
+        """What the package knows of its kind."""
+        return ARTIFACTS[self.kind]
 
     @property
     def accelerator(self) -> Accelerator:

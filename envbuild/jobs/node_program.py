@@ -201,7 +201,7 @@ def enter(plan: JobPlan) -> str:
         return f'exec {python} "$@"\n'
     folder = path_word(plan.artifact.path, "the environment")
     path = f'export PATH={folder}/bin"${{PATH:+:$PATH}}"'
-    if plan.artifact.kind == "venv":
+    if not plan.artifact.of_kind.of_conda:
         return f'export VIRTUAL_ENV={folder}\n{path}\nexec {python} "$@"\n'
     return fill(_CONDA, folder=folder, path=path, python=python)
 

@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import JobInputs, Kind
+from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.surroundings import mounts_of, variables_of
+from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.kinds.base import Artifact
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS
@@ -32,16 +34,13 @@ def scheduler_of(request: JobRequest, site: JobSite) -> str:
     return site.scheduler.kind
 
 
-def wanted_kinds(scheduler: str, site: JobSite) -> tuple[Kind, ...]:
+def wanted_kinds(scheduler: str, site: JobSite) -> tuple[str, ...]:
     """The kinds of artifacts that a job of a recipe may take, best first."""
     if SCHEDULERS[scheduler].pods:
-        return ("docker",)
-    images: dict[str, tuple[Kind, ...]] = {
-        "pyxis": ("enroot",),
-        "enroot": ("enroot",),
-        "apptainer": ("apptainer",),
-    }
-    return (*images.get(site.container.runtime, ()), "venv", "conda")
+        return kinds_of("registry")
+    runtime = site.container.runtime
+    files = [name for name, one in ARTIFACTS.items() if runtime in one.containers]
+    return (*files, *kinds_of("folder"))
 
 
 def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
@@ -54,7 +53,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
         if artifact.verified_at
         else "--unverified",
     }
-    runtime = _runtime(artifact.kind, scheduler, site)
+    runtime = _runtime(artifact.of_kind, scheduler, site)
     origins["runtime"] = (
         f"{artifact.kind} artifact"
         if runtime in ("folder", "pod")
@@ -161,10 +160,10 @@ def _claimed(scheduler: str, site: JobSite) -> str | None:
     return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
 
-def _runtime(kind: Kind, scheduler: str, site: JobSite) -> Runtime:
+def _runtime(kind: Artifact, scheduler: str, site: JobSite) -> Runtime:
     """What starts an artifact of `kind` on the nodes. Raises UsageError for one that nothing there starts."""
-    if (kind == "docker") != SCHEDULERS[scheduler].pods:
-        if kind == "docker":
+    if (kind.form == "registry") != SCHEDULERS[scheduler].pods:
+        if kind.form == "registry":
             raise UsageError(
                 f"{scheduler} does not run images from a registry",
                 "give a .sqsh (`envbuild enroot`) or a .sif (`envbuild apptainer`)",
@@ -173,16 +172,16 @@ def _runtime(kind: Kind, scheduler: str, site: JobSite) -> Runtime:
             "Kubernetes runs images from a registry",
             "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give the recipe or NAME@sha256:…",
         )
-    if kind == "docker":
+    if kind.form == "registry":
         return "pod"
-    if kind in ("venv", "conda"):
+    if kind.form == "folder":
         return "folder"
-    if kind == "enroot" and site.container.runtime in ("pyxis", "enroot"):
-        pyxis = site.container.runtime == "pyxis" and "srun" in LAUNCHERS[scheduler]
-        return "pyxis" if pyxis else "enroot"
-    if kind == "apptainer" and site.container.runtime == "apptainer":
-        return "apptainer"
-    return "own"
+    runtime = site.container.runtime
+    if runtime == "none" or runtime not in kind.containers:
+        return "own"
+    if runtime == "pyxis" and "srun" not in LAUNCHERS[scheduler]:
+        return kind.containers[-1]
+    return runtime
 
 
 def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, str]:

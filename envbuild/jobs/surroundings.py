@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
-from envbuild.artifacts.conda_activate import set_variables
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
@@ -55,8 +54,8 @@ def variables_of(
         )
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
-    if artifact.kind == "conda":
-        take(set_variables(Path(artifact.path)), "the conda environment")
+    own = artifact.of_kind.job_variables(artifact.path)
+    take(own, f"the {artifact.kind} environment")
     take(_caches(site, runtime), "")
     for name in _caches(site, runtime):
         key = "scratch" if name.endswith("TMPDIR") else "cache"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 
 from envbuild.errors import LockError
 from envbuild.files import write_atomically
@@ -36,6 +36,16 @@ class LockState(Generic[L]):
     path: Path
     lock: L | None
     fault: str | None
+
+
+class LockUse(TypedDict):
+    """How a build comes by a lock that is missing or stale: it is refused if `locked`, else made, `offline` from the
+    store, and said; without `write` in memory alone."""
+
+    locked: bool
+    offline: bool
+    say: Callable[[str], None]
+    write: NotRequired[bool]
 
 
 def inspect_lock_file(

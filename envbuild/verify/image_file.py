@@ -48,16 +48,18 @@ class Runtime:
     open: Callable[[Path], AbstractContextManager[Launch]]
 
 
-def is_image_file(path: Path) -> bool:
-    """Whether `path` is a squashfs or a SIF, by its first bytes."""
+def image_kind(path: Path) -> str | None:
+    """ENROOT for a squashfs, APPTAINER for a SIF, by the first bytes of `path`; None for all else."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return False
+            return None
         with path.open("rb") as stream:
             head = stream.read(_HEAD)
     except OSError:
-        return False
-    return is_squashfs(head) or is_sif(head)
+        return None
+    if is_sif(head):
+        return APPTAINER
+    return ENROOT if is_squashfs(head) else None
 
 
 def open_image_file(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from envbuild.artifacts.state import State
+from envbuild.artifacts.state import IMAGE, State
 from envbuild.errors import RecipeError, UsageError
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
@@ -17,7 +17,7 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
     if plan.has_torch:
         return
     name, base = loaded.recipe.name, loaded.recipe.image.base
-    if plan.artifact == "venv" and base != "debian":
+    if plan.image is None and not plan.conda and base != "debian":
         raise UsageError(
             f"recipe {name} takes torch from {base}; a virtual environment would be without it",
             f"build it with `envbuild docker {name}`",
@@ -36,7 +36,7 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
 def check_built_torch(state: State, path: Path) -> None:
     """Raise UsageError when the environment at `path` has no torch. An image may have it from its base."""
     names = {name for name, _, _ in state.packages}
-    if state.artifact in ("venv", "conda") and not names & {"torch", "pytorch"}:
+    if state.artifact != IMAGE and not names & {"torch", "pytorch"}:
         raise UsageError(
             f"{path} cannot be verified: it has no torch, and verification trains with torch",
             f"add torch to the recipe {state.recipe} and build it again",

@@ -23,13 +23,13 @@ from envbuild.image.model import (
     digest_of,
     parse,
 )
+from envbuild.kinds.image import prepare_image
 from envbuild.layers.base import debian_files
 from envbuild.layers.bytecode import with_bytecode
 from envbuild.layers.compiler import compiler_for
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
-from envbuild.make_image import prepare_image
 from envbuild.progress import say
 from envbuild.recipe.load import load_recipe
 

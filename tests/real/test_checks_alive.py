@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from envbuild.artifacts import venv
+from envbuild.kinds.verify import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Settings
 from envbuild.verify.nodes import Nodes
-from envbuild.verify.open import open_subject
 from envbuild.verify.run import verify
 from envbuild.verify.subject import Subject
 

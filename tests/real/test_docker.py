@@ -179,7 +179,7 @@ def _assembled(docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, d
 
     from envbuild.artifacts.image import assemble
     from envbuild.environment import load_environment
-    from envbuild.make_image import prepare_image
+    from envbuild.kinds.image import prepare_image
     from envbuild.recipe.load import load_recipe
 
     variables = {

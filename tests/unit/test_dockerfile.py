@@ -25,14 +25,14 @@ from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError
+from envbuild.kinds.dockerfile import prepare_dockerfile
+from envbuild.kinds.image import Prepared
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.lock.format import Lock, LockedPackage, parse, render
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.make_dockerfile import prepare_dockerfile
-from envbuild.make_image import Prepared
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import Patch, SourceLayer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from envbuild.doctor import batch, fabric, hardware, kernel, launch_trials, naming, places, reach
-from envbuild.doctor.artifacts import KINDS, judge
+from envbuild.doctor.artifacts import judge
 from envbuild.doctor.ask import ask
 from envbuild.doctor.model import Host, HostFinding, HostProbe, Status
 from envbuild.doctor.registry import CHECKS, this_host
@@ -21,6 +21,7 @@ from envbuild.doctor.run import facts_of, run_checks
 from envbuild.errors import HostError
 from envbuild.image.squashfs.read import open_squashfs
 from envbuild.jobs.schedulers.base import Queue
+from envbuild.kinds import ARTIFACTS
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
@@ -334,7 +335,7 @@ def cells(found: dict[str, HostFinding]) -> dict[str, str]:
 
 
 def test_a_host_with_all_can_do_all() -> None:
-    assert cells(findings()) == dict.fromkeys(KINDS, "ooo")
+    assert cells(findings()) == dict.fromkeys(ARTIFACTS, "ooo")
     assert all("GPU" not in steps["verify"].what for steps in judge(findings()).values())
 
 
@@ -345,8 +346,8 @@ LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"store": BAD}, dict.fromkeys(KINDS, "foo")),
-        ({"configuration": BAD}, dict.fromkeys(KINDS, "foo")),
+        ({"store": BAD}, dict.fromkeys(ARTIFACTS, "foo")),
+        ({"configuration": BAD}, dict.fromkeys(ARTIFACTS, "foo")),
         ({"conda-forge": LOST}, {"conda": "woo"}),
         ({"package_index": LOST}, {"venv": "woo", "docker": "woo", "enroot": "woo", "apptainer": "woo"}),
         ({"package_index": replace(LOST, facts={**LOST.facts, "local": 1})}, {}),
@@ -354,7 +355,7 @@ LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached
         ({"own_launch": HostFinding("", "warn", "no", "", {"ways": []})}, {"enroot": "oww", "apptainer": "oww"}),
         ({"packages": HostFinding("", "fail", "", "", {"missing": ["rattler"]})}, {"conda": "foo"}),
         ({"current_folder": HostFinding("", "warn", "noexec")}, {"venv": "woo", "conda": "woo"}),
-        ({"memory": HostFinding("", "warn", "1 GB", "", {"usable": 1 << 30})}, dict.fromkeys(KINDS, "owo")),
+        ({"memory": HostFinding("", "warn", "1 GB", "", {"usable": 1 << 30})}, dict.fromkeys(ARTIFACTS, "owo")),
         # Checks that had no answer must not break the verdict.
         ({"docker_daemon": None, "own_launch": None, "memory": None, "GPU": None, "packages": None},
          {"docker": "oww", "enroot": "oww", "apptainer": "oww"}),
@@ -363,7 +364,7 @@ LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached
 def test_what_is_missing_shows_where_it_matters(
     changed: dict[str, HostFinding | None], expected: dict[str, str]
 ) -> None:
-    assert cells(findings(**changed)) == {**dict.fromkeys(KINDS, "ooo"), **expected}
+    assert cells(findings(**changed)) == {**dict.fromkeys(ARTIFACTS, "ooo"), **expected}
 
 
 def test_an_installed_runtime_does_without_our_own_launch() -> None:

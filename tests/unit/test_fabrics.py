@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_train.preflight.host import missing_provider
-from envbuild import fabrics, make
+from envbuild import fabrics
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
@@ -21,6 +21,7 @@ from envbuild.doctor.model import Host
 from envbuild.errors import RecipeError, UsageError
 from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
 from envbuild.jobs.lint_kubernetes import lint_manifest
+from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
 from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.load import load_recipe
@@ -277,7 +278,7 @@ def test_the_largest_all_reduce_is_held_against_the_floor() -> None:
 
 def test_a_recipe_s_floor_reaches_verification() -> None:
     table = dataclasses.asdict(VerifyTable(busbw_floor=40.0))
-    assert make.settings_of(table, {}).busbw_floor == 40.0
+    assert commit.settings_of(table, {}).busbw_floor == 40.0
 
 
 def site_file(tmp_path: Path, text: str) -> FabricTable:

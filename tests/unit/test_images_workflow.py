@@ -13,7 +13,8 @@ import pytest
 from lab.ci import valid
 from ruamel.yaml import YAML
 
-from envbuild.matrix import ARTIFACTS, MatrixJob
+from envbuild.kinds import ARTIFACTS
+from envbuild.matrix import MatrixJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests/golden/matrix"

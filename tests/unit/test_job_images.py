@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from envbuild import make_image
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
+from envbuild.kinds import image as image_kind
 from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import SchedulerTable
 from envbuild.verify.receipt import passing_receipt, pushed_as, receipt_path, record_push
@@ -84,21 +84,21 @@ def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifes
         SimpleNamespace(plan=SimpleNamespace(recipe="pt_cpu", target=target)) for target in digests
     ]
     images: Any = [SimpleNamespace(digest=digest) for digest in digests.values()]
-    wish = make_image.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
-    places = {one.plan.target: make_image._beside(one.plan, wish) for one in prepared}
+    wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
+    places = {one.plan.target: image_kind._beside(one.plan, wish) for one in prepared}
     assert places == {target: Path(f"build/pt_cpu/{target}/docker") for target in digests}
     receipt("cpu-x86_64")
     sent: Any = [SimpleNamespace(digest=ID), SimpleNamespace(digest=ID)]
-    make_image._record_push(prepared, images, sent, wish, NAME)  # with --format docker
+    image_kind._record_push(prepared, images, sent, wish, NAME)  # with --format docker
     assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{ID}"
-    make_image._record_push(prepared, images, images, wish, NAME)
+    image_kind._record_push(prepared, images, images, wish, NAME)
     assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{MANIFEST}"
     assert not receipt_path(places["cpu-aarch64"]).exists()
 
     out: Any = SimpleNamespace(path=Path("layout"))
     receipt_path(places["cpu-x86_64"]).rename(receipt_path(out.path))
-    written = make_image.ImageOptions(f"{NAME}:1", out, push=True, verify=True, faults=False)
-    make_image._record_push(prepared, images, images, written, "other.example/x")
+    written = image_kind.ImageOptions(f"{NAME}:1", out, push=True, verify=True, faults=False)
+    image_kind._record_push(prepared, images, images, written, "other.example/x")
     assert pushed_as(out.path, MANIFEST) == f"other.example/x@{MANIFEST}"
     assert passing_receipt(out.path, MANIFEST) == passing_receipt(places["cpu-x86_64"], MANIFEST)
 

@@ -12,8 +12,8 @@ from lab.ci import matrix, write_locks, write_recipe
 
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
+from envbuild.kinds import ARTIFACTS
 from envbuild.matrix import (
-    ARTIFACTS,
     GITHUB_LIMIT,
     Chosen,
     MatrixJob,

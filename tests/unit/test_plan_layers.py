@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild import make_layers
 from envbuild.artifacts import layer_files, layers_in
 from envbuild.artifacts.elf_scan import ElfReport
 from envbuild.artifacts.installed import FileReport
@@ -27,12 +26,14 @@ from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError, HostError, LockError, UsageError
 from envbuild.image.entry import DIR, SYMLINK, Entry
+from envbuild.kinds import source_layers
+from envbuild.layers import requested
 from envbuild.layers.compose import PREFIX, WheelFile
+from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.wheel import Scheme
 from envbuild.lock import build_base
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, render_image
-from envbuild.make_checks import RequestedLayers
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
@@ -399,7 +400,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    workshop = make_layers.workshops(
+    workshop = source_layers.workshops(
         RequestedLayers((layer,)), tmp_path, environment, print, offline=False
     )
     with (
@@ -415,23 +416,23 @@ def test_a_python_project_is_compiled_again_for_other_packages_and_nothing_else_
     declared = RequestedLayers((SOURCE, project))
     packages = (LockedPackage("torch", "2.13.0+cpu", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
-    foo, first = make_layers.against(declared, lock).sources
+    foo, first = requested.bind_to_lock(declared, lock).sources
     assert foo == SOURCE and first.environment.startswith("gcc 12; packages ")
     # What does not change the packages does not compile for minutes.
     same = dataclasses.replace(lock, recipe="other", recipe_digest="sha256:e")
-    assert make_layers.against(declared, same).sources == (foo, first)
+    assert requested.bind_to_lock(declared, same).sources == (foo, first)
     for other in (
         dataclasses.replace(lock, packages=(LockedPackage("torch", "2.13.0+cpu", ("b" * 64,)),)),
         dataclasses.replace(lock, python="3.12"),
     ):
-        assert make_layers.against(declared, other).sources[1].digest != first.digest
+        assert requested.bind_to_lock(declared, other).sources[1].digest != first.digest
 
 
 def test_what_a_python_project_is_needed_for_waits_for_it() -> None:
     project = dataclasses.replace(SOURCE, name="project", system="wheel")
     on_it = dataclasses.replace(SOURCE, name="on-it", requires=("project",))
     more = dataclasses.replace(SOURCE, name="more", requires=("on-it",))
-    first = make_layers.ahead(RequestedLayers((SOURCE, project, on_it, more), (HOST,)))
+    first = requested.before_environment(RequestedLayers((SOURCE, project, on_it, more), (HOST,)))
     assert first == RequestedLayers((SOURCE,), (HOST,))
 
 
@@ -446,11 +447,13 @@ def test_what_no_image_can_have_is_refused_before_a_lock_is_made(
     changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = dataclasses.replace(SOURCE, **changes)
-    monkeypatch.setattr(make_layers, "declared", lambda *_: RequestedLayers((layer,), (HOST,)))
+    monkeypatch.setattr(
+        requested, "requested_layers", lambda *_: RequestedLayers((layer,), (HOST,))
+    )
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     recipe = loaded(tmp_path)
     with pytest.raises(UsageError, match=said) as refused:
-        make_layers.in_image(recipe, TARGET, environment, locked=False, offline=True, say=print)
+        requested.for_image(recipe, TARGET, environment, locked=False, offline=True, say=print)
     assert refused.value.hint and not (tmp_path / "s").exists()
 
 
@@ -458,6 +461,6 @@ def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
     layer = dataclasses.replace(SOURCE, system="wheel")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     with pytest.raises(UsageError, match="not alone"):
-        make_layers.build_layers(
+        source_layers.build_layers(
             RequestedLayers((layer,)), tmp_path, environment, print, offline=True
         )

@@ -19,8 +19,9 @@ from envbuild.environment import load_environment
 from envbuild.errors import EnvbuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import GOARCH
+from envbuild.kinds import ARTIFACTS
 from envbuild.lock.state import lock_folders
-from envbuild.matrix import ARTIFACTS, Chosen, make_jobs
+from envbuild.matrix import Chosen, make_jobs
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target, host_arch

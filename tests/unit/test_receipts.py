@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from envbuild import make
 from envbuild.artifacts.state import State, read_state
 from envbuild.errors import BuildError
+from envbuild.kinds import commit
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
@@ -118,13 +118,13 @@ def test_a_receipt_counts_when_it_is_no_less_thorough(
 ) -> None:
     state = make_state()
     write_receipt(tmp_path / "venv", state.digest, **changes)
-    assert make.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
+    assert commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0"])
 def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
     receipt_path(tmp_path / "venv").write_text(text)
-    assert not make.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), False)
+    assert not commit.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), False)
 
 
 def test_a_rank_is_found_by_its_environment(tmp_path: Path) -> None:

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError, UsageError
+from envbuild.kinds.verify import open_subject
 from envbuild.verify import file_subject, own_runtime, runtimes
 from envbuild.verify.driver import cached, named
 from envbuild.verify.image_file import (
     APPTAINER,
     ENROOT,
     ImageFile,
-    is_image_file,
+    image_kind,
     open_image_file,
     passed,
 )
 from envbuild.verify.namespace import image_variables
-from envbuild.verify.open import open_subject
 
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
 
@@ -90,7 +90,8 @@ def test_image_files_are_known_by_their_first_bytes_alone(tmp_path: Path) -> Non
     squashfs.write_bytes(SUPERBLOCK)
     text.write_text("hello")
     damaged.write_bytes(b"hsqs")
-    assert is_image_file(squashfs) and not is_image_file(text) and not is_image_file(tmp_path)
+    assert image_kind(squashfs) == ENROOT
+    assert image_kind(text) is None and image_kind(tmp_path) is None
     image = open_image_file(squashfs)
     assert (image.kind, image.offset, image.compressor) == (ENROOT, 0, "zstd")
     for path, kind in ((squashfs, APPTAINER), (text, None), (damaged, None), (tmp_path, None)):

@@ -40,7 +40,7 @@ def render_kubernetes(plan: JobPlan) -> str:
     Raises UsageError for what a manifest cannot express, naming the key or option to change.
     """
     artifact = plan.artifact
-    if artifact.kind != "docker" or "@sha256:" not in artifact.path:
+    if artifact.of_kind.form != "registry" or "@sha256:" not in artifact.path:
         raise UsageError(
             f"{artifact.path} is not an image by its digest, and a tag may be another image for each pod",
             "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give NAME@sha256:…",

@@ -1,9 +1,7 @@
-"""Source-built layers on their way into an artifact: which there are, where they are built, their folders."""
+"""Build the source-built layers of an artifact: on this host or in the builder image."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,11 +11,7 @@ from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.environment import Environment
-from envbuild.errors import HostError
-from envbuild.lock.conda import CondaLock
-from envbuild.lock.format import Lock
-from envbuild.make_checks import UNKNOWN, RequestedLayers, check_for_image, check_python, other_host
-from envbuild.recipe.load import LoadedRecipe
+from envbuild.layers.requested import RequestedLayers, check_python, other_host
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
@@ -29,94 +23,6 @@ Say = Callable[[str], None]
 Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
 # In the folder it is told, the command; a shell ends with 127 where there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
-
-
-def declared(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
-    """The layers of `target`; nothing yet of where they are built. Raises RecipeError or UsageError."""
-    if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
-        return RequestedLayers()
-    from envbuild.layers.source_known import source_layers
-
-    return RequestedLayers(*source_layers(loaded, target))
-
-
-def on_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
-    """The layers of an environment on this host, which builds them with its own compilers."""
-    found = declared(loaded, target)
-    if not found.sources:
-        return found
-    from envbuild.layers.host_workshop import host_identity
-
-    def identity(one: SourceLayer) -> str:
-        if target.arch != host_arch():
-            return f"a host of {target.arch}"  # a plan can be made anywhere
-        try:
-            return host_identity(one, environment.variables)
-        except HostError:  # no compiler: `check_here` says so where the build is to run here
-            return UNKNOWN
-
-    sources = (replace(one, environment=identity(one)) for one in found.sources)
-    return replace(found, sources=tuple(sources))
-
-
-def against(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
-    """`layers`, those that are Python projects for the packages of `lock`: they are compiled against these, and are
-    compiled again when one of them is another."""
-    if not any(one.system == "wheel" for one in layers.sources):
-        return layers
-    wheels = lock.pip if isinstance(lock, CondaLock) else lock
-    conda = lock.packages if isinstance(lock, CondaLock) else ()
-    content = [
-        wheels.python,
-        [[one.name, one.version, one.hashes] for one in wheels.packages],
-        [[one.name, one.version, one.sha256] for one in conda],
-    ]
-    packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    sources = (
-        replace(one, environment=f"{one.environment}; packages {packages[:16]}")
-        if one.system == "wheel"
-        else one
-        for one in layers.sources
-    )
-    return replace(layers, sources=tuple(sources))
-
-
-def ahead(layers: RequestedLayers) -> RequestedLayers:
-    """Those of `layers` that can be built before there is an environment: no Python projects, and nothing on them."""
-    late: set[str] = set()
-    for one in layers.sources:  # each comes after what it requires
-        if one.system == "wheel" or late.intersection(one.requires):
-            late.add(one.name)
-    return replace(layers, sources=tuple(one for one in layers.sources if one.name not in late))
-
-
-def in_image(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    locked: bool,
-    offline: bool,
-    say: Say,
-    write: bool = True,
-) -> RequestedLayers:
-    """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
-    stale, without `write` in memory alone. Raises LockError when `locked` and there is none, UsageError for a layer
-    that no image can have."""
-    found = declared(loaded, target)
-    if not found.sources:
-        return found
-    from envbuild.lock.build_base import ensure_build_lock
-
-    check_for_image(found)
-    lock = ensure_build_lock(
-        loaded, target, found.sources, environment, locked=locked, offline=offline, say=say, write=write,
-    )  # fmt: skip
-    return replace(
-        found,
-        sources=tuple(replace(one, environment=lock.digest) for one in found.sources),
-        builder=lock,
-    )
 
 
 def build_layers(

@@ -7,22 +7,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from envbuild.artifacts import docker, place
-from envbuild.artifacts.image import KIND, AssembledImage, assemble
+from envbuild.artifacts.image import AssembledImage, assemble
 from envbuild.artifacts.layers_in import LayerFolder
+from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError, VerificationError
+from envbuild.errors import HostError, UsageError
+from envbuild.kinds.commit import has_receipt, keep_receipt, prove, settings_of
+from envbuild.kinds.docker import DOCKER
+from envbuild.kinds.prepare import prepare
+from envbuild.kinds.source_layers import build_layers
 from envbuild.layers.bytecode import Compiler
 from envbuild.layers.compiler import compiler_for
 from envbuild.layers.compose import FIXED_TIME
+from envbuild.layers.requested import RequestedLayers, check_here, for_image
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.image import ImageLock
 from envbuild.lock.image_manage import ensure_image_lock
-from envbuild.make import has_receipt, prepare, settings_of
-from envbuild.make_checks import RequestedLayers, check_here
-from envbuild.make_layers import build_layers, in_image
+from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -73,29 +77,22 @@ def prepare_image(
     target: Target,
     environment: Environment,
     *,
-    locked: bool,
-    offline: bool,
     bytecode: bool,
-    say: Say,
-    write: bool = True,
     here: bool = True,
+    **use: Unpack[LockUse],
 ) -> Prepared:
-    """The plan of an image, from locks that are made when they are missing or stale; without `write` no lock is
-    written. Raises HostError for source-built layers that can neither be built `here` nor are in the store.
+    """The plan of an image, from locks that are made when they are missing or stale. Raises HostError for source-built
+    layers that can neither be built `here` nor are in the store.
 
     The recipe says whether its environment is made of wheels or of conda packages.
     """
-    layers = in_image(
-        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-    )
-    base = ensure_image_lock(
-        loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-    )
+    layers = for_image(loaded, target, environment, **use)
+    base = ensure_image_lock(loaded, target, environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(
-        loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
-        image=inputs, conda=loaded.recipe.environment == "conda", layers=layers, write=write,
+        loaded, target, environment, artifact=IMAGE, image=inputs,
+        conda=loaded.recipe.environment == "conda", layers=layers, **use,
     )  # fmt: skip
     if here:  # last: what is wrong with recipe or locks is wrong everywhere
         check_here(layers, environment)
@@ -190,14 +187,9 @@ def check_wish(wish: ImageOptions, count: int, environment: Environment) -> None
             pass
 
 
-def default_place(plan: Plan) -> Path:
-    """Beside what the receipt of an image in a daemon or registry lies."""
-    return Path("build") / plan.recipe / plan.target / "docker"
-
-
 def _beside(plan: Plan, wish: ImageOptions) -> Path:
     """What the receipt of a wished image of `plan` lies beside."""
-    return wish.out.path if wish.out else default_place(plan)
+    return wish.out.path if wish.out else DOCKER.default_path(plan.recipe, plan.target)
 
 
 def _record_push(
@@ -212,7 +204,8 @@ def _record_push(
     from envbuild.verify.receipt import record_push
 
     for one, image, pushed in zip(prepared, images, sent, strict=True):
-        usual, reference = default_place(one.plan), f"{name}@{pushed.digest}"
+        usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
+        reference = f"{name}@{pushed.digest}"
         with place.writing(usual.parent):
             record_push(_beside(one.plan, wish), image.digest, reference, usual)
 
@@ -257,28 +250,13 @@ def verify_image(
     say: Say,
 ) -> None:
     """Verify an image that `client`'s daemon has, and write its receipt. Raises VerificationError."""
-    from envbuild.verify.explain import failures
     from envbuild.verify.image_subject import image_subject
-    from envbuild.verify.receipt import make_receipt, pushed_as, receipt_path, write_receipt
-    from envbuild.verify.run import verify
+    from envbuild.verify.receipt import pushed_as
 
     settings = settings_of(one.plan.verify_settings(), {"faults": wish.faults})
-    name = str(wish.out.path.absolute()) if wish.out else wish.tag
-    subject = image_subject(client, image, settings)
-    logs = beside.with_name(f"{beside.name}.verify-logs")
-    verdict = verify(subject, settings, environment.variables, say, logs=logs)
-    failed = beside.with_name(f"{beside.name}.failed")
-    receipt = make_receipt(subject, verdict, name)
+    told = {"path": str(wish.out.path.absolute()) if wish.out else wish.tag}
     if pushed := pushed_as(beside, image.digest):
-        receipt["artifact"]["pushed"] = pushed
-    with place.writing(beside.parent):
-        write_receipt(receipt, beside if verdict.passed else failed)
-        if verdict.passed:
-            receipt_path(failed).unlink(missing_ok=True)
-    if not verdict.passed:
-        raise VerificationError(
-            failures(verdict.checks),
-            f"the daemon has what failed as {image.image_id[:19]}; the evidence is {receipt_path(failed)}, "
-            f"the nodes' logs {verdict.logs}",
-        )
-    say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
+        told["pushed"] = pushed
+    subject = image_subject(client, image, settings)
+    held = f"the daemon has what failed as {image.image_id[:19]}"
+    keep_receipt(prove(subject, settings, environment, say, beside, held=held, told=told), beside)

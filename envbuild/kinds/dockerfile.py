@@ -7,22 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Unpack
 
 from envbuild.artifacts import dockerfile, dockerfile_layers, pip_records
-from envbuild.artifacts.image import KIND
-from envbuild.artifacts.state import State, state_of
+from envbuild.artifacts.state import IMAGE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.model import GOARCH
 from envbuild.image.reference import parse_reference
+from envbuild.kinds.commit import has_receipt
+from envbuild.kinds.docker import DOCKER
+from envbuild.kinds.image import ImageOptions, Prepared, source_date, verify_image
+from envbuild.kinds.prepare import prepare
+from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.image_manage import ensure_image_lock
-from envbuild.make import has_receipt, prepare
-from envbuild.make_checks import RequestedLayers
-from envbuild.make_image import ImageOptions, Prepared, default_place, source_date, verify_image
-from envbuild.make_layers import declared
+from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -48,12 +49,9 @@ def prepare_dockerfile(
     target: Target,
     environment: Environment,
     *,
-    locked: bool,
-    offline: bool,
     bytecode: bool,
-    say: Say,
-    write: bool = True,
     base: str | None = None,
+    **use: Unpack[LockUse],
 ) -> Prepared:
     """The plan of an image by `docker build` on `base`, else on the recipe's existing image, else on the
     Dockerfile's own. Raises UsageError where that is none that docker can build on, and for conda recipes."""
@@ -77,20 +75,18 @@ def prepare_dockerfile(
     elif loaded.recipe.image.base == "debian":
         lock = _unlocked(loaded, target, _mirrored(_default_base(loaded, target), environment.site))
     else:
-        lock = ensure_image_lock(
-            loaded, target, environment, locked=locked, offline=offline, say=say, write=write
-        )
+        lock = ensure_image_lock(loaded, target, environment, **use)
         if loaded.recipe.image.base.startswith(("oci:", "docker-archive:")):
             raise UsageError(
                 f"`docker build` cannot build on {loaded.recipe.image.base}",
                 "load it into the daemon and name it with --base, or leave --builder dockerfile out",
             )
-    layers = _layers(loaded, target, environment, lock, locked, offline, say, write)
+    layers = _layers(loaded, target, environment, lock, use)
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
-        loaded, target, environment, artifact=KIND, locked=locked, offline=offline, say=say,
-        compile_bytecode=bytecode, image=ImageInputs(lock, compiler, source_date(environment)),
-        layers=layers, write=write,
+        loaded, target, environment, artifact=IMAGE, compile_bytecode=bytecode,
+        image=ImageInputs(lock, compiler, source_date(environment)),
+        layers=layers, **use,
     )  # fmt: skip
     return Prepared(plan, trainer, None, target, layers.builder)
 
@@ -118,7 +114,7 @@ def make_by_dockerfile(
     with connect(environment.variables) as client:
         _check_daemon(client, one.target)
         image = _build(client, command, one, environment, say, offline)
-        beside = default_place(plan)
+        beside = DOCKER.default_path(plan.recipe, plan.target)
         if wish.verify and not has_receipt(beside, image.digest, plan, wish.faults):
             verify_image(client, one, image, wish, beside, environment, say)
         name, _, label = wish.tag.rpartition(":")
@@ -213,10 +209,7 @@ def _layers(
     target: Target,
     environment: Environment,
     base: ImageLock,
-    locked: bool,
-    offline: bool,
-    say: Say,
-    write: bool,
+    use: LockUse,
 ) -> RequestedLayers:
     """The layers that are built in a stage of the Dockerfile, and the image of that stage.
 
@@ -224,7 +217,7 @@ def _layers(
     with compilers; else the base itself, into which compilers are installed. Raises UsageError for what no stage can
     build.
     """
-    found = declared(loaded, target)
+    found = requested_layers(loaded, target)
     if not found.sources:
         return found
     if loaded.recipe.python == "3.10":
@@ -245,9 +238,7 @@ def _layers(
     if loaded.recipe.image.build_base:
         from envbuild.lock.build_base import ensure_build_lock
 
-        builder = ensure_build_lock(
-            loaded, target, found.sources, environment, locked=locked, offline=offline, say=say, write=write,
-        )  # fmt: skip
+        builder = ensure_build_lock(loaded, target, found.sources, environment, **use)
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)
         if target.family.gpu and dockerfile.image_name(base) == own:

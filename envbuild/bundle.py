@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import envbuild
 from envbuild import process
-from envbuild.artifacts import conda, place, venv
+from envbuild.artifacts import place
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.prepare import prepare
+from envbuild.layers.requested import requested_layers
 from envbuild.layers.trainer import Trainer
-from envbuild.make import prepare
-from envbuild.make_layers import declared
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -47,7 +48,7 @@ def make_bundle(
     path: Path,
     say: Say,
     *,
-    kinds: Iterable[str] = (venv.KIND,),
+    kinds: Iterable[str] = ("venv",),
     tools: bool = True,
     offline: bool = False,
 ) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def make_bundle(
     plans = [
         prepare(
             loaded, target, environment, artifact=kind, locked=False, offline=offline, say=say,
-            conda=kind == conda.KIND,
+            conda=ARTIFACTS[kind].of_conda,
         )
         for kind in wanted
     ]  # fmt: skip
@@ -85,9 +86,7 @@ def make_bundle(
         if read_bundle(path) == about:
             say(f"{path}: nothing changed")
             return about
-        staged = place.staging(path)
-        try:
-            place.create(staged)
+        with place.staged(path) as staged:
             with place.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
                 _fill_store(staged / "store", plans, loaded, target, environment, offline)
@@ -97,9 +96,6 @@ def make_bundle(
             with place.writing(staged):
                 (staged / FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             place.swap_in(staged, path)
-        except BaseException:
-            place.remove(staged)
-            raise
     return about
 
 
@@ -131,7 +127,7 @@ def _fill_store(
         if plan.conda:
             for package, archive in locate_conda(plan, environment, offline=offline):
                 _put(archive, store / "conda" / "archives" / package.sha256 / archive.name)
-    for layer in declared(loaded, target).sources:
+    for layer in requested_layers(loaded, target).sources:
         _put_sources(layer, store, environment, offline)
 
 

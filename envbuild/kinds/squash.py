@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,12 +19,12 @@ from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.source import ImageSource
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.commit import Result
+from envbuild.kinds.image import Prepared, source_date
+from envbuild.kinds.image_file import File, FileBuild, ImageFileOptions, accept, places
 from envbuild.layers.segments import Segments
 from envbuild.lock.base_oci import fetch_image
-from envbuild.make import Result
-from envbuild.make_files import SUFFIXES, File, FileBuild, ImageFileOptions, accept, places
-from envbuild.make_image import Prepared, source_date
-from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, transfer
 from envbuild.recipe.targets import Target
 from envbuild.room import check_room
@@ -34,16 +33,11 @@ from envbuild.verify.image_file import ENROOT
 Say = Callable[[str], None]
 
 
-def default_file(kind: str, plan: Plan) -> File:
-    """Where an artifact of a recipe lies when --out does not say."""
-    return File(kind, Path("build", plan.recipe, plan.target, plan.recipe + SUFFIXES[kind]))
-
-
 def imported_file(kind: str, source: ImageSource) -> File:
     """As `enroot import` and `apptainer pull` call what they make of an image."""
     joint = "+" if kind == ENROOT else "_"
     words = source.words if kind == ENROOT else source.words[-2:]
-    return File(kind, Path(joint.join(words) + SUFFIXES[kind]))
+    return File(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].place).suffix))
 
 
 def make_from_recipe(
@@ -182,10 +176,7 @@ def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say
 def _beside(file: File, stack: ExitStack) -> Path:
     """Where to write what will be moved to the file's place: its name in a folder that goes at the end."""
     wanted = file.path.absolute()
-    folder = place.staging(wanted)
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    place.create(folder)
-    return folder / wanted.name
+    return stack.enter_context(place.staged(wanted)) / wanted.name
 
 
 def _by_engine(

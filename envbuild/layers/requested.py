@@ -1,15 +1,21 @@
-"""What refuses source-built layers: what no image can have, what no environment is there for, what this host cannot
-build."""
+"""The layers that a recipe's [layers] ask for: bound to a lock and a build host, or refused."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
+from envbuild.lock.state import LockUse
+from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
@@ -25,6 +31,88 @@ class RequestedLayers:
     sources: tuple[SourceLayer, ...] = ()
     hosts: tuple[HostLayer, ...] = ()
     builder: ImageLock | None = None
+
+
+def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
+    """The layers of `target`; nothing yet of where they are built. Raises RecipeError or UsageError."""
+    if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
+        return RequestedLayers()
+    from envbuild.layers.source_known import source_layers
+
+    return RequestedLayers(*source_layers(loaded, target))
+
+
+def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
+    """The layers of an environment on this host, which builds them with its own compilers."""
+    found = requested_layers(loaded, target)
+    if not found.sources:
+        return found
+    from envbuild.layers.host_workshop import host_identity
+
+    def identity(one: SourceLayer) -> str:
+        if target.arch != host_arch():
+            return f"a host of {target.arch}"  # a plan can be made anywhere
+        try:
+            return host_identity(one, environment.variables)
+        except HostError:  # no compiler: `check_here` says so where the build is to run here
+            return UNKNOWN
+
+    sources = (replace(one, environment=identity(one)) for one in found.sources)
+    return replace(found, sources=tuple(sources))
+
+
+def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
+    """`layers`, those that are Python projects for the packages of `lock`: they are compiled against these, and are
+    compiled again when one of them is another."""
+    if not any(one.system == "wheel" for one in layers.sources):
+        return layers
+    wheels = lock.pip if isinstance(lock, CondaLock) else lock
+    conda = lock.packages if isinstance(lock, CondaLock) else ()
+    content = [
+        wheels.python,
+        [[one.name, one.version, one.hashes] for one in wheels.packages],
+        [[one.name, one.version, one.sha256] for one in conda],
+    ]
+    packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    sources = (
+        replace(one, environment=f"{one.environment}; packages {packages[:16]}")
+        if one.system == "wheel"
+        else one
+        for one in layers.sources
+    )
+    return replace(layers, sources=tuple(sources))
+
+
+def before_environment(layers: RequestedLayers) -> RequestedLayers:
+    """Those of `layers` that can be built before there is an environment: no Python projects, and nothing on them."""
+    late: set[str] = set()
+    for one in layers.sources:  # each comes after what it requires
+        if one.system == "wheel" or late.intersection(one.requires):
+            late.add(one.name)
+    return replace(layers, sources=tuple(one for one in layers.sources if one.name not in late))
+
+
+def for_image(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    **use: Unpack[LockUse],
+) -> RequestedLayers:
+    """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
+    stale. Raises LockError when `locked` and there is none, UsageError for a layer
+    that no image can have."""
+    found = requested_layers(loaded, target)
+    if not found.sources:
+        return found
+    from envbuild.lock.build_base import ensure_build_lock
+
+    check_for_image(found)
+    lock = ensure_build_lock(loaded, target, found.sources, environment, **use)
+    return replace(
+        found,
+        sources=tuple(replace(one, environment=lock.digest) for one in found.sources),
+        builder=lock,
+    )
 
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:

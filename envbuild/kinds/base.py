@@ -1,0 +1,140 @@
+"""A kind of artifact: what the package has to know of it. All that is not data is imported when used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.folder import FolderModule
+    from envbuild.artifacts.state import State
+    from envbuild.environment import Environment
+    from envbuild.verify.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltArtifact:
+    """An artifact that was found at a path: its state, the digest of its content, and its interpreter as its own
+    processes see it."""
+
+    state: State
+    digest: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A kind of artifact, of one of the forms below.
+
+    `name` is that of the command, of states and receipts, `help` the command's line of --help. `place` is where a build
+    leaves it, below build/RECIPE/TARGET. `of_conda` says that it is made of the packages in the recipe's [conda].
+    Doctor: `sources` are what a build reads from besides the store, `imports` what it needs to import, and `by_uv`
+    whether uv installs its wheels; `starters` are the programs that start it, best first.
+    Jobs: `containers` are the values of the site's [container] runtime that start it on nodes, the last without srun.
+    """
+
+    name: str
+    help: str
+    place: str
+    sources: tuple[str, ...]
+    imports: tuple[str, ...]
+    of_conda: bool = False
+    by_uv: bool = True
+    starters: tuple[str, ...] = ()
+    containers: tuple[Literal["pyxis", "enroot", "apptainer"], ...] = ()
+
+    form: ClassVar[Literal["folder", "file", "registry"]]
+
+    def default_path(self, recipe: str, target: str) -> Path:
+        """Return where a build leaves it when --out does not say."""
+        return Path("build", recipe, target, self.place.format(recipe=recipe))
+
+    def holds(self, path: Path) -> bool:
+        """Return whether an artifact of this kind lies at `path`. Raises BuildError for a damaged one."""
+        return False
+
+    def read(self, path: Path) -> BuiltArtifact:
+        """Return what the one at `path` says of itself. Raises UsageError when envbuild did not make it."""
+        raise NotImplementedError(f"{self.name} lies at no path")
+
+    def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
+        """Return the one at `path` as the subject of a verification, started by `runtime`, None for the best here.
+
+        Raises UsageError when envbuild did not make it or it has no such runtime, HostError when it cannot run here.
+        """
+        raise NotImplementedError(f"{self.name} lies at no path")
+
+    def job_variables(self, path: str) -> Mapping[str, str]:
+        """Return the variables that its processes get in jobs."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class FolderArtifact(Artifact):
+    """An environment in a folder of this host, made by a module of `artifacts`; `states` are what its envbuild.json
+    may call it, besides its name."""
+
+    states: tuple[str, ...] = ()
+    form: ClassVar[Literal["folder", "file", "registry"]] = "folder"
+
+    def module(self) -> FolderModule:
+        """Return what makes and starts it: the module of `artifacts` with its name."""
+        import importlib
+
+        module: FolderModule = importlib.import_module(f"envbuild.artifacts.{self.name}")
+        return module
+
+    def holds(self, path: Path) -> bool:
+        from envbuild.artifacts.state import read_state
+
+        state = read_state(path)
+        return state is not None and state.artifact in (self.name, *self.states)
+
+    def read(self, path: Path) -> BuiltArtifact:
+        from envbuild.artifacts.state import read_state
+
+        state = read_state(path)
+        assert state is not None, "holds() said so"
+        return BuiltArtifact(state, state.digest, str(path.absolute() / "bin" / "python"))
+
+    def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
+        from envbuild.errors import UsageError
+        from envbuild.verify.folder_subject import folder_subject
+
+        if runtime is not None:
+            raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
+        return folder_subject(path, self.read(path).state, self.module())
+
+
+@dataclass(frozen=True, slots=True)
+class FileArtifact(Artifact):
+    """An image in one file."""
+
+    form: ClassVar[Literal["folder", "file", "registry"]] = "file"
+
+    def holds(self, path: Path) -> bool:
+        from envbuild.verify.image_file import image_kind
+
+        return image_kind(path) == self.name
+
+    def read(self, path: Path) -> BuiltArtifact:
+        from envbuild.image.blobs import file_digest
+        from envbuild.layers.compose import PREFIX
+        from envbuild.verify.image_file import image_state, open_image_file
+
+        state = image_state(open_image_file(path))
+        return BuiltArtifact(state, file_digest(path), f"/{PREFIX}/bin/python")
+
+    def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
+        from envbuild.verify.file_subject import open_file_subject
+
+        return open_file_subject(path, environment, runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryArtifact(Artifact):
+    """An image in a daemon or a registry; its receipt lies beside `place`."""
+
+    form: ClassVar[Literal["folder", "file", "registry"]] = "registry"

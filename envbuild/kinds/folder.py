@@ -1,0 +1,157 @@
+"""Environments in a folder of this host, of any kind: from a recipe to one that is verified and in its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from envbuild.artifacts import place
+from envbuild.artifacts.folder import check_host
+from envbuild.artifacts.state import State, check_place
+from envbuild.environment import Environment
+from envbuild.errors import UsageError
+from envbuild.kinds.base import FolderArtifact
+from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, prove, settings_of
+from envbuild.kinds.prepare import prepare
+from envbuild.kinds.source_layers import build_layers
+from envbuild.layers.requested import (
+    RequestedLayers,
+    before_environment,
+    check_here,
+    for_host,
+    requested_layers,
+)
+from envbuild.layers.trainer import Trainer
+from envbuild.lock.state import LockUse
+from envbuild.locks import has_wheels
+from envbuild.plan.plan import Plan
+from envbuild.recipe.find import command_word
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
+
+Say = Callable[[str], None]
+
+
+def prepare_folder(
+    kind: FolderArtifact,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    compile_bytecode: bool = False,
+    here: bool = True,
+    **use: Unpack[LockUse],
+) -> tuple[Plan, Trainer]:
+    """The plan of an environment of `kind`, and its trainer; see `prepare`.
+
+    Raises UsageError where there is none of this kind of the recipe, HostError where it is to be built `here` and this
+    host cannot.
+    """
+    if here:
+        check_host(kind.module().TITLE, target)
+    if not kind.of_conda and not has_wheels(loaded, target):
+        raise UsageError(
+            f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
+            f"build it with `envbuild conda {command_word(loaded)}`",
+        )
+    layers = for_host(loaded, target, environment) if here else requested_layers(loaded, target)
+    plan, trainer = prepare(
+        loaded, target, environment, artifact=kind.name, compile_bytecode=compile_bytecode,
+        conda=kind.of_conda, layers=layers, **use,
+    )  # fmt: skip
+    if here:
+        check_here(RequestedLayers(plan.sources, plan.host_layers), environment)
+    return plan, trainer
+
+
+def make_environment(
+    kind: FolderArtifact,
+    plan: Plan,
+    trainer: Trainer,
+    environment: Environment,
+    path: Path,
+    say: Say,
+    *,
+    offline: bool,
+    python: str | None = None,
+    verify: bool = True,
+    faults: bool = False,
+) -> Result:
+    """Build and verify the environment of `plan` at `path`; what is current already is left alone.
+
+    The new environment takes its place only after it passed. When it fails, the old one stays, the
+    failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
+    """
+    from envbuild.verify.receipt import receipt_path
+
+    started = time.monotonic()
+    module = kind.module()
+
+    def proven(where: Path, state: State) -> dict[str, Any]:
+        from envbuild.verify.folder_subject import folder_subject
+
+        settings = settings_of(plan.verify_settings(), {"faults": faults})
+        subject = folder_subject(where, state, module)
+        return prove(subject, settings, environment, say, path, staged=where)
+
+    def result(state: State, *, built: bool, verified: bool) -> Result:
+        receipt = receipt_path(path) if verify else None
+        seconds = time.monotonic() - started
+        return Result(
+            path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
+        )
+
+    if path.is_symlink():  # the folder that it names is replaced, not the link
+        path = path.resolve()
+    check_place(path)
+    with place.exclusive(path, say):
+        state = check_place(path)
+        if (
+            state is not None
+            and state.plan_digest == plan.digest
+            and module.is_current(path, state, python)
+        ):
+            known = not verify or has_receipt(path, state.digest, plan, faults)
+            if not known:
+                keep_receipt(proven(path, state), path)
+            return result(state, built=False, verified=not known)
+        _say_why(path, state, plan, say)
+        with place.staged(path) as staged:
+            state = module.build(
+                plan, trainer, environment, staged, path.absolute(),
+                offline=offline, layers=_layers(plan, environment, say, offline), python=python,
+            )  # fmt: skip
+            receipt = proven(staged, state) if verify else None
+            commit(staged, path, receipt)
+    return result(state, built=True, verified=verify)
+
+
+def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
+    if state is None:
+        count = len(plan.packages) + len(plan.conda)
+        say(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
+    elif state.plan_digest != plan.digest:
+        say(f"{path}: the plan changed since it was built; building again")
+    else:
+        say(f"{path}: no longer what was built (packages or interpreter); building again")
+
+
+def _layers(
+    plan: Plan, environment: Environment, say: Say, offline: bool
+) -> Callable[[Path], Sequence[LayerFolder]]:
+    """What gives the layers of `plan` to an environment whose interpreter it is told: Python projects are compiled
+    against its packages. All others are built now, so that what fails does so early."""
+    requested = RequestedLayers(plan.sources, plan.host_layers)
+    first = build_layers(
+        before_environment(requested), plan.folder, environment, say, offline=offline
+    )
+    if len(first) == len(requested.sources):
+        return lambda python: first
+    return lambda python: build_layers(
+        requested, plan.folder, environment, say, offline=offline, python=python
+    )

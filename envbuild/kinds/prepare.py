@@ -1,0 +1,60 @@
+"""From a recipe to a plan and its trainer, with locks that are made when they are missing or stale."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from envbuild.environment import Environment
+from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host
+from envbuild.layers.trainer import Trainer, load_trainer
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
+from envbuild.lock.manage import ensure_lock
+from envbuild.lock.state import LockUse
+from envbuild.plan.plan import ImageInputs, Plan, make_plan
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
+
+
+def prepare(
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    artifact: str,
+    compile_bytecode: bool = False,
+    image: ImageInputs | None = None,
+    conda: bool = False,
+    layers: RequestedLayers | None = None,
+    **use: Unpack[LockUse],
+) -> tuple[Plan, Trainer]:
+    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
+
+    `conda` tells that it is made of the recipe's conda packages; `layers` are its source-built ones where this host
+    does not build them.
+    """
+    layers = layers or for_host(loaded, target, environment)
+    lock: Lock | CondaLock
+    if conda:
+        from envbuild.lock.conda_manage import ensure_conda_lock
+
+        lock = ensure_conda_lock(loaded, target, environment, **use)
+    else:
+        lock = ensure_lock(loaded, target, environment, **use)
+    layers = bind_to_lock(layers, lock)
+    trainer = load_trainer()
+    plan = make_plan(
+        loaded.recipe,
+        loaded.digest,
+        lock,
+        target,
+        artifact=artifact,
+        trainer_version=trainer.version,
+        trainer_digest=trainer.digest,
+        compile_bytecode=compile_bytecode,
+        image=image,
+        folder=loaded.folder,
+        sources=layers.sources,
+        host_layers=layers.hosts,
+    )
+    return plan, trainer

@@ -1,0 +1,186 @@
+"""Adding a thing costs one module and one line: a toy of each, put into its table, is seen by all that reads it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from envbuild.artifacts import venv
+from envbuild.artifacts.state import FILE, State, read_state, state_of
+from envbuild.doctor.artifacts import judge
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import UsageError, VerificationError
+from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
+from envbuild.jobs.artifact import open_artifact
+from envbuild.jobs.model import JobRequest
+from envbuild.jobs.plan import plan_job, wanted_kinds
+from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.kinds import ARTIFACTS, kind_at, kinds_of, plan_of
+from envbuild.kinds.base import FileArtifact, FolderArtifact
+from envbuild.kinds.commit import Result, failed_path
+from envbuild.kinds.folder import make_environment
+from envbuild.kinds.prepare import prepare
+from envbuild.kinds.verify import open_subject
+from envbuild.matrix import Chosen, make_jobs
+from envbuild.plan.plan import Plan
+from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.site.job_site import JobSite, load_job_site
+from envbuild.site.schedulers import LAUNCHERS, TITLES
+from envbuild.verify.model import PASS, Check, Settings, Verdict
+from envbuild.verify.receipt import passing_receipt, receipt_path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = f"cpu-{host_arch()}"
+TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), imports=("rattler",))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
+    """A kind of environments that hold a state and nothing else: `artifacts/toy.py` and one line."""
+
+    def build(plan: Plan, *given: Any, **_more: Any) -> State:
+        staged: Path = given[2]
+        state = state_of(plan, python_version="3.11.7", interpreter="toy", packages=(("torch", "2", ""),))  # fmt: skip
+        (staged / FILE).write_text(state.render())
+        return state
+
+    module = SimpleNamespace(
+        TITLE="toy", build=build, is_current=lambda *_: True, command=venv.command,
+        launch_environment=lambda _, env: {**env, "TOY": "1"},
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "envbuild.artifacts.toy", module)
+    monkeypatch.setitem(ARTIFACTS, "toy", TOY)
+    monkeypatch.chdir(tmp_path)
+    return TOY
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
+
+
+def site_of(folder: Path, text: str) -> JobSite:
+    (folder / "lab.toml").write_text(text)
+    return load_job_site(str(folder / "lab.toml"), {"HOME": str(folder), "USER": "ada"})
+
+
+def built(
+    kind: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, *,
+    status: str = PASS,
+) -> Result:  # fmt: skip
+    """Build a toy of pt_cpu; its verification ends with `status` without a training."""
+
+    def verify(_subject: Any, settings: Settings, *_: Any, **__: Any) -> Verdict:
+        return Verdict((Check("toy", "toy", status, "", ""),), settings, 0.1, Path("logs"))
+
+    monkeypatch.setattr("envbuild.verify.run.verify", verify)
+    loaded, target = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml"), Target.parse(HERE)
+    plan, trainer = prepare(
+        loaded, target, environment, artifact=kind.name, locked=True, offline=True, say=print
+    )
+    path = kind.default_path("pt_cpu", HERE)
+    return make_environment(kind, plan, trainer, environment, path, print, offline=True)
+
+
+def test_an_artifact_kind_is_planned_and_offered(
+    toy: FolderArtifact, environment: Environment
+) -> None:
+    loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
+    plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, say=print)  # fmt: skip
+    assert plan.artifact == "toy" and plan.has_torch
+    jobs, _ = make_jobs([Chosen("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment)  # fmt: skip
+    assert f"envbuild toy pt_cpu --target {HERE} --locked" in [job.command for job in jobs]
+    verdicts = judge({})
+    assert list(verdicts) == list(ARTIFACTS) and verdicts["toy"]["build"].status == "ok"
+
+
+def test_an_artifact_kind_is_built_verified_and_found_again(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = built(toy, environment, monkeypatch)
+    assert result.built and result.verified and result.path == Path("build/pt_cpu", HERE, "toy")
+    receipt = passing_receipt(result.path, result.digest)
+    assert receipt is not None and receipt["artifact"]["kind"] == "toy"
+    again = built(toy, environment, monkeypatch)
+    assert not again.built and not again.verified
+    assert kind_at(result.path) is toy
+    subject = open_subject(result.path, environment)
+    assert (subject.digest, subject.runtime, subject.root) == (result.digest, "host", result.path)
+    with pytest.raises(UsageError, match="no runtime to choose"):
+        open_subject(result.path, environment, "own")
+
+
+def test_an_artifact_kind_that_fails_leaves_the_one_before_it(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = built(toy, environment, monkeypatch)
+    monkeypatch.setattr(sys.modules["envbuild.artifacts.toy"], "is_current", lambda *_: False)
+    with pytest.raises(VerificationError) as failed:
+        built(toy, environment, monkeypatch, status="fail")
+    kept = failed_path(good.path)
+    assert read_state(kept) and json.loads(receipt_path(kept).read_text())["passed"] is False
+    assert passing_receipt(good.path, good.digest) is not None
+    assert failed.value.hint and f"what failed is {kept}" in failed.value.hint
+    assert not [one for one in good.path.parent.iterdir() if one.name.startswith(".")]
+
+
+def test_an_artifact_kind_runs_in_jobs(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = built(toy, environment, monkeypatch)
+    site = site_of(tmp_path, '[scheduler]\nkind = "slurm"\n')
+    assert wanted_kinds("slurm", site) == ("venv", "conda", "toy")
+    opened = open_artifact("pt_cpu", wanted_kinds("slurm", site), HERE)
+    assert (opened.artifact.kind, opened.artifact.digest) == ("toy", result.digest)
+    plan = plan_job(JobRequest(current=tmp_path), opened, site)
+    assert plan.runtime == "folder" and opened.artifact.path in render(plan)
+
+
+def test_a_kind_of_image_file_is_started_by_its_container_runtime(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    toy = FileArtifact("toy", "", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",))  # fmt: skip
+    monkeypatch.setitem(ARTIFACTS, "toy", toy)
+    site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "apptainer"\n')
+    assert kinds_of("file") == ("enroot", "apptainer", "toy")
+    assert wanted_kinds("pbs", site) == ("apptainer", "toy", "venv", "conda")
+    assert toy.default_path("r", HERE) == Path("build/r", HERE, "r.toy")
+
+
+def test_a_scheduler_takes_jobs(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built(toy, environment, monkeypatch)
+    monkeypatch.setitem(SCHEDULERS, "toy", replace(SCHEDULERS["flux"], suffix=".toy"))
+    monkeypatch.setitem(LAUNCHERS, "toy", LAUNCHERS["flux"])
+    monkeypatch.setitem(TITLES, "toy", "Toy")
+    site = site_of(tmp_path, "")
+    opened = open_artifact("pt_cpu", wanted_kinds("toy", site), HERE)
+    plan = plan_job(JobRequest(scheduler="toy", current=tmp_path), opened, site)
+    assert (plan.scheduler, plan.launcher) == ("toy", "flux") and "#flux:" in render(plan)
+
+
+def test_an_accelerator_has_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = replace(CUDA, name="toy", title="Toys", tag="toy([0-9])", form="toyN (toy1)", usual=("toy1",))  # fmt: skip
+    with pytest.raises(UsageError, match="toy1"):
+        Target.parse("toy1-x86_64")
+    monkeypatch.setitem(ACCELERATORS, "toy", toy)
+    target = Target.parse("toy1-x86_64")
+    assert target.family is toy and target.version == "1" and toy in gpu_families()
+
+
+def test_a_fabric_may_be_named_by_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = load_fabrics()
+    assert fabric_name_problem("toy")
+    monkeypatch.setitem(known, "toy", replace(known["any"], name="toy"))
+    assert fabric_name_problem("toy") is None and find_fabric("toy").name == "toy"
+    assert "toy" in fabric_names()
