@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,22 @@ def recipe(folder: Path, change: tuple[str, str] | None = None) -> Path:
     return place
 
 
+def conda_recipe(folder: Path, dependencies: Sequence[str], extra: str = "") -> Path:
+    """A recipe of conda packages without pip's."""
+    place = folder / "recipes/tiny"
+    place.mkdir(parents=True)
+    (place / "recipe.toml").write_text(
+        'name = "tiny"\ndescription = "lab"\npython = "3.11"\nrequirements = []\n'
+        'environment = "conda"\n'
+        f"[conda]\ndependencies = {json.dumps(list(dependencies))}\n{extra}\n"
+        "[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n"
+    )
+    return place
+
+
 @dataclass
 class Site:
-    """A folder with pt_cpu, at a site whose mirror of conda-forge is the lab's channel."""
+    """A folder with a recipe, at a site whose mirror of conda-forge is the lab's channel."""
 
     command: Command
     server: Server
@@ -80,6 +93,20 @@ def pt_conda(
         done = command("lock", "pt_cpu", "--conda")
         assert done.returncode == 0, done.stderr
         yield Site(command, server, command.json("conda", "pt_cpu", "--locked"))
+
+
+@pytest.fixture(scope="session")
+def tiny(
+    tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path
+) -> Iterator[Site]:
+    """NumPy alone, locked and built once: what goes wrong with packages does so without torch, too."""
+    folder = tmp_path_factory.mktemp("tiny_conda")
+    conda_recipe(folder, ["numpy"])
+    with serve(conda_channel.folder) as server:
+        command = Command(
+            folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)}
+        )
+        yield Site(command, server, command.json("conda", "tiny", "--no-verify"))
 
 
 def test_the_environment_is_verified(pt_conda: Site) -> None:
@@ -180,14 +207,14 @@ def test_offline_from_the_cache_alone(pt_conda: Site, tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_package_leaves_the_old_environment(
-    pt_conda: Site, conda_channel: Channel, tmp_path: Path, fault: str, said: str
+    tiny: Site, conda_channel: Channel, tmp_path: Path, fault: str, said: str
 ) -> None:
     folder = tmp_path / "channel"
     shutil.copytree(conda_channel.folder, folder, copy_function=os.link)
     package = Channel(folder).package("numpy", "linux-64" if ARCH == "x86_64" else "linux-aarch64")
     data = bytearray(package.read_bytes())
     old = tmp_path / "env"
-    pt_conda.command.json("conda", "pt_cpu", "--locked", "--no-verify", "--out", old)
+    tiny.command.json("conda", "tiny", "--locked", "--no-verify", "--out", old)
     state = json.loads((old / "envbuild.json").read_text())
     state["plan_digest"] = "sha256:" + "0" * 64  # as if it were of an older recipe
     (old / "envbuild.json").write_text(json.dumps(state))
@@ -204,58 +231,58 @@ def test_a_bad_package_leaves_the_old_environment(
             "ENVBUILD_STORE": str(tmp_path / "store"),
             "PIP_RETRIES": "0",
         }
-        done = pt_conda.command("conda", "pt_cpu", "--locked", "--no-verify", "--out", old, **env)
+        done = tiny.command("conda", "tiny", "--locked", "--no-verify", "--out", old, **env)
     assert done.returncode == 4, done.stderr
     assert "numpy" in done.stderr and said in done.stderr and "hint:" in done.stderr
     assert sorted(path.name for path in (old / "conda-meta").iterdir()) == before
     assert not list(tmp_path.glob(".env.envbuild-*"))
 
 
-def test_killed_at_any_moment_the_next_build_ends_well(pt_conda: Site, tmp_path: Path) -> None:
-    line = ("conda", "pt_cpu", "--locked", "--no-verify", "--out", tmp_path / "env")
+def test_killed_at_any_moment_the_next_build_ends_well(tiny: Site, tmp_path: Path) -> None:
+    line = ("conda", "tiny", "--locked", "--no-verify", "--out", tmp_path / "env")
     env = {"ENVBUILD_STORE": str(tmp_path / "store")}
     killed = 0
-    for delay in (0.8, 2.0, 4.0):
-        child = pt_conda.command.start(*line, **env)
+    for delay in (0.8, 1.4, 2.2):
+        child = tiny.command.start(*line, **env)
         time.sleep(delay)
         if child.poll() is None:
             child.send_signal(signal.SIGKILL)
             killed += 1
         child.communicate()
     assert killed
-    made = pt_conda.command.json(*line, **env)
-    assert made["digest"] == pt_conda.made["digest"]
+    made = tiny.command.json(*line, **env)
+    assert made["digest"] == tiny.made["digest"]
     assert not list(tmp_path.glob(".env.envbuild-*"))
 
 
-def test_two_builds_at_once_share_an_empty_store(pt_conda: Site, tmp_path: Path) -> None:
+def test_two_builds_at_once_share_an_empty_store(tiny: Site, tmp_path: Path) -> None:
     env = {"ENVBUILD_STORE": str(tmp_path / "store")}
     both = [
-        pt_conda.command.start(
-            "conda", "pt_cpu", "--locked", "--no-verify", "--json", "--out", tmp_path / name, **env
+        tiny.command.start(
+            "conda", "tiny", "--locked", "--no-verify", "--json", "--out", tmp_path / name, **env
         )
         for name in ("one", "two")
     ]
     said = [child.communicate() for child in both]
     assert [child.returncode for child in both] == [0, 0], said
-    assert {json.loads(out)["digest"] for out, _ in said} == {pt_conda.made["digest"]}
+    assert {json.loads(out)["digest"] for out, _ in said} == {tiny.made["digest"]}
 
 
 def test_credentials_of_a_private_mirror_reach_no_file(
     conda_channel: Channel, tmp_path: Path
 ) -> None:
-    recipe(tmp_path)
+    conda_recipe(tmp_path, ["numpy"])
     with serve(conda_channel.folder, user="reader", password="pa55word") as server:
         url = server.url.replace("http://", "http://reader:pa55word@")
         command = Command(
             tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store"), **site(tmp_path, url)}
         )
-        done = command("conda", "pt_cpu", "--no-verify")
+        done = command("conda", "tiny", "--no-verify")
         assert done.returncode == 0, done.stderr
         assert "pa55word" not in done.stderr + done.stdout
         wrong = site(tmp_path, server.url.replace("http://", "http://reader:wr0ng@"))
         refused = command(
-            "lock", "pt_cpu", "--conda", "--upgrade", ENVBUILD_STORE=str(tmp_path / "s2"), **wrong
+            "lock", "tiny", "--conda", "--upgrade", ENVBUILD_STORE=str(tmp_path / "s2"), **wrong
         )
         assert refused.returncode == 3 and "401" in refused.stderr
         assert "wr0ng" not in refused.stderr

@@ -45,7 +45,7 @@ from envbuild.layers.segments import Segments
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command
-from .test_conda import site
+from .test_conda import conda_recipe, site
 from .test_docker_out import run, under_qemu
 
 PLATFORMS = ["linux-64", "linux-aarch64"]
@@ -186,19 +186,6 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
         digests = [s.segment.path.read_bytes() for s in segments]
         made.append(([t.layer for t in tars], digests))
     assert made[0] == made[1]
-
-
-def conda_recipe(folder: Path, dependencies: Sequence[str], extra: str = "") -> Path:
-    """A recipe of conda packages without pip's."""
-    place = folder / "recipes/tiny"
-    place.mkdir(parents=True)
-    (place / "recipe.toml").write_text(
-        'name = "tiny"\ndescription = "lab"\npython = "3.11"\nrequirements = []\n'
-        'environment = "conda"\n'
-        f"[conda]\ndependencies = {json.dumps(list(dependencies))}\n{extra}\n"
-        "[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n"
-    )
-    return place
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 
 from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_tree
-from .test_conda import site
-from .test_conda_layers import conda_recipe
+from .test_conda import conda_recipe, site
 from .test_docker import docker
 
 ARCH = host_arch()
