@@ -112,7 +112,7 @@ class ShownSite:
         page = (TOP / "docs" / "seeds" / "slurm-modules.md").read_text()
         block = page[
             page.index("    [targets.cu126-x86_64]") : page.index(
-                "then `envbuild lock horovod_cu126"
+                "Lock it by `envbuild lock horovod_cu126"
             )
         ]
         shutil.copytree(TOP / "recipes" / "horovod", self.here / "recipes" / "horovod_cu126")
