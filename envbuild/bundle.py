@@ -77,7 +77,7 @@ def make_bundle(
         "target": target.name,
         "kinds": list(wanted),
         "plans": [plan.digest for plan, _ in plans],
-        # All files of the recipe: a plan's digest leaves out what does not decide the content, such as
+        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as
         # [verify].
         "files": _digest(
             (file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)

@@ -41,7 +41,7 @@ _SAID = ("org.envbuild.recipe", "org.envbuild.target", "org.opencontainers.image
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference; `before` or `after` is None where the thing is missing.
+    """One difference; `before` or `after` is None for a missing thing.
 
     `what` maps each part that differs to its values: part → [before, after].
     """

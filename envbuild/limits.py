@@ -44,7 +44,7 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
-    """Return how many bytes of memory this process may use, None if nothing tells.
+    """Return how many bytes of memory this process may use, None if unknown.
 
     It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel
     calls available. `root` is the folder with proc and sys.

@@ -90,7 +90,7 @@ def check_locks(
     """Report each needed lock in `parts` that is current.
 
     Raises LockError that lists all locks that are not current, with the command that updates them, or that
-    names what is known not to work in a current lock.
+    names a known incompatibility in a current lock.
     """
     faults: dict[str, None] = {}
     missing: dict[str, set[str]] = {}
@@ -115,7 +115,7 @@ def check_locks(
 def _judge(
     loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, say: Say
 ) -> None:
-    """Raise LockError for what is known not to work in a current lock."""
+    """Raise LockError for a known incompatibility in a current lock."""
     if needed.name == "wheels":
         check_lock(loaded, target, lock, source, say)
     elif needed.name == "conda":

@@ -1,6 +1,6 @@
 """Files of artifacts in a form for comparison, without differences that say nothing about the content.
 
-docs/reference/inspect.md lists what is left out; `LEFT_OUT` tells it to the user.
+docs/reference/inspect.md lists the differences that are left out; `LEFT_OUT` names them for the user.
 """
 
 from __future__ import annotations

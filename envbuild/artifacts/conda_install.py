@@ -240,7 +240,7 @@ def _clean_records(work: _Work) -> None:
             url = b'\n  "url": ' + json.dumps(package.url).encode()
             data = _URL.sub(lambda _, url=url: url, data, count=1)  # type: ignore[misc]
         path.write_bytes(data)
-    # It tells backups to leave the folder out; conda's own environments have none.
+    # This file makes backup tools skip the folder; conda's own environments have none.
     (work.staged / "CACHEDIR.TAG").unlink(missing_ok=True)
 
 

@@ -94,8 +94,8 @@ def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distributio
 def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
     """Return (name, version) of everything that is installed, from file names; conda-meta is read no further.
 
-    Packages of conda have the name in conda-meta, those that pip added their normalized name. A .dist-info
-    folder that is gone has the version "missing". Raises OSError.
+    Packages of conda have the name in conda-meta, those that pip added their normalized name. A missing
+    .dist-info folder of a conda package is returned with the version "missing". Raises OSError.
     """
     found: set[tuple[str, str]] = set()
     owned: set[str] = set()

@@ -132,7 +132,7 @@ class LayerFact:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """An artifact's own description; "" or None for what it does not contain.
+    """An artifact's own description; missing data is "" or None.
 
     `identity` is the same wherever the artifact is: an image's configuration digest, an environment's state
     digest. `digest` is an image's manifest digest, "" if it has no manifest of its own (daemons, docker

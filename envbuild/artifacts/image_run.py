@@ -1,4 +1,4 @@
-"""The way in which the program of an image starts, from the image's configuration.
+"""The start of an image's program, as the image's configuration defines it.
 
 Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of
 words.

@@ -114,7 +114,7 @@ def check_files(
 
 
 def walk_files(folder: Path) -> Iterator[str]:
-    """Yield every file and every link to a file below `folder`, in a fixed order; links are not followed."""
+    """Yield, in a fixed order, every file below `folder` and every link that leads to no folder; follow no links."""
     for parent, folders, files in os.walk(folder):
         folders.sort()
         for name in sorted(files):

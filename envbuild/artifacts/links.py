@@ -1,4 +1,4 @@
-"""The way in which files get from the store into an environment: hard link, reflink or copy."""
+"""The link mode for files from the store in an environment: hard link, reflink or copy."""
 
 from __future__ import annotations
 

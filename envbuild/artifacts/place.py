@@ -1,7 +1,8 @@
 """Atomic replace of a file or folder, and clean-up after a killed run.
 
 A new folder is built beside its final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE
-exchanges it with the old one, so that the path always holds the old folder or the new one.
+exchanges it with the old one, so that the path always holds the old folder or the new one. On file systems
+without it (NFS), two renames replace the folder.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def swap_in(staged: Path, place: Path) -> None:
-    """Move `staged`, a folder or a file, to `place`, and remove what was there before. Raises BuildError."""
+    """Move the folder or file `staged` to `place`, atomically if possible; remove the old one. Raises BuildError."""
     with writing(place.parent):
         if not staged.is_dir():
             os.replace(staged, place)
@@ -88,7 +89,7 @@ def swap_in(staged: Path, place: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder or file; what cannot be removed is left for the next run."""
+    """Remove a folder or file as far as possible; the next run removes the rest."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
     else:

@@ -38,7 +38,7 @@ class BuiltLayer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of a built environment; `digest` covers what is installed, `plan_digest` what was requested.
+    """The state of a built environment; `digest` covers its content, `plan_digest` the request.
 
     `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment`
     also the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at

@@ -71,7 +71,7 @@ def _checked(deb: LockedDeb, path: Path) -> Control:
 
 
 def merged(path: str) -> str:
-    """Return where `path` of a package is with a merged /usr."""
+    """Return the path that `path` of a package has with a merged /usr."""
     for alias, real in _ALIASES.items():
         if path.startswith(alias + "/"):
             return real + path[len(alias) :]

@@ -86,7 +86,7 @@ def archives(
 
 
 def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
-    """Return where this host's apt sources have `suite`, its updates and its security fixes.
+    """Return the archives in this host's apt sources that have `suite`, its updates and its security fixes.
 
     They are in apt's order of files; there are none if the host is not Debian. If the host uses another Debian
     release, its servers have `suite` too. Only the component main counts: every host must get the same lock.

@@ -56,7 +56,7 @@ class Artifact:
         return Path("build", recipe, target, self.place.format(recipe=recipe))
 
     def holds(self, path: Path) -> bool:
-        """Return whether an artifact of this kind lies at `path`. Raises BuildError for a damaged one."""
+        """Return whether `path` holds an artifact of this kind. Raises BuildError for a damaged one."""
         return False
 
     def read(self, path: Path) -> BuiltArtifact:
