@@ -1,9 +1,11 @@
-"""An offline bundle: everything that building one recipe for one target reads, in one folder for a shared file system.
+"""An offline bundle: one folder with everything that builds of one recipe for one target read.
 
-bundle.json      what it is of
+A bundle can be copied to a shared file system. Its layout:
+
+bundle.json      recipe, target, artifact kinds and digests of the content
 recipes/NAME/    the recipe and its locks
 store/           wheels, conda packages and sources by their digests: a store (store/store.py)
-envbuild/        envbuild itself with what it imports, for the target's platform and Python
+envbuild/        envbuild and its dependencies, for the target's platform and Python
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 FILE, FORMAT = "bundle.json", 1
-# envbuild's own oldest wheels need no newer glibc than this.
+# The dependencies of envbuild are installed for this glibc: each has a wheel that needs no newer one.
 _GLIBC = "2.28"
 _LEAST_PYTHON = (3, 11)
 
@@ -52,10 +54,13 @@ def make_bundle(
     tools: bool = True,
     offline: bool = False,
 ) -> dict[str, Any]:
-    """Make the bundle of `loaded` for `target` at `path`, with what the artifacts `kinds` (venv, conda) read;
-    `tools` puts envbuild itself in. A bundle of the same content is left as it is. Returns what bundle.json says.
+    """Write the bundle of `loaded` for `target` to the folder `path`, and return the content of bundle.json.
 
-    Raises UsageError for a place that holds something else, LockError or BuildError for what cannot be had.
+    The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild
+    itself. An existing bundle with the same content is left unchanged.
+
+    Raises UsageError when `path` holds something other than a bundle, LockError or BuildError when a lock or a
+    file is not available.
     """
     wanted = tuple(kinds)
     plans = [
@@ -72,7 +77,8 @@ def make_bundle(
         "target": target.name,
         "kinds": list(wanted),
         "plans": [plan.digest for plan, _ in plans],
-        # All of the recipe's text: a plan's digest leaves out what decides no content, such as [verify].
+        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as
+        # [verify].
         "files": _digest(
             (file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)
         ),
@@ -100,7 +106,7 @@ def make_bundle(
 
 
 def read_bundle(path: Path) -> dict[str, Any] | None:
-    """What the bundle at `path` says of itself; None when there is none that this envbuild understands."""
+    """Return bundle.json of the bundle at `path`, None when there is none in this FORMAT."""
     try:
         about = json.loads((path / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -116,7 +122,7 @@ def _fill_store(
     environment: Environment,
     offline: bool,
 ) -> None:
-    """Put what the plans read into a store at `store`, each file by its digest."""
+    """Write the files that `plans` read into a store at `store`, each under its digest."""
     from envbuild.layers.conda_files import locate_conda
     from envbuild.layers.wheels import locate
 
@@ -142,7 +148,10 @@ def _put_sources(layer: SourceLayer, store: Path, environment: Environment, offl
 
 
 def _put(source: Path, file: Path) -> None:
-    """A copy, hard-linked where that can be done: nobody writes into files of a store."""
+    """Hard-link `source` to `file`, or copy it if linking fails; an existing `file` is kept.
+
+    A hard link is safe, because nobody writes to the files of a store.
+    """
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +162,7 @@ def _put(source: Path, file: Path) -> None:
 
 
 def tools_python(loaded: LoadedRecipe) -> str:
-    """The Python that runs the bundled envbuild on the nodes: the recipe's, which they need anyway."""
+    """Return the Python version for the bundled envbuild: the recipe's, which nodes need anyway, but at least 3.11."""
     python = loaded.recipe.python
     if tuple(map(int, python.split("."))) < _LEAST_PYTHON:
         return ".".join(map(str, _LEAST_PYTHON))
@@ -163,7 +172,10 @@ def tools_python(loaded: LoadedRecipe) -> str:
 def _put_tools(
     folder: Path, target: Target, python: str, environment: Environment, offline: bool
 ) -> None:
-    """envbuild and what it imports as one folder for PYTHONPATH. Raises BuildError."""
+    """Install envbuild and its dependencies into `folder`, for use in PYTHONPATH.
+
+    Raises BuildError when uv cannot install a dependency.
+    """
     wanted = [text for text in metadata.requires("envbuild") or () if "extra ==" not in text]
     settings = folder.parent / ".uv.toml"
     environment.write_uv_settings(settings, ())
@@ -190,7 +202,7 @@ def _put_tools(
 
 
 def _own_files() -> Iterable[tuple[Path, str]]:
-    """envbuild's own files and their names in an installation, the bundled data of a checkout among them."""
+    """Yield envbuild's own files and their paths in an installation; a checkout's data goes to `_bundled`."""
     package = Path(envbuild.__file__).parent
     inside = package / "_bundled"
     for file in _files(package):
@@ -214,7 +226,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _digest(files: Iterable[tuple[Path, str]]) -> str:
-    """The digest of files and the names they get."""
+    """Return one digest of the names, sizes and contents of (file, name) pairs."""
     digest = hashlib.sha256()
     for file, name in files:
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())

@@ -1,4 +1,4 @@
-"""What a git checkout says has changed since a revision."""
+"""Files of a git checkout that changed since a revision."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Changes:
 
 
 def changes_since(revision: str, folder: Path) -> Changes:
-    """What the branch checked out at `folder` has changed since it left `revision` (`git diff REVISION...`).
+    """Return the files that the branch checked out at `folder` changed since it left `revision`.
 
-    Only what is committed counts. Raises UsageError when `folder` is not in a git checkout or the revision is not
-    known there, HostError when there is no git.
+    As for `git diff REVISION...`, only commits count. Raises UsageError when `folder` is not in a git checkout
+    or git does not know the revision, HostError when git is not installed.
     """
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top.returncode != 0:
@@ -38,7 +38,7 @@ def changes_since(revision: str, folder: Path) -> Changes:
     if found.returncode != 0 or revision.startswith("-"):
         _fail(folder, f"git knows no revision {revision!r}", "name a commit, branch or tag")
     commit = found.stdout.strip()
-    # A file that moved away has changed the folder it left.
+    # With renames, git would list only a file's new path; the folder that it left has changed too.
     differing = _git(folder, "diff", "--name-only", "--no-renames", "-z", f"{commit}...HEAD", "--")
     if differing.returncode != 0:
         _fail(

@@ -1,4 +1,7 @@
-"""Two artifacts compared: settings, packages, files. How files are seen: docs/reference/inspect.md."""
+"""Comparison of two artifacts: settings, packages, files.
+
+docs/reference/inspect.md says which differences between files count.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
-# Labels that tell how an image came about. They may differ where its content does not.
+# Labels about the origin of an image. They may differ between images with the same content.
 _PROVENANCE = {
     "org.envbuild.recipe.digest": "recipe",
     "org.envbuild.lock.digest": "lock",
@@ -38,8 +41,10 @@ _SAID = ("org.envbuild.recipe", "org.envbuild.target", "org.opencontainers.image
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs; `before` or `after` is None where it is missing. `what` names the parts of
-    it that differ, as part → [before, after]."""
+    """One difference; `before` or `after` is None for a missing thing.
+
+    `what` maps each part that differs to its values: part → [before, after].
+    """
 
     name: str
     before: str | None
@@ -48,7 +53,7 @@ class Change:
 
     @property
     def kind(self) -> str:
-        """`added`, `removed` or `changed`, seen from the first artifact."""
+        """`added`, `removed` or `changed`, from the first artifact to the second."""
         if self.before is None:
             return ADDED
         return REMOVED if self.after is None else CHANGED
@@ -62,7 +67,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs. `files` is None when files were not compared; `notes` does not count."""
+    """The differences between two artifacts.
+
+    `files` is None when files were not compared. `left_out` names what the comparison of files ignores. `notes`
+    do not count as differences.
+    """
 
     settings: tuple[Change, ...]
     built: tuple[Change, ...]
@@ -110,8 +119,10 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
 
 
 def _same_content(one: About, other: About) -> bool:
-    """Whether two images are of the same layers, or two files hold one file system: then nothing in them
-    needs to be read."""
+    """Return whether both are images of the same layers, or both are image files with the same file system.
+
+    Their contents then need not be read.
+    """
     if one.kind in SQUASHED and other.kind in SQUASHED:
         return one.identity == other.identity
     if one.kind != IMAGE or other.kind != IMAGE:
@@ -122,8 +133,11 @@ def _same_content(one: About, other: About) -> bool:
 def _setting_changes(
     one: About, left: Inventory | None, other: About, right: Inventory | None, between: bool
 ) -> tuple[Change, ...]:
-    """What differs in the settings. Artifacts of different kinds do not say the same: of theirs, variables
-    are compared where both have some, and all else that both say."""
+    """Return the differences in settings.
+
+    Artifacts of different kinds do not record the same settings. Between them, environment variables are
+    compared when both artifacts record some, any other setting only when both record it.
+    """
     before, after = _settings(one, left, between), _settings(other, right, between)
     if one.kind != other.kind and not between:
         told = before.keys() & after.keys()
@@ -156,7 +170,7 @@ def _line(words: Sequence[str]) -> str:
 
 
 def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Source-built layer → version and a digest of its files; where `inner`, those of the environment alone."""
+    """Return source layer → (version, digest of its files); with `inner`, only layers inside the environment."""
     found = {}
     for layer in contents.built:
         if layer.location == (contents.prefix or ""):
@@ -167,7 +181,7 @@ def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
 
 
 def _conda(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Package → version with build, and a digest; where `inner`, those of the environment alone."""
+    """Return package → (version and build, digest); with `inner`, only packages of the environment itself."""
     own = contents.own_conda
     found = {package.name: package for package in own}
     if not inner:
@@ -177,8 +191,11 @@ def _conda(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
 
 
 def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Package → version and a digest. Those outside of the environment are named with their folder, or where
-    `inner` left out; digests are then those of what does not depend on the installer."""
+    """Return package → (version, digest).
+
+    Packages outside the environment are named with their folder, or skipped with `inner`. With `inner`, a
+    digest covers only content that does not depend on the installer.
+    """
     prefix = contents.prefix
     found: dict[str, tuple[str, str]] = {}
     for package in contents.python:
@@ -187,7 +204,7 @@ def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
             continue
         name = package.name if inside or inner else f"{package.name} (/{package.location})"
         digest = package.content if inner else package.record
-        if name in found:  # twice in one folder: both tell
+        if name in found:  # the package is installed twice: keep both
             version, known = found[name]
             found[name] = f"{version}, {package.version}", f"{known} {digest}"
         else:
@@ -200,7 +217,7 @@ def _debian(contents: Inventory) -> dict[str, tuple[str, str]]:
 
 
 def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs between two tables of values, or of (version, digest)."""
+    """Return the differences between two tables of values or of (version, digest)."""
     found = []
     for name in sorted(one.keys() | other.keys()):
         before, after = one.get(name), other.get(name)

@@ -1,4 +1,7 @@
-"""What an artifact is, as one object: what `envbuild inspect --json` prints. Its shape: docs/reference/inspect.md."""
+"""The description of an artifact that `envbuild inspect --json` prints.
+
+docs/reference/inspect.md documents its fields.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ FORMAT = 1
 
 
 def describe(about: About, contents: Inventory | None) -> dict[str, Any]:
-    """The description; without `contents` (nothing was read) what lies inside is None. Secrets are hidden."""
+    """Return the description of an artifact, with secrets masked.
+
+    Without `contents` (the artifact was not read), every field about its content is None.
+    """
     about = completed(about, contents)
     return {
         "format": FORMAT,
@@ -72,8 +78,11 @@ def describe(about: About, contents: Inventory | None) -> dict[str, Any]:
 
 
 def receipt_of(about: About) -> dict[str, Any] | None:
-    """The receipt beside the artifact, or for one without a place where a build leaves it; None when
-    there is none. `matches` tells whether it is this artifact's."""
+    """Return the receipt of an artifact, None when there is none.
+
+    It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild
+    docker`. `matches` says whether the receipt is for this very artifact.
+    """
     if about.place is not None:
         path = receipt_path(about.place.absolute())
     elif about.recipe and about.target:
@@ -83,7 +92,7 @@ def receipt_of(about: About) -> dict[str, Any] | None:
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
         digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]
-        # A daemon and an archive do not keep the manifest, whose digest the receipt has.
+        # Daemons and docker archives do not keep the manifest, whose digest is in the receipt.
         matches = digest == about.digest if about.digest else plan == about.plan_digest
         return {
             "path": str(path),
@@ -129,7 +138,7 @@ def _built(contents: Inventory) -> list[dict[str, Any]]:
 
 
 def _on_nodes(contents: Inventory) -> list[dict[str, Any]]:
-    """What the environment takes from the nodes."""
+    """Return the layers that the environment takes from the nodes."""
     told = contents.state.get("layers")
     return [
         {name: layer.get(name) for name in ("name", "version", "path")}

@@ -1,7 +1,8 @@
-"""What an ELF file says about itself. Needs nothing but Python 3.9.
+"""Reader of ELF files. Needs only Python 3.9.
 
-Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
-versioning (DT_VERNEED). Read by program headers, as the dynamic linker does: section headers may be stripped.
+Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's
+symbol versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be
+stripped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-# e_machine of processors.
+# Values of e_machine.
 MACHINES = {
     "i386": 3,
     "ppc64": 21,
@@ -27,15 +28,18 @@ MACHINES = {
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERNEED, _VERNEEDNUM = 0x6FFFFFFE, 0x6FFFFFFF
-# More than any table of names, and than any file: what a damaged header may ask for.
+# Upper limits for a table's length and for an offset in a file: a damaged header may contain any number.
 _MOST, _FAR = 1 << 24, 1 << 40
 _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
 class Elf:
-    """A 64-bit ELF file. `dynamic` says whether the dynamic linker reads it. `runpath` is DT_RUNPATH, or DT_RPATH where
-    there is none; `versions` are the symbol versions that it needs, such as GLIBC_2.34."""
+    """A 64-bit ELF file.
+
+    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none;
+    `versions` are the symbol versions that it needs, such as GLIBC_2.34.
+    """
 
     machine: int
     dynamic: bool = False
@@ -46,20 +50,20 @@ class Elf:
 
     @property
     def glibc(self) -> tuple[int, int]:
-        """The newest glibc that its symbols ask for, (0, 0) for none."""
+        """The newest glibc version that its symbols need, (0, 0) for none."""
         found = [_GLIBC.fullmatch(version) for version in self.versions]
         return max(((int(m[1]), int(m[2])) for m in found if m), default=(0, 0))
 
 
 def machine_name(machine: int) -> str:
-    """The processor with this e_machine."""
+    """Return the name of the processor with the e_machine `machine`."""
     return next((n for n, number in MACHINES.items() if number == machine), f"machine {machine}")
 
 
 def elf_machine(path: str) -> int | None:
-    """The e_machine of the ELF file at `path`, None for any other file and for one that cannot be read."""
+    """Return the e_machine of the ELF file at `path`, None for any other or unreadable file."""
     try:
-        # Asked of ten thousands of files; a file object costs three times that.
+        # This runs for tens of thousands of files; a file object takes three times as long.
         file = os.open(path, os.O_RDONLY)
         try:
             head = os.read(file, 20)
@@ -73,7 +77,7 @@ def elf_machine(path: str) -> int | None:
 
 
 def is_elf(path: Path) -> bool:
-    """Whether `path` is a regular file that begins as ELF does."""
+    """Return whether `path` is a regular file that starts with the ELF magic number."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as stream:
@@ -81,7 +85,7 @@ def is_elf(path: Path) -> bool:
 
 
 def read_elf(path: Path) -> Elf | None:
-    """The ELF file at `path`; None for any other file, and for a damaged one. Raises OSError."""
+    """Return the 64-bit ELF file at `path`, None for any other or damaged file. Raises OSError."""
     with path.open("rb") as stream:
         try:
             return _read(stream)
@@ -150,7 +154,7 @@ def _read(stream: BinaryIO) -> Elf | None:
 
 
 def _versions(stream: BinaryIO, order: str, begin: int, count: int) -> Iterator[int]:
-    """The offsets of names in Verneed's Vernaux entries."""
+    """Yield the string table offsets of the names in the Vernaux entries of Verneed."""
     for _ in range(min(count, 4096)):
         _, needs, _, first, following = struct.unpack(order + "HHIII", _at(stream, begin, 16))
         place = begin + first

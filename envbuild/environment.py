@@ -1,4 +1,4 @@
-"""Everything about where envbuild runs that resolving, fetching and building need, in one value."""
+"""The environment in which envbuild runs: all that resolving, fetching and building need of it, in one value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Environment:
 
     @functools.cached_property
     def uv(self) -> str:
-        """The uv program that came with envbuild. Raises HostError when there is none."""
+        """The path of the uv program that is installed with envbuild. Raises HostError when it is missing."""
         from uv import find_uv_bin
 
         try:
@@ -37,19 +37,19 @@ class Environment:
             raise HostError("uv's program is missing", "install it: pip install uv") from error
 
     def uv_environment(self) -> dict[str, str]:
-        """The variables for a run of uv; its cache lies in the store."""
+        """Return the environment variables for uv; they put its cache into the store."""
         return uv_environment(self.pip, self.variables, self.store.uv_cache)
 
     def write_uv_settings(self, path: Path, indexes: Sequence[str]) -> None:
-        """Write uv's configuration to `path`, readable by its owner alone: index URLs may hold passwords."""
+        """Write uv's configuration to `path`, readable only by its owner: index URLs may hold passwords."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(uv_settings(self.pip, indexes))
 
     def default_index(self) -> str:
-        """The index where pip's configuration names none: uv's own default, asked of uv.
+        """Return uv's default index, which is used when pip's configuration names none.
 
-        Raises HostError when uv does not tell.
+        Raises HostError when uv does not print it.
         """
         done = process.run(
             [self.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config",
@@ -65,14 +65,14 @@ class Environment:
         return url
 
     def probe(self, index: str) -> str | None:
-        """None when the package index answers, else why not (credentials hidden)."""
+        """Return None when the package index answers, else the reason why it does not, with credentials masked."""
         from envbuild.store.fetch import probe_index
 
         return probe_index(index, self.pip, self.variables)
 
 
 def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the site's settings and pip's configuration. Raises RecipeError on a faulty file."""
+    """Read the site's settings and pip's configuration. Raises RecipeError for a faulty file."""
     known = dict(os.environ if variables is None else variables)
     site = load_site(known)
     return Environment(known, site, load_pip_config(known), Store(site.store))

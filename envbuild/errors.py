@@ -1,12 +1,12 @@
-"""Errors that a user sees: each class carries its exit code, each instance says what to change."""
+"""Errors for users: each class has an exit code, each instance can have a hint."""
 
 from __future__ import annotations
 
 
 class EnvbuildError(Exception):
-    """Base of every error shown to a user as one message, never as a traceback.
+    """Base of all errors that are shown as one message and never as a traceback.
 
-    `message` says what is wrong; `hint`, when given, says what to change.
+    `message` says what is wrong; `hint`, if given, says what to do about it.
     """
 
     exit_code = 1
@@ -36,18 +36,18 @@ class LockError(EnvbuildError):
 
 
 class BuildError(EnvbuildError):
-    """An artifact that could not be made."""
+    """An artifact that could not be built."""
 
     exit_code = 4
 
 
 class VerificationError(EnvbuildError):
-    """An artifact that was made and does not pass its checks."""
+    """An artifact that was built but fails its verification."""
 
     exit_code = 5
 
 
 class HostError(EnvbuildError):
-    """A tool, an interpreter, an architecture or a permission that this host lacks."""
+    """A tool, interpreter, architecture or permission that this host lacks."""
 
     exit_code = 6

@@ -1,8 +1,8 @@
-"""Start one program in a .sqsh or .sif: what `envbuild exec` does. No runtime, no root, no daemon.
+"""`envbuild exec`: one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
-The image is brought in as for a verification (verify/own_runtime.py): mounted by the kernel, by squashfuse, or
-unpacked. Unlike there, nothing is tried first, the namespace is one program's, and nothing is kept in the store, which
-nodes of a cluster may share.
+The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse,
+or unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in
+the store, which the nodes of a cluster may share.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from envbuild.verify.own_runtime import EXTRACT, START, WAYS, Refused, extract, 
 from envbuild.verify.runtimes import OWN
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
-# What a job tells its programs. Never PATH, LD_LIBRARY_PATH, PYTHONPATH and the like: those of the host name files of
-# the host, and the image has its own.
+# Variables that a job sets for its programs. PATH, LD_LIBRARY_PATH, PYTHONPATH and the like are never passed:
+# the host's values name files of the host, and the image sets its own.
 PASSED = (
     "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_", "OFI_NCCL_", "FI_",
     "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_", "CUDA_", "CUBLAS_",
@@ -43,13 +43,13 @@ PASSED_NAMES = (
     "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-# Of the host's own programs and files.
+# Exceptions: variables about the host's own programs and files.
 _NOT_PASSED = ("ENVBUILD_STORE", "ENVBUILD_SITE", "CUDA_HOME", "CUDA_PATH", "MPI_HOME", "MPI_ROOT")
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A folder or file `host` of this host, seen at `place` in the image; `readonly`: not to be written there."""
+    """A bind mount of this host's folder or file `host` at `place` in the image; `readonly` forbids writes."""
 
     host: Path
     place: str
@@ -57,7 +57,10 @@ class Bind:
 
 
 def parse_bind(text: str) -> Bind:
-    """HOST[:PLACE][:ro|:rw]; without PLACE, the absolute path that HOST has here. Raises UsageError."""
+    """Parse HOST[:PLACE][:ro|:rw]; PLACE defaults to the absolute path of HOST.
+
+    Raises UsageError for any other form, and when HOST does not exist.
+    """
     parts = text.split(":")
     mode = parts.pop() if len(parts) > 1 and parts[-1] in ("ro", "rw") else "rw"
     host, place = parts[0], (parts[1] if len(parts) == 2 else os.path.abspath(parts[0]))
@@ -72,7 +75,7 @@ def parse_bind(text: str) -> Bind:
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of the caller's `variables` a program of the image is given without being asked for."""
+    """Return those of the caller's `variables` that programs in the image get without any option."""
     return {
         name: value
         for name, value in variables.items()
@@ -96,12 +99,14 @@ def exec_image(
     runtime: str = OWN,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Run `command` in the image at `path` with this process's streams, and wait for it.
+    """Run `command` in the image at `path` with this process's streams, and return its wait status.
 
-    `variables` go over those that the image sets and those that are `inherited`. `folder` is the working folder
-    inside; by default the current one where a bind shows it, else /. `runtime` is one of RUNTIMES.
-    Returns the wait status. Raises UsageError for a file that is no image and a bind that does not fit it, HostError
-    where this host cannot start it.
+    `variables` override those that the image sets and those that are `inherited`. `folder` is the working
+    folder inside the image; the default is the current folder if a bind shows it, else /. `runtime` is one of
+    RUNTIMES.
+
+    Raises UsageError for a file that is not an image and for a bind that does not fit the image, HostError when
+    this host cannot start it.
     """
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
@@ -135,7 +140,7 @@ def exec_image(
 
 
 def _seen(path: str, binds: Sequence[Bind]) -> bool:
-    """Whether `path` of the host is at the same path in the image."""
+    """Return whether a bind shows `path` of the host at the same path in the image."""
     return any(
         str(bind.host) == os.path.normpath(bind.place)
         and PurePosixPath(path).is_relative_to(bind.host)
@@ -150,8 +155,8 @@ def _start(
     environment: Environment,
     say: Callable[[str], None],
 ) -> int:
-    """The wait status of the program. Raises Refused where the image cannot be brought in by `way`."""
-    # On the node's own disk: a store may lie on a file system that all nodes share.
+    """Run the program and return its wait status. Raises Refused when `way` cannot open the image here."""
+    # On the node's own disk: the store may be on a file system that all nodes share.
     folder = Path(tempfile.mkdtemp(prefix="envbuild-exec-"))
     try:
         spec = {**spec_of(image, way, folder, None, environment), **told, "unpacked": ""}
@@ -171,8 +176,11 @@ def _start(
 
 
 def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Path | None) -> int:
-    """Start the keeper, and wait. `removable` is a folder that is needed no longer when the image is there."""
-    spare = supervise.descendants()  # of a shell that became us
+    """Start the keeper, which holds the image open and runs the program, and wait for the program.
+
+    `removable` is a folder that is no longer needed once the image is open.
+    """
+    spare = supervise.descendants()  # children of a shell that `exec`ed envbuild
     supervise.inherit_orphans()
     held = supervise.hold_signals()
     ours, theirs = socket.socketpair()
@@ -182,7 +190,7 @@ def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Pa
         keeper = subprocess.Popen(
             [*START, "run", str(theirs.fileno())],
             env={"PATH": environment.variables.get("PATH", os.defpath)},
-            close_fds=False,  # what the caller lets be inherited, as PMI's, is for the program
+            close_fds=False,  # the program may need descriptors that the caller made inheritable, such as PMI's
         )
         theirs.close()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -206,7 +214,7 @@ def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Pa
 
 
 def _judge(line: bytes) -> None:
-    """Raise what the keeper says."""
+    """Raise the error that the keeper reports in `line`, if it reports one."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The networks between nodes that recipes may name: data/fabrics.toml, which says what each column means."""
+"""The networks between nodes that recipes may name, from data/fabrics.toml, which documents each field."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 
 from envbuild.errors import UsageError
 
-# Every recipe asks: importlib.resources would cost ten milliseconds.
+# Every recipe needs this file: importlib.resources would take ten milliseconds.
 _FILE = Path(__file__).parent / "data" / "fabrics.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable that a fabric needs; `source` is the address that says so, `date` when it was read or written."""
+    """A variable that a fabric needs.
+
+    `source` is the address of the page that documents it, `date` the day on which it was read or written.
+    """
 
     name: str
     value: str
@@ -28,9 +31,12 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class FabricAdapter:
-    """The adapters of a fabric as Linux shows them. `called` are their names in messages, `sysfs` their class below
-    /sys/class, `driver` the driver that tells them from others of the class, `mounted` the folder that a container
-    must be given, `devices` a glob of files for preflight, `resource` the one of Kubernetes that has them."""
+    """The network adapters of a fabric, as Linux shows them.
+
+    `called` are their names in messages, `sysfs` is their class below /sys/class, `driver` the driver that
+    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices`
+    a glob of files for preflight, `resource` the Kubernetes resource that provides them.
+    """
 
     called: tuple[str, ...]
     sysfs: str
@@ -43,8 +49,10 @@ class FabricAdapter:
 
 @dataclass(frozen=True, slots=True)
 class FabricOptions:
-    """What a fabric changes in the source layer `layer`: options for configure, and Debian packages to build with.
-    `accelerator` are the families of targets for which it holds, () for all."""
+    """Build options that a fabric adds to the source layer `layer`: arguments of configure, and Debian packages.
+
+    They apply to targets whose accelerator family is in `accelerator`, () for all.
+    """
 
     layer: str
     configure: tuple[str, ...] = ()
@@ -54,9 +62,12 @@ class FabricOptions:
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """A network between nodes. `nccl_net` is for NCCL_NET, "" leaves NCCL its choice; `names` are those by which
-    NCCL's log may call it; `provider` is libfabric's, "" without libfabric; `run_on` the hardware on which the
-    settings were run, "" for none."""
+    """A network between nodes.
+
+    `nccl_net` is the value of NCCL_NET, "" to leave the choice to NCCL. `names` are the names that NCCL's log
+    may use for it. `provider` is the provider of libfabric, "" without libfabric. `run_on` is the hardware on
+    which the settings were run, "" for none.
+    """
 
     name: str
     title: str
@@ -76,23 +87,23 @@ class Fabric:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Name → value, as the data has them ({interface} stands for the site's)."""
+        """Name → value as in the data file, where {interface} stands for the site's interface."""
         return {row.name: row.value for row in self.rows}
 
     @property
     def by_plugin(self) -> bool:
-        """Whether NCCL needs its libfabric plugin for it."""
+        """Whether NCCL needs its libfabric plugin for this network."""
         return bool(self.provider)
 
     def options_of(self, layer: str, family: str) -> tuple[FabricOptions, ...]:
-        """What it changes in the source layer `layer` of targets with accelerators of `family`."""
+        """Return the options for the source layer `layer` of targets with accelerators of `family`."""
         found = (one for one in self.options if one.layer == layer)
         return tuple(one for one in found if family in (one.accelerator or (family,)))
 
 
 @functools.cache
 def load_fabrics() -> Mapping[str, Fabric]:
-    """All fabrics, by name."""
+    """Return all fabrics by name."""
     rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["fabrics"]
     return {name: _fabric(name, row) for name, row in rows.items()}
 
@@ -109,18 +120,18 @@ def _frozen(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fabric_names() -> tuple[str, ...]:
-    """The names that a recipe's `fabric` may be."""
+    """Return the valid values of `fabric` in a recipe."""
     return tuple(load_fabrics())
 
 
 def fabric_name_problem(name: str) -> str | None:
-    """Why `name` is not a fabric's."""
+    """Return why `name` is not the name of a fabric, None if it is one."""
     known = fabric_names()
     return None if name in known else f"no fabric is called {name!r}; there are {', '.join(known)}"
 
 
 def find_fabric(name: str) -> Fabric:
-    """The fabric of that name. Raises UsageError for an artifact whose fabric this envbuild does not know."""
+    """Return the fabric called `name`. Raises UsageError for an artifact whose fabric this envbuild does not know."""
     known = load_fabrics()
     if name not in known:
         raise UsageError(
@@ -131,15 +142,17 @@ def find_fabric(name: str) -> Fabric:
 
 
 def adapter_of(provider: str) -> FabricAdapter | None:
-    """The adapters that libfabric's `provider` needs; None where it needs none."""
+    """Return the adapters that libfabric's `provider` needs, None when it needs none."""
     return next(
         (f.adapter for f in load_fabrics().values() if provider and f.provider == provider), None
     )
 
 
 def preflight_devices(provider: str) -> str:
-    """ENVBUILD_DEVICES of a preflight: the files by which a node shows that it has what `provider` needs, as GLOB or
-    GLOB=DRIVER; "" where it needs no adapter."""
+    """Return ENVBUILD_DEVICES for a preflight: device files of a node that has the adapters of `provider`.
+
+    The form is GLOB or GLOB=DRIVER, "" when `provider` needs no adapter.
+    """
     adapter = adapter_of(provider)
     if adapter is None or not adapter.devices:
         return ""

@@ -1,6 +1,6 @@
-"""Locks between processes: flock(2) on a file or a folder, which ends with the process that holds it.
+"""Locks between processes: flock(2) on a file or folder, which the kernel releases when the process ends.
 
-Where a file system has no flock, nothing is locked and the work goes on: what is written is replaced atomically.
+On a file system without flock nothing is locked and the work continues, because all writes are atomic replaces.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ def file_lock(
     pause: Callable[[float], None] | None = None,
     remove: bool = False,
 ) -> Iterator[bool]:
-    """Hold the file `path`, which is made where it is not there, and say whether its file system has locks.
+    """Hold an exclusive lock on the file `path`, and yield whether its file system supports locks.
 
-    `on_wait` is called when another process holds it. With `pause`, which waits so many seconds and may raise, the
-    lock is tried again and again. `remove` removes the file at the end. Raises OSError when it cannot be opened.
+    A missing file is created. `on_wait` is called when another process holds the lock. With `pause`, the lock
+    is polled: `pause` is called with the seconds to wait between two attempts, and may raise. `remove` deletes
+    the file at the end. Raises OSError when the file cannot be opened.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             held = _hold(handle, on_wait, pause)
             if not _still(path, handle):
-                continue  # the process that held it moved or removed it: others may hold a new one
+                continue  # the previous holder moved or removed it: others may lock a new file
             try:
                 yield held
             finally:
                 if remove:
-                    path.unlink(missing_ok=True)  # while it is held
+                    path.unlink(missing_ok=True)  # before the lock is released
             return
         finally:
             os.close(handle)
@@ -47,10 +48,10 @@ def file_lock(
 def folder_lock(
     folder: Path, on_wait: Callable[[], None] | None = None, *, wait: bool = True
 ) -> Iterator[bool]:
-    """Hold `folder`, and say whether its file system has locks; no file is left behind.
+    """Hold an exclusive lock on `folder`, and yield whether its file system supports locks; leaves no file behind.
 
-    `on_wait` is called when another process holds it. Raises OSError when it cannot be opened, and BlockingIOError
-    when it is held elsewhere and `wait` is false.
+    `on_wait` is called when another process holds the lock. Raises OSError when the folder cannot be opened,
+    BlockingIOError when another process holds the lock and `wait` is false.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -64,7 +65,7 @@ def _hold(
 ) -> bool:
     told = False
     while True:
-        # Until the caller knows that it waits, and between its pauses, the lock is tried without waiting.
+        # The first attempt does not block, so that `on_wait` can run; with `pause`, no attempt does.
         waits = told and pause is None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))

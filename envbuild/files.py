@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new one, never half of either."""
+"""Atomic writes: a reader sees the old content of a file or the new content, never a part of either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import envbuild
 
 
 def shipped(name: str) -> Path:
-    """The file or folder `name` that comes with envbuild: inside an installed wheel, or at a checkout's top."""
+    """Return the file or folder `name` that ships with envbuild: inside an installed wheel, or at a checkout's top."""
     package = Path(envbuild.__file__).parent
     bundled = package / "_bundled" / name
     return bundled if bundled.exists() else package.parent / name
@@ -20,9 +20,9 @@ def shipped(name: str) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
-    """A new file beside `path` for the block to write; it replaces `path` in one step when the block ends well.
+    """Yield a new file beside `path` for the block to write; it replaces `path` atomically if the block succeeds.
 
-    Raises OSError.
+    `mode` is the file's permissions. Raises OSError.
     """
     handle, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     os.close(handle)
@@ -36,7 +36,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write `text` beside `path` and rename it into place; parents are made. Raises OSError."""
+    """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, mode) as temporary, temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -1,4 +1,4 @@
-"""What we may use of this machine: processors and memory, as the kernel and Slurm limit them for us.
+"""CPUs and memory that this process may use, as limited by the kernel, cgroups and Slurm.
 
 Sources: proc(5), cgroups(7), the kernel's admin-guide/cgroup-v2.rst (cpu.max, memory.max), sched-bwc.rst
 (cpu.cfs_quota_us) and cgroup-v1/memory.rst; sbatch(1) for Slurm's variables.
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from envbuild.mounts import parse_mounts
 
-# Version 1 says so, rounded down to pages, where it has no limit.
+# Without a limit, cgroups of version 1 report the largest integer, rounded down to pages.
 _NO_LIMIT = 1 << 62
 _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
 
 
 def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
-    """How many processors we may keep busy, at least 1 and at most `most`.
+    """Return how many CPUs this process may keep busy: at least 1, at most `most`.
 
-    The least of what the affinity, the CPU quotas of our control groups (rounded up) and Slurm's
-    allocation allow. `root` is where /proc and /sys lie.
+    It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's
+    allocation. `root` is the folder with proc and sys.
     """
     found = [most, len(os.sched_getaffinity(0))]
     for version, folder in _groups("cpu", root):
@@ -44,10 +44,10 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
-    """The bytes of memory that we may use, None where nothing tells.
+    """Return how many bytes of memory this process may use, None if unknown.
 
-    The least of the limits of our control groups, of Slurm's allocation, and of what the kernel calls
-    available. `root` is where /proc and /sys lie.
+    It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel
+    calls available. `root` is the folder with proc and sys.
     """
     found: list[int] = []
     for version, folder in _groups("memory", root):
@@ -55,7 +55,7 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
         limit = _natural(_text(folder / name))
         if limit is not None and limit < _NO_LIMIT:
             found.append(limit)
-    # 0 asks Slurm for all memory of the node.
+    # The value 0 stands for all memory of the node.
     node, each = (_size(variables.get(f"SLURM_MEM_PER_{of}")) for of in ("NODE", "CPU"))
     if node:
         found.append(node)
@@ -71,8 +71,8 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of our control groups that `controller` limits, and of all above them."""
-    places: dict[str, str] = {}  # controller, "" for version 2 → our group
+    """Yield (version, folder) of each cgroup of this process that `controller` limits, innermost first."""
+    places: dict[str, str] = {}  # controller ("" for version 2) → path of this process's cgroup
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
@@ -88,7 +88,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         if place is None:
             continue
         top = root / mount.at.lstrip("/")
-        # Only a part of the hierarchy may be mounted, as in a container that has no namespace of its own.
+        # A part of the hierarchy may be mounted, as in a container without a cgroup namespace of its own.
         inner = os.path.relpath(place, mount.top) if place.startswith("/") else "."
         parts = [] if inner.startswith("..") or inner == "." else inner.split("/")
         for depth in range(len(parts), -1, -1):
@@ -98,7 +98,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
 def _text(path: Path) -> str:
     try:
         return os.fsdecode(path.read_bytes()).strip()
-    except (OSError, ValueError):  # a damaged mountinfo may name anything
+    except (OSError, ValueError):  # a damaged mountinfo may contain any path
         return ""
 
 
@@ -108,6 +108,6 @@ def _natural(text: str | None) -> int | None:
 
 
 def _size(text: str | None) -> int | None:
-    """A size as Slurm writes it, in bytes: MiB, or with a unit."""
+    """Return the bytes in a size of Slurm's, which is in MiB or has a unit; None for any other text."""
     match = _SIZE.fullmatch((text or "").strip())
     return int(match[1]) * _UNITS[match[2].upper()] if match else None

@@ -1,4 +1,4 @@
-"""The locks that builds of a recipe need, of every kind: which there are, and whether each is current."""
+"""The locks that builds of a recipe need, and whether each is current."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]
-# Each is an option of `envbuild lock`. The image part is two locks where layers are built from source.
+# Each part is an option of `envbuild lock`. With source layers, the image part is two locks.
 PARTS = ("wheels", "image", "conda")
 
 
 @dataclass(frozen=True, slots=True)
 class NeededLock:
-    """A lock that builds of one target need: the part that makes it, its name in messages, and what reads it."""
+    """A lock that builds of one target need.
+
+    `part` is the option of `envbuild lock` that writes it, `name` its name in messages, `inspect` reads it.
+    """
 
     part: str
     name: str
     inspect: Callable[[], LockState[Any]]
 
     def fault(self) -> str | None:
-        """Why it is not current ("no image lock for this target yet"), None where it is."""
+        """Return why the lock is not current ("no image lock for this target yet"), None if it is."""
         try:
             return self.inspect().fault
         except LockError as error:
@@ -40,7 +43,10 @@ class NeededLock:
 def needed_locks(
     loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS
 ) -> list[NeededLock]:
-    """The locks without which a build of some kind would resolve first, and with --locked refuse."""
+    """Return the locks in `parts` that builds of any kind need.
+
+    Without a current one, a build resolves first, or fails if it runs with --locked.
+    """
     found = []
     if has_wheels(loaded, target):
         found.append(NeededLock("wheels", "wheels", lambda: inspect_lock(loaded, target)))
@@ -59,19 +65,19 @@ def needed_locks(
 
 
 def has_conda(loaded: LoadedRecipe) -> bool:
-    """Whether the recipe has conda packages."""
+    """Return whether the recipe has conda packages."""
     return bool(loaded.recipe.conda.dependencies)
 
 
 def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
-    """Whether a wheel lock makes sense: an image recipe of conda packages alone has none."""
+    """Return whether the recipe needs a wheel lock: an image recipe with only conda packages does not."""
     recipe = loaded.recipe
     asked = recipe.requirements or recipe.targets[target.name].requirements
     return recipe.environment != "conda" or bool(asked)
 
 
 def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
-    """The source-built layers of the target's images; none where no image has the compilers for them."""
+    """Return the source layers of the target's images, () when no image has compilers for them."""
     image = loaded.recipe.image
     if image.base != "debian" and not image.build_base:
         return ()
@@ -81,8 +87,11 @@ def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
 def check_locks(
     work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], say: Say
 ) -> None:
-    """Say of each needed lock in `parts` that it is current. Raises LockError with all that are not and the command
-    that makes them, or with what is known not to work in a current one."""
+    """Report each needed lock in `parts` that is current.
+
+    Raises LockError that lists all locks that are not current, with the command that updates them, or that
+    names a known incompatibility in a current lock.
+    """
     faults: dict[str, None] = {}
     missing: dict[str, set[str]] = {}
     for loaded, target in work:
@@ -106,7 +115,7 @@ def check_locks(
 def _judge(
     loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, say: Say
 ) -> None:
-    """Raise LockError for what is known not to work in a current lock."""
+    """Raise LockError for a known incompatibility in a current lock."""
     if needed.name == "wheels":
         check_lock(loaded, target, lock, source, say)
     elif needed.name == "conda":

@@ -1,4 +1,4 @@
-"""Which builds a CI runs: recipes × targets × artifacts as jobs, and the jobs as GitHub and GitLab read them."""
+"""The build matrix of a CI: recipes × targets × artifact kinds as jobs, in the formats of GitHub and GitLab."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from envbuild.toml import nearest
 
 # "A matrix will generate a maximum of 256 jobs per workflow run" (GitHub's workflow syntax, jobs.<id>.strategy.matrix).
 GITHUB_LIMIT = 256
-# What at the top of envbuild's own checkout may change what is built from any recipe.
+# Paths at the top of envbuild's own checkout that can change the artifacts of every recipe.
 _DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
-# No default: envbuild is on no package index, and whoever took its name there would be trusted with the runner.
+# No default: envbuild is on no package index, and whoever registered its name there could run code on the
+# runner.
 _GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git+https://HOST/GROUP/envbuild@VERSION}"
 _GITLAB_DEFAULT = {
     "image": "docker.io/library/python:3.11",
@@ -33,7 +34,7 @@ _GITLAB_DEFAULT = {
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A recipe to build: as the command line named it, and what was found there."""
+    """A recipe to build: its name on the command line, and the recipe loaded from there."""
 
     name: str
     loaded: LoadedRecipe
@@ -44,7 +45,7 @@ class MatrixJob:
     """One artifact that one runner builds."""
 
     id: str
-    """RECIPE-TARGET-ARTIFACT; no two jobs of a matrix have the same."""
+    """RECIPE-TARGET-ARTIFACT, unique in a matrix."""
     recipe: str
     target: str
     artifact: str
@@ -53,16 +54,16 @@ class MatrixJob:
     runner: str
     """Label (GitHub) or tag (GitLab) of the runner."""
     gpu: bool
-    """Whether the artifact is made for GPUs."""
+    """Whether the artifact is for GPUs."""
     verify: bool
-    """Whether the runner has what it takes to train in the artifact."""
+    """Whether the runner can train in the artifact."""
     command: str
-    """The build, for a shell; without verification where that cannot run."""
+    """The build as a shell command; with --no-verify when `verify` is false."""
 
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """Builds of one recipe that are not in the matrix, for one reason: what their `envbuild plan --locked` raises."""
+    """Builds of one recipe that are not in the matrix for one reason: the error of their `envbuild plan --locked`."""
 
     recipe: str
     targets: tuple[str, ...]
@@ -83,13 +84,13 @@ def make_jobs(
     artifacts: Sequence[str] = (),
     targets: Sequence[str] = (),
 ) -> tuple[list[MatrixJob], list[Omission]]:
-    """The jobs of `recipes`, sorted by recipe; its targets as it lists them; artifacts as ARTIFACTS lists them. And
-    what is left out because its plan with --locked refuses it; conda environments of recipes without [conda] only
-    where `artifacts` asks for them.
+    """Return the jobs of `recipes`, and the builds that are omitted because their plan fails with --locked.
 
-    `runners` gives a runner to each architecture, and may give one to a target (`cu126-x86_64`), which is then
-    taken to have that target's GPUs. An empty `artifacts` or `targets` means all. Raises UsageError for two recipes of
-    one name.
+    Jobs are sorted by recipe; the targets of a recipe are in the recipe's order, artifacts in the order of
+    ARTIFACTS. Empty `artifacts` or `targets` mean all, except that recipes without [conda] get conda
+    environments only if `artifacts` names them. `runners` gives a runner to each architecture, and may give one
+    to a target (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two
+    recipes with the same name.
     """
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
     _check_names(unique.values())
@@ -102,7 +103,7 @@ def make_jobs(
         for name, kind in product(one.loaded.recipe.targets, _kinds(one, artifacts)):
             if targets and name not in targets:
                 continue
-            # One plan is made for all kinds of images.
+            # All kinds of images have the same plan.
             error = refusal(name, images[0] if kind in images else kind)
             if error is None:
                 jobs.append(_job(one, Target.parse(name), kind, runners))
@@ -113,7 +114,7 @@ def make_jobs(
 
 
 def _kinds(one: Chosen, artifacts: Sequence[str]) -> list[str]:
-    """The kinds of artifacts that are asked for; by default conda environments only of recipes with [conda]."""
+    """Return the requested artifact kinds; by default all, conda environments only for recipes with [conda]."""
     if artifacts:
         return [kind for kind in ARTIFACTS if kind in artifacts]
     conda = bool(one.loaded.recipe.conda.dependencies)
@@ -123,7 +124,7 @@ def _kinds(one: Chosen, artifacts: Sequence[str]) -> list[str]:
 def _refusal(
     one: Chosen, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
 ) -> EnvbuildError | None:
-    """What a job would end with before it builds anything, None where it builds."""
+    """Return the error with which a job would end before it builds anything, None if it would build."""
     target = Target.parse(name)
     try:
         plan_of(
@@ -136,7 +137,7 @@ def _refusal(
 
 
 def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) -> Iterator[Omission]:
-    """Those of one reason together."""
+    """Yield the refused builds, grouped by reason."""
     reasons: dict[tuple[str, str | None], list[tuple[str, str]]] = {}
     for build, error in refused.items():
         reasons.setdefault((error.message, error.hint), []).append(build)
@@ -163,7 +164,7 @@ def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str])
 
 
 def _verifies(target: Target, runners: Mapping[str, str]) -> bool:
-    """Whether a runner of `target` has what it takes to train."""
+    """Return whether a runner of `target` can train."""
     return not target.family.gpu or target.name in runners
 
 
@@ -191,7 +192,10 @@ def _check_names(recipes: Iterable[Chosen]) -> None:
 
 
 def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """`defaults` with each ARCH=LABEL or TARGET=LABEL over them. Raises UsageError for any other form."""
+    """Return `defaults`, updated by each ARCH=LABEL or TARGET=LABEL in `options`.
+
+    Raises UsageError for any other form.
+    """
     runners = dict(defaults)
     for option in options:
         key, equals, label = option.partition("=")
@@ -212,11 +216,11 @@ def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[s
 def changed_recipes(
     recipes: Iterable[Chosen], folders: Mapping[str, str], changed: Iterable[str]
 ) -> list[Chosen]:
-    """Those of `recipes` that the files `changed` concern.
+    """Return those of `recipes` that the files `changed` affect.
 
-    `folders` has, for each recipe's name on the command line, its folder; it and `changed` are relative to the top
-    of one checkout. A recipe that is not in `folders` lies elsewhere, and no file concerns it but those that
-    decide what is built from every recipe.
+    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative
+    to the top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every
+    recipe affect it.
     """
     paths = [PurePosixPath(path) for path in changed]
     if any(fnmatchcase(path.parts[0], pattern) for path in paths for pattern in _DECIDE_ALL):
@@ -226,12 +230,12 @@ def changed_recipes(
 
 
 def as_json(jobs: Sequence[MatrixJob]) -> str:
-    """The jobs as a JSON array."""
+    """Return the jobs as a JSON array."""
     return json.dumps([asdict(job) for job in jobs], indent=1)
 
 
 def as_github(jobs: Sequence[MatrixJob]) -> str:
-    """One line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
+    """Return one line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
 
     GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there
     are more jobs than one workflow run may have.
@@ -245,10 +249,10 @@ def as_github(jobs: Sequence[MatrixJob]) -> str:
 
 
 def as_gitlab(jobs: Sequence[MatrixJob]) -> str:
-    """A child pipeline, in the part of YAML that JSON is (YAML 1.2, section 1.3).
+    """Return a child pipeline as JSON, which is valid YAML (YAML 1.2, section 1.3).
 
-    It stands alone, for GitLab includes no other file beside one that a job made.
-    GitLab refuses a pipeline without jobs: without any, one job says that nothing is to be built.
+    It is complete, because GitLab cannot include another file beside one that a job generated. GitLab refuses a
+    pipeline without jobs: if there are none, one job says that there is nothing to build.
     """
     pipeline: dict[str, Any] = {"stages": ["build"], "default": _GITLAB_DEFAULT}
     for job in jobs:

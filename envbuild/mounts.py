@@ -1,4 +1,4 @@
-"""What is mounted where: /proc/self/mountinfo (proc_pid_mountinfo(5)). Needs nothing but Python's own library."""
+"""Mounted file systems, from /proc/self/mountinfo (proc_pid_mountinfo(5)). Needs only Python's standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _OCTAL = re.compile(rb"\\([0-7]{3})")
-# File systems that other hosts see, too, or that another host serves.
+# File systems that other hosts can also see, or that another host serves.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "fuse.ceph", "fuse.sshfs",
      "fuse.glusterfs", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "fuse.juicefs", "efs", "fhgfs", "daos"}
@@ -17,8 +17,11 @@ _NETWORK = frozenset(
 
 
 class Mount(NamedTuple):
-    """A mounted file system: its type `kind`, the folder `at` under which it appears, which of its own folders that is
-    (`top`), the mount's `options` and the file system's own."""
+    """A mounted file system.
+
+    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there,
+    `options` are the options of the mount, `own_options` those of the file system.
+    """
 
     kind: str
     at: str
@@ -28,17 +31,20 @@ class Mount(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether other hosts may see it."""
+        """Whether other hosts may see the file system."""
         return self.kind in _NETWORK
 
 
 def read_mounts(root: Path = Path("/")) -> list[Mount]:
-    """All mounts of this mount namespace, in the kernel's order; `root` is where /proc lies. Raises OSError."""
+    """Return all mounts of this mount namespace, in the kernel's order. Raises OSError.
+
+    `root` is the folder with proc.
+    """
     return list(parse_mounts(os.fsdecode((root / "proc/self/mountinfo").read_bytes())))
 
 
 def parse_mounts(text: str) -> Iterator[Mount]:
-    """The mounts of the text of a mountinfo; damaged lines are left out."""
+    """Yield the mounts in the text of a mountinfo file; damaged lines are skipped."""
     for line in text.split("\n"):
         before, _, after = line.partition(" - ")
         fields, own = before.split(" "), after.split(" ")
@@ -48,10 +54,10 @@ def parse_mounts(text: str) -> Iterator[Mount]:
 
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """The mount on which `path` lies, which need not exist."""
+    """Return the mount that contains `path`, which need not exist; None when no mount does."""
     real, best = os.path.realpath(path), None
     for mount in mounts:
-        # Of several at one place the last lies on top.
+        # Of several mounts at one mount point, the last one hides the others.
         if (real == mount.at or real.startswith(mount.at.rstrip("/") + "/")) and (
             best is None or len(mount.at) >= len(best.at)
         ):
@@ -60,6 +66,6 @@ def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
 
 
 def _unescaped(text: str) -> str:
-    """A path of mountinfo, in which the kernel writes blanks and backslashes as octal numbers."""
+    """Decode a path of mountinfo, where the kernel writes blanks and backslashes as octal numbers."""
     raw = _OCTAL.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), os.fsencode(text))
     return os.fsdecode(raw)

@@ -6,5 +6,5 @@ import re
 
 
 def normalise(name: str) -> str:
-    """A project name as PEP 503 compares it."""
+    """Return a project name in its normalized form (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,4 +1,4 @@
-"""Run external tools: captured output, no litter after Ctrl-C, and a clear error when one fails."""
+"""External tools as child processes: captured output, clear errors, and nothing left running after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, HostError
 
-# How much of a failed tool's output a message shows.
+# How many lines of a failed tool's output an error message shows.
 TAIL_LINES = 30
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """A `preexec_fn` that makes Linux send `sig` to the child when envbuild itself is killed (prctl(2))."""
+    """Return a `preexec_fn` that makes Linux send `sig` to the child when envbuild itself dies (prctl(2))."""
     number = int(sig)
 
     def arrange() -> None:
@@ -37,7 +37,7 @@ def start(
     stderr: int | None = subprocess.PIPE,
     death_signal: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own, so that one signal reaches it and all it starts.
+    """Start `command` in a new session, so that one signal reaches it and all its children.
 
     Raises HostError when the program does not exist or may not be executed.
     """
@@ -57,7 +57,7 @@ def start(
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = 5.0) -> None:
-    """Stop every child and its whole session: SIGTERM, then SIGKILL after `grace_s` seconds."""
+    """Stop each child and its session: SIGTERM, then SIGKILL after `grace_s` seconds."""
     for child in children:
         _signal_session(child, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -76,7 +76,7 @@ def _signal_session(child: subprocess.Popen[bytes], sig: signal.Signals) -> None
         os.killpg(child.pid, sig)
     except ProcessLookupError:
         pass
-    except PermissionError:  # a member changed its user; the leader is still ours
+    except PermissionError:  # a process of the session changed its user; its leader did not
         child.send_signal(sig)
 
 
@@ -89,10 +89,10 @@ def run(
     failure: type[EnvbuildError] = BuildError,
     what: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end with both streams captured.
+    """Run `command` to its end and capture both streams.
 
-    With `check`, a non-zero exit raises `failure` holding the tail of what the tool printed; `what`
-    names the step for the reader. An interruption stops the child and everything it started.
+    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the
+    step in the message. An interrupt stops the child and all its children.
     """
     child = start(command, env=env, cwd=cwd)
     try:
@@ -114,6 +114,6 @@ def run(
 
 
 def tail(done: subprocess.CompletedProcess[str], lines: int = TAIL_LINES) -> str:
-    """The last `lines` lines a tool printed, standard error first, indented."""
+    """Return the last `lines` lines of a tool's output, indented: of stderr, or of stdout if stderr is empty."""
     text = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return "\n".join("  " + line for line in text[-lines:])

@@ -1,4 +1,4 @@
-"""What a person sees while work goes on: rich on a terminal, plain lines otherwise, always on stderr."""
+"""Progress for users, always on stderr: rich on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Advance = Callable[[int], None]
 
 
 def say(message: str) -> None:
-    """Print one line to stderr. Standard output belongs to results."""
+    """Print one line to stderr; standard output is for results."""
     print(message, file=sys.stderr, flush=True)
 
 
 def human_size(count: float) -> str:
-    """`count` bytes in decimal units, as package indexes print sizes."""
+    """Return `count` bytes in decimal units, as package indexes print sizes."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -25,10 +25,10 @@ def human_size(count: float) -> str:
 
 @contextmanager
 def transfer(title: str, total: int | None) -> Iterator[Advance]:
-    """Show one transfer of `total` bytes (None: unknown); yields a function that takes bytes moved.
+    """Show the progress of one transfer of `total` bytes (None: unknown).
 
-    On a terminal a bar; elsewhere one line when it begins, so that logs stay short. The function
-    may be called from several threads.
+    Yields a function to call with each number of bytes transferred; several threads may call it. A terminal
+    shows a bar; elsewhere one line is printed at the start, which keeps logs short.
     """
     if not sys.stderr.isatty():
         say(f"{title} ({human_size(total)})" if total else title)

@@ -1,4 +1,4 @@
-"""Room for what is about to be written: found out before, not when the disk is full."""
+"""Disk space: checked and reserved before a file is written."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _WAY_OUT = "make room, write elsewhere with --out, or set ENVBUILD_STORE to a fo
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Make sure that a new file of `size` bytes fits into `folder`, which exists.
+    """Check that a new file of `size` bytes fits into the existing folder `folder`.
 
-    Raises BuildError when the file system has less room, or no inode left, for us. Quotas are not seen.
+    Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not
+    checked.
     """
     try:
         about = os.statvfs(folder)
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from error
-    # File systems that know no such number, as some over a network, say 0 of 0.
+    # File systems that do not know these numbers, such as some network file systems, report a total of 0.
     free = about.f_bavail * about.f_frsize
     if about.f_blocks and free < size:
         raise no_room(folder, size, free)
@@ -35,18 +36,18 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def reserve(stream: BinaryIO, size: int) -> None:
-    """Have the file system set `size` bytes aside, from the stream's position on; this finds quotas too.
+    """Reserve `size` bytes of disk space, from the stream's position on; this detects quotas too.
 
-    The file does not become longer: what is not used in the end is given back by `stream.truncate()`.
-    Where the file system cannot set room aside nothing happens. Raises BuildError when there is less.
+    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the
+    file system cannot reserve space. Raises BuildError when there is too little space.
     """
     if size <= 0:
         return
     start, handle, place = stream.tell(), stream.fileno(), Path(str(stream.name))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and start + size > limit:  # as `ulimit -f` sets it
+    if limit != resource.RLIM_INFINITY and start + size > limit:  # set by `ulimit -f`
         raise no_room(place, size, None)
-    # fallocate(2) itself: where it cannot be done, glibc's posix_fallocate writes zeros instead.
+    # Call fallocate(2) itself: without support for it, glibc's posix_fallocate writes zeros instead.
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if function is None:
         return
@@ -57,11 +58,11 @@ def reserve(stream: BinaryIO, size: int) -> None:
             continue
         if number in _FULL:
             raise no_room(place, size, None)
-        return  # the write itself will tell what is wrong, if anything is
+        return  # the write itself will report the error, if there is one
 
 
 def no_room(place: Path, size: int, free: int | None) -> BuildError:
-    """The error for `size` bytes that do not fit at `place`, where `free` bytes are (None: not known)."""
+    """Return the error for `size` bytes that do not fit at `place`, where `free` bytes are free (None: unknown)."""
     there = _free(place) if free is None else free
     has = "" if there is None else f"; {human_size(there)} are free"
     if there is not None and there >= size:

@@ -1,4 +1,4 @@
-"""An artifact's bill of materials as CycloneDX 1.6 JSON, the same bytes each time.
+"""The bill of materials of an artifact as CycloneDX 1.6 JSON, byte for byte reproducible.
 
 Sources: CycloneDX 1.6 (ECMA-424), package-url types `pypi`, `conda`, `deb` and `oci`.
 """
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from cyclonedx.model.component import Component
     from cyclonedx.model.license import License
 
-# The name space of envbuild's serial numbers (RFC 9562, version 5).
+# The namespace of envbuild's serial numbers (RFC 9562, version 5).
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")
 
 
 def cyclonedx(about: About, contents: Inventory, source_date: int | None) -> str:
-    """The bill of materials. It is dated by `source_date` (seconds since 1970), None for the artifact's own
-    time. Serial number and text depend on nothing but the artifact's content."""
+    """Return the bill of materials.
+
+    Its timestamp is `source_date` (seconds since 1970), or the artifact's own time for None. All else, the
+    serial number too, depends only on the artifact's content.
+    """
     from cyclonedx.model.bom import Bom
     from cyclonedx.model.component import Component, ComponentType
     from cyclonedx.output import make_outputter
@@ -46,7 +49,7 @@ def cyclonedx(about: About, contents: Inventory, source_date: int | None) -> str
 
 
 def _identity(about: About, contents: Inventory) -> str:
-    """The artifact's digest; of an environment that envbuild did not make, all its packages."""
+    """Return the artifact's digest; for an environment that envbuild did not build, the text of all its packages."""
     if about.digest or about.identity:
         return about.digest or about.identity
     conda = [(p.name, p.version, p.build, p.record) for p in contents.conda]
@@ -60,7 +63,7 @@ def _subject(about: About) -> Component:
     from packageurl import PackageURL
 
     digest = about.digest or about.identity
-    # Not the path it was found under: a copy elsewhere has the same bill of materials.
+    # Not the artifact's path: a copy elsewhere has the same bill of materials.
     name = about.recipe or about.labels.get("org.opencontainers.image.title") or about.kind
     purl = PackageURL("oci", None, name.lower(), digest) if about.kind == IMAGE else None
     return Component(
@@ -84,7 +87,7 @@ def _subject(about: About) -> Component:
 
 
 def _built(contents: Inventory) -> Iterator[Component]:
-    """What was built from source; package-url's type `generic` has the checksum of the archive."""
+    """Yield the source layers; their package-url type `generic` has the checksum of the source archive."""
     from cyclonedx.model import Property
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
@@ -188,7 +191,7 @@ def _deb_purl(package: DebianPackage, contents: Inventory) -> Any:
 
 
 def _reference(text: str, seen: set[str]) -> str:
-    """`text`, made unlike those before it: references are unique in a document."""
+    """Return `text`, numbered if it is in `seen`, and add it to `seen`: references are unique in a document."""
     number = 1
     reference = text
     while reference in seen:
@@ -199,7 +202,7 @@ def _reference(text: str, seen: set[str]) -> str:
 
 
 def _licenses(package: PythonPackage) -> list[License]:
-    """CycloneDX takes one SPDX expression, or any number of licences by SPDX id or by name."""
+    """Return the licences: CycloneDX takes one SPDX expression, or any number of licences by SPDX id or by name."""
     from cyclonedx.contrib.license.exceptions import (
         InvalidLicenseExpressionException,
         InvalidSpdxLicenseException,
@@ -232,7 +235,7 @@ def _properties(**values: str) -> list[Any]:
 def _time(about: About, source_date: int | None) -> datetime:
     if source_date is not None:
         return datetime.fromtimestamp(source_date, UTC)
-    # Docker writes nanoseconds, which datetime does not read.
+    # Docker writes nanoseconds: only whole seconds are read.
     try:
         found = datetime.fromisoformat(about.created[:19])
     except ValueError:

@@ -1,12 +1,12 @@
-"""What every command line of torchrun has to heed."""
+"""Arguments of torchrun's command line."""
 
 from __future__ import annotations
 
 
 def literal(word: str) -> str:
-    """Return `word`, the script's path or one of its arguments, in the form that reaches the script unchanged.
+    """Return `word`, the script's path or one of its arguments, escaped so that the script gets it unchanged.
 
-    torchrun runs string.Template over them (torch/distributed/elastic/utils/api.py): `$$` becomes `$`, and
+    torchrun applies string.Template to them (torch/distributed/elastic/utils/api.py): `$$` becomes `$`, and
     `$local_rank` a number.
     """
     return word.replace("$", "$$")

@@ -1,7 +1,7 @@
 """Threads for work beside the reader of a stream, and for several items at once; Ctrl-C ends them at any moment.
 
-Not concurrent.futures: its locks are Python code, and a Ctrl-C within them leaves them locked, so that its threads,
-and its `shutdown`, wait without end. `queue.SimpleQueue` is C code.
+concurrent.futures is not used: its locks are Python code, and a Ctrl-C inside them leaves them locked, so that
+its threads and its `shutdown` wait forever. `queue.SimpleQueue` is C code.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Generic, ParamSpec, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
-# A signal that arrives just before a wait does not end it, but the next one.
+# A signal that arrives just before a wait does not interrupt that wait: no wait is longer than this.
 _POLL_S = 0.5
-# How long `each` waits for threads that may hang in a silent server's answer.
+# How long `each` waits for threads that may be blocked by a silent server.
 _GRACE_S = 0.5
 
 
 class Answer(Generic[T]):
-    """The result of one call that a thread makes, or its error. It is taken once."""
+    """The result or the error of one call in a thread. It can be taken once."""
 
     def __init__(self) -> None:
         self._found: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
 
     def ready(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` would return at once."""
         return not self._found.empty()
 
     def result(self) -> T:
-        """Wait for the call to end, and return what it returned or raise what it raised."""
+        """Wait for the call to end, then return its result or raise its error."""
         while True:
             try:
                 value, error = self._found.get(timeout=_POLL_S)
@@ -46,7 +46,7 @@ class Answer(Generic[T]):
             return value  # type: ignore[return-value]
 
     def give(self, call: Callable[[], T]) -> None:
-        """Make the call."""
+        """Make the call and keep its result or error."""
         try:
             self._found.put((call(), None))
         except BaseException as error:  # noqa: BLE001 - raised by `result`
@@ -54,7 +54,7 @@ class Answer(Generic[T]):
 
 
 class Workers:
-    """Up to `count` threads. They take calls in the order of `submit`; `close` ends them."""
+    """Up to `count` threads that run calls in the order of `submit`; `close` ends them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -64,17 +64,18 @@ class Workers:
         self._closed = False
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Answer[T]:
-        """Have a thread call `function`."""
+        """Queue a call of `function` for a thread, and return its Answer."""
         answer: Answer[T] = Answer()
         self._calls.put(lambda: answer.give(lambda: function(*args, **kwargs)))
         if self._started < self._count:
-            # threading.Thread waits for its start by a lock in Python. Python's end does not wait for these.
+            # threading.Thread waits for its start with a lock in Python code. The interpreter does not wait for
+            # these threads when it exits.
             _thread.start_new_thread(self._work, ())
             self._started += 1
         return answer
 
     def close(self, wait_s: float = math.inf) -> None:
-        """Wait up to `wait_s` seconds for the calls under way; drop those that have not begun."""
+        """Wait up to `wait_s` seconds for running calls; drop those that have not begun."""
         self._closed = True
         for _ in range(self._started):
             self._calls.put(None)
@@ -99,7 +100,8 @@ def each(
 ) -> list[R]:
     """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
 
-    The first error, or Ctrl-C, sets `stop` and is raised; the threads get half a second to react to `stop`.
+    The first error, or Ctrl-C, sets `stop` and is raised; the threads then get half a second to react to
+    `stop`.
     """
     stop = stop or threading.Event()
     done: SimpleQueue[tuple[int, Answer[R]]] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""What Apptainer expects in an image, and the metadata that a SIF carries beside it.
+"""Apptainer's files in an image, and the metadata that a SIF carries beside its file system.
 
 Sources: Apptainer 1.4.5 (internal/pkg/build/sources, internal/pkg/build/metadata.go, pkg/inspect,
 internal/pkg/util/fs/files/action_script.sh), read and not copied. SingularityCE reads the same files.
@@ -26,7 +26,7 @@ for script in /{_HOME}/env/*.sh; do
 done
 unset script
 """
-# Apptainer since 1.0 has these in itself; what comes before it, and `/.exec` by hand, runs the files.
+# Apptainer since 1.0 has these built in; older runtimes, and `/.exec` called by hand, run the files.
 _ACTIONS = {
     "exec": f'#!/bin/sh\n\n{_SOURCE_ENV}\nexec "$@"\n',
     "run": f'#!/bin/sh\n\n{_SOURCE_ENV}\nexec /{_HOME}/runscript "$@"\n',
@@ -43,7 +43,7 @@ fi
 export SHELL=/bin/sh
 exec /bin/sh "$@"
 """,
-    # An instance's first process waits for this signal before it lets go of the terminal.
+    # The first process of an instance waits for this signal before it detaches from the terminal.
     "start": f"""\
 #!/bin/sh
 
@@ -63,7 +63,7 @@ fi
 echo "This image has no tests of its own."
 """,
 }
-# After this file, known by its name, Apptainer sets what --env and APPTAINERENV_* say.
+# Apptainer knows this file by its name, and sets the variables of --env and APPTAINERENV_* after it.
 _BASE_ENV = """\
 #!/bin/sh
 # libs is where the host's libraries are mounted, the driver's with --nv.
@@ -104,7 +104,7 @@ _PASSWD = (
     "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 )
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
-# path → mode, parents first: what Apptainer's build makes, and what other runtimes mount over
+# path → mode, parents first: folders that Apptainer's build creates, and mount points of other runtimes
 _FOLDERS = {
     "dev": 0o755, "etc": 0o755, "home": 0o755, "mnt": 0o755, "proc": 0o755, "root": 0o700,
     "run": 0o755, "sys": 0o755, "tmp": 0o1777, "var": 0o755, "var/tmp": 0o1777,
@@ -115,11 +115,11 @@ _FILES = {"etc/group": _GROUP, "etc/hosts": "", "etc/passwd": _PASSWD, "etc/reso
 def apptainer_files(
     config: Mapping[str, Any], definition: str, labels: Mapping[str, str], mtime: int
 ) -> list[Addition]:
-    """The /.singularity.d of an image, from its OCI configuration, and the links to it in the root.
+    """Return the /.singularity.d of an image, from its OCI configuration, and the links to it in the root.
 
-    `definition` is the text of a definition file, `labels` go over the image's own. Raises BuildError for
-    a configuration that makes no sense. A file replaces what is there, as what belongs to another image
-    would; a folder or a link is made where nothing is.
+    `definition` is the text of a definition file; `labels` override the image's own. A file replaces an
+    existing one, which would belong to another image; a folder or link is added only if nothing has its path.
+    Raises BuildError for an invalid configuration.
     """
     run = run_of(config)
     made = [folder(path, mtime) for path in (_HOME, *(f"{_HOME}/{n}" for n in ("actions", "env", "libs")))]  # fmt: skip
@@ -140,10 +140,11 @@ def apptainer_files(
 
 
 def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
-    """What runtimes mount over or fill in, and cannot make where an image is read-only.
+    """Return the files and folders on which runtimes mount, or which they fill in.
 
-    `has` tells whether the image, with all else that is added, has something at a path. Apptainer's build
-    makes all but mnt, run, etc/passwd and etc/group; Charliecloud needs the last two.
+    Runtimes cannot create them in a read-only image. `has` says whether the image, with everything else that is
+    added, has a path. Apptainer's build creates all of them but mnt, run, etc/passwd and etc/group;
+    Charliecloud needs the last two.
     """
     made = [folder(path, mtime, mode) for path, mode in _FOLDERS.items()]
     made += [file(path, text, mtime) for path, text in _FILES.items()]
@@ -151,9 +152,9 @@ def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
 
 
 def definition(source: str) -> str:
-    """A definition file for an image that was made from `source`, such as `docker://debian:12`.
+    """Return a definition file for an image that was made from `source`, such as `docker://debian:12`.
 
-    A source that no definition file can name is told in a comment. A password in it is left out.
+    A source that no definition file can name becomes a comment. A password in it is left out.
     """
     shown = redact(source)
     if shown.startswith("docker://") and "\n" not in shown:
@@ -162,7 +163,7 @@ def definition(source: str) -> str:
 
 
 def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
-    """What stands for a definition file where a recipe was built: Apptainer was not asked to build."""
+    """Return the text in place of a definition file for the image of a recipe, which Apptainer did not build."""
     return (
         "# This image was made without a definition file, by\n"
         f"#     envbuild apptainer {recipe} --target {target}\n"
@@ -173,9 +174,9 @@ def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
 def all_labels(
     config: Mapping[str, Any], definition: str, labels: Mapping[str, str]
 ) -> dict[str, str]:
-    """The labels of an image as `apptainer inspect` prints them, sorted by name.
+    """Return the labels of an image as `apptainer inspect` prints them, sorted by name.
 
-    The image's own, then what Apptainer adds where it does not tell of the host or the hour, then `labels`.
+    They are the image's own, then those of Apptainer that do not depend on host or time, then `labels`.
     """
     found = {**run_of(config).labels, "org.label-schema.schema-version": "1.0"}
     architecture = config.get("architecture")
@@ -191,9 +192,9 @@ def all_labels(
 def inspect_metadata(
     config: Mapping[str, Any], definition: str, labels: Mapping[str, str]
 ) -> bytes:
-    """inspect-metadata.json of a SIF, which `apptainer inspect` reads instead of the tree.
+    """Return inspect-metadata.json of a SIF, which `apptainer inspect` reads instead of the file system.
 
-    JSON of the form that pkg/inspect of Apptainer writes; texts lose their last newlines, as there.
+    The JSON has the form that Apptainer's pkg/inspect writes; texts lose their final newlines, as there.
     """
     run = run_of(config)
     attributes = {
@@ -210,15 +211,15 @@ def inspect_metadata(
 
 
 def oci_config(config: Mapping[str, Any]) -> bytes:
-    """oci-config.json of a SIF: how the image says it is to be run, as OCI's config.md has it."""
+    """Return oci-config.json of a SIF: how to run the image (OCI, config.md)."""
     return canonical(config.get("config") or {})
 
 
 def _environment(run: Run) -> str:
-    """The image's variables, in a script that Apptainer reads before it starts anything.
+    """Return the script with the image's variables, which Apptainer reads before it starts anything.
 
-    A value that is set stays, but for PATH, which the host always has. Runtimes before Apptainer 1.0 set
-    what --env says before this script runs, Apptainer itself after it.
+    A variable that is already set keeps its value, except PATH, which the host always sets. Runtimes before
+    Apptainer 1.0 set the variables of --env before this script runs, Apptainer itself after it.
     """
     lines = ["#!/bin/sh"]
     for name, value in run.env.items():
@@ -231,10 +232,10 @@ def _environment(run: Run) -> str:
 
 
 def _runscript(run: Run) -> str:
-    """The script of `apptainer run`: the image's entrypoint with the arguments given, or with its own.
+    """Return the script of `apptainer run`: the image's entrypoint with the given arguments, or with its own.
 
-    Words are taken as they are. Apptainer's own lets a shell read them again unless --no-eval is given,
-    so that a `$` in an argument comes out as something else than under docker.
+    Arguments are taken literally. Apptainer's own script lets a shell evaluate them again unless --no-eval is
+    given, so that a `$` in an argument has another result than under docker.
     """
     lines = ["#!/bin/sh"]
     lines += (

@@ -1,9 +1,9 @@
-"""A SIF built by the Apptainer or SingularityCE that is installed here, driven through spython.
+"""SIF files built by the Apptainer or SingularityCE that is installed on this host, through spython.
 
-Envbuild writes SIF files itself; this is for sites that want their own tool to have built what they run.
+envbuild writes SIF files itself; this is for sites whose images must be built by their own tool.
 
-spython calls a program named `singularity` only, loses its exit code, and prints or drops its messages. So it runs
-in a process of its own, where that name is a script that notes the exit code and sends all messages one way.
+spython only calls a program named `singularity`, loses its exit code, and prints or drops its messages. So it
+runs in a child process, where that name is a script that records the exit code and merges stdout and stderr.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from envbuild.site.pip_config import redact
 
 Say = Callable[[str], None]
 PROGRAMS = ("apptainer", "singularity")
-# zstd of the level that envbuild's own squashfs has: gzip, the tool's default, takes four times as long.
+# The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.
 _SQUASHFS = "-comp zstd -Xcompression-level 3"
 _OPTION = "--mksquashfs-args"
-# Run with -P: nothing in the current folder is taken for a module of Python's.
+# Run with -P: Python imports no module from the current folder.
 _CHILD = """\
 import sys
 from spython.main import Client
@@ -43,7 +43,7 @@ _SETTINGS = ("CACHEDIR", "TMPDIR")
 
 
 def find_engine(variables: Mapping[str, str]) -> str:
-    """The path of the installed Apptainer, else of SingularityCE. Raises HostError when there is neither."""
+    """Return the path of the installed Apptainer, else of SingularityCE. Raises HostError when there is neither."""
     for name in PROGRAMS:
         if found := shutil.which(name, path=variables.get("PATH")):
             return os.path.abspath(found)
@@ -57,12 +57,11 @@ def find_engine(variables: Mapping[str, str]) -> str:
 def build_with_apptainer(
     source: str, out: Path, environment: Environment, say: Say, *, arch: str
 ) -> None:
-    """Build the SIF `out` from `source` (`docker-archive:FILE`, `oci:FOLDER`), an image for `arch` (x86_64,
-    aarch64).
+    """Build the SIF `out` from `source` (`docker-archive:FILE`, `oci:FOLDER`) for `arch` (x86_64, aarch64).
 
-    The tool's own settings count, APPTAINER_CACHEDIR and APPTAINER_TMPDIR and the same with SINGULARITY. `out`
-    is replaced when the new image is whole; an interrupted build leaves nothing. Raises HostError without the
-    tool and BuildError, with the end of what it said, when it fails or makes something else.
+    The tool's own settings apply: APPTAINER_CACHEDIR, APPTAINER_TMPDIR, and the same with SINGULARITY. `out` is
+    replaced when the new image is complete; an interrupted build leaves nothing behind. Raises HostError
+    without the tool, BuildError with the end of its output when it fails or writes another image.
     """
     engine = find_engine(environment.variables)
     options = _options(engine, arch, environment.variables)
@@ -72,7 +71,7 @@ def build_with_apptainer(
             _run(engine, [source, str(image), *options], folder, variables, say)
             _check(image, arch)
         with writing(out.parent):
-            image.chmod(0o755)  # as the tool makes it: a SIF can be executed
+            image.chmod(0o755)  # executable, as the tool's own SIF files are
             os.replace(image, out)
 
 
@@ -84,9 +83,10 @@ def _options(engine: str, arch: str, variables: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The variables for the tool, whose temporary files lie where it would put them, in a folder that goes.
+    """Yield the variables for the tool; its temporary files go into a folder that is removed at the end.
 
-    Apptainer reads SINGULARITY_* too, SingularityCE no APPTAINER_*: both get both.
+    That folder is where the tool would put it. Apptainer also reads SINGULARITY_*, but SingularityCE reads no
+    APPTAINER_*: both get both.
     """
     made = dict(variables)
     for setting in _SETTINGS:
@@ -101,7 +101,7 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield made
     finally:
         for path, folders, _ in os.walk(own):
-            # A tree may hold folders that not even their owner may write to.
+            # A tree may have folders that not even their owner may write to.
             for name in folders:
                 if not os.path.islink(os.path.join(path, name)):
                     os.chmod(os.path.join(path, name), 0o700)
@@ -111,7 +111,7 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
 def _run(
     engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], say: Say
 ) -> None:
-    """Let spython build; raises BuildError with the tool's last lines when it fails."""
+    """Let spython build. Raises BuildError with the tool's last lines when it fails."""
     code = folder / "code"
     script = folder / "bin/singularity"
     script.parent.mkdir()
@@ -151,7 +151,7 @@ def _hint(said: str) -> str | None:
 
 
 def _check(image: Path, arch: str) -> None:
-    """Raises BuildError when the tool, which said that all went well, has not made what was asked for."""
+    """Raise BuildError when the tool reported success but did not write the requested image."""
     if not image.is_file():
         raise BuildError("the tool ended without an error and without an image")
     with image.open("rb") as stream:

@@ -1,6 +1,6 @@
-"""The image in which source-built layers of images are built: a squashfs in the store, made once for each lock.
+"""The builder image, in which source layers of images are compiled: a squashfs in the store, one for each lock.
 
-builders/<digest>.sqsh     of the lock and of the rules by which packages become a tree
+builders/<digest>.sqsh     the digest of the lock and of the rules by which packages become a tree
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from envbuild.recipe.targets import Target
 from envbuild.room import check_room
 
 Say = Callable[[str], None]
-# Raise it when builders become other images though their locks do not change.
+# Increase it when builder images change although their locks do not.
 FORMAT = 1
-# It is written once and read often, by whatever can mount it.
+# The image is written once and read often, by anything that can mount it.
 _CODEC = "zstd:1"
 _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
@@ -38,9 +38,9 @@ _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LA
 def builder_file(
     lock: ImageLock, folder: Path, environment: Environment, say: Say, *, offline: bool
 ) -> Path:
-    """The .sqsh of the builder that `lock` describes; `folder` is the recipe's.
+    """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
 
-    Raises BuildError when no source has a part of it, or the store cannot be written.
+    Raises BuildError when no source has a part of it, and when the store is not writable.
     """
     key = hashlib.sha256(f"{FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
     place = environment.store.folder("builders") / f"{key}.sqsh"
@@ -48,7 +48,7 @@ def builder_file(
         return place
     try:
         with file_lock(place.with_suffix(".lock"), remove=True):
-            if not place.is_file():  # another process may just have made it
+            if not place.is_file():  # another process may have written it meanwhile
                 say(f"the builder of {lock.target} is made: {_title(lock)}")
                 _write(lock, folder, place, environment, say, offline)
     except OSError as error:
@@ -95,7 +95,7 @@ def _write(
 def _layers(
     lock: ImageLock, folder: Path, environment: Environment, maker: Segments, offline: bool
 ) -> tuple[list[MadeSegment], list[str]]:
-    """The layers of the builder, and its variables."""
+    """Return the layers of the builder image, and its variables."""
     base = lock.base
     if isinstance(base, OciLock):
         arch = Target.parse(lock.target).arch

@@ -1,6 +1,6 @@
-"""Files of artifacts as they are compared: what differs by nature, and not by content, is left out.
+"""Files of artifacts in a form for comparison, without differences that say nothing about the content.
 
-docs/reference/inspect.md lists the exceptions; `LEFT_OUT` says them to the user.
+docs/reference/inspect.md lists the differences that are left out; `LEFT_OUT` names them for the user.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from envbuild.artifacts.enroot import normalised
 from envbuild.artifacts.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 
-# How files are seen: IMAGE, two images or two file systems; CONVERTED, an image and a file system made for users
-# without privileges; VENV, two venvs; BETWEEN, a venv and one in an image; CONDA, two conda environments of which
-# none or one is in an image; SITE, a conda environment and a venv, wherever they are.
+# Views, in which files are compared. IMAGE: two images or two file systems. CONVERTED: an image and a file
+# system for unprivileged users. VENV: two venvs. BETWEEN: a venv and one in an image. CONDA: two conda
+# environments, at most one of them in an image. SITE: a conda environment and a venv, each in a folder or an
+# image.
 BETWEEN, CONVERTED, SITE = "between", "converted", "site"
 LEFT_OUT = {
     IMAGE: ("times", "envbuild.json"),
@@ -53,19 +54,19 @@ _FRAME = re.compile(
     r"|bin/(?:python[0-9.]*|(?:de)?activate[^/]*|[Aa]ctivate\.ps1|pydoc\.bat)"
     r"|.*\.dist-info/(?:INSTALLER|REQUESTED)"
 )
-# rattler keeps in __clobbers__ what two packages have, of the one whose file is not in its place.
+# When two packages have the same path, rattler keeps one file in its place and the other one in __clobbers__.
 _CONDA_FRAME = re.compile(
     r"CACHEDIR\.TAG|(?:conda-meta|__clobbers__|pkgs|envs)/.*|.*\.dist-info/(?:INSTALLER|REQUESTED)"
 )
 _SITE = re.compile(
     r"lib/python[^/]+/site-packages/.*(?<!\.dist-info/INSTALLER)(?<!\.dist-info/REQUESTED)"
 )
-# Lines of pyvenv.cfg that tell where the host's interpreter is and who made the environment.
+# Keys of pyvenv.cfg about the host's interpreter and the tool that made the environment.
 _OF_THE_HOST = ("home", "executable", "command", "prompt", "uv", "version", "version_info")
 
 
 def view_of(one: str, left: Inventory, other: str, right: Inventory) -> str:
-    """How the files of two artifacts are seen when they are compared; `one` and `other` are their kinds."""
+    """Return the view in which the files of two artifacts are compared; `one` and `other` are their kinds."""
     if one not in FOLDERS and other not in FOLDERS:
         return IMAGE if (one in SQUASHED) == (other in SQUASHED) else CONVERTED
     environments = {left.environment, right.environment} - {""}
@@ -77,8 +78,10 @@ def view_of(one: str, left: Inventory, other: str, right: Inventory) -> str:
 
 
 def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
-    """Path → what is compared of it, as text. Paths are relative to the root, or to the environment where
-    only environments are compared."""
+    """Return path → the properties that are compared, as text.
+
+    Paths are relative to the root, or to the environment when only environments are compared.
+    """
     prefix = contents.prefix
     frame = None if prefix is None else (f"{prefix}/" if prefix else "")
     inner = view in (BETWEEN, CONDA, SITE)
@@ -123,7 +126,7 @@ def _exact(item: Item) -> dict[str, str]:
 
 
 def _converted(path: str, item: Item) -> Item | None:
-    """`item` as it is once it was put into a file system for users without privileges, None if left out."""
+    """Return `item` as it is in a file system for unprivileged users, None if it is left out there."""
     entry = normalised(Entry(path, item.kind, item.mode))
     if entry is None:
         return None
@@ -152,7 +155,7 @@ def _is_frame(name: str, item: Item, view: str) -> bool:
 
 
 def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Inventory) -> None:
-    """Put what stays the same in place of what does not."""
+    """Replace properties in `seen` that differ between hosts by constant ones."""
     if name == "pyvenv.cfg":
         kept = sorted((k, v) for k, v in contents.config.items() if k not in _OF_THE_HOST)
         seen |= {"size": "", "content": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}
@@ -165,7 +168,7 @@ def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: In
 def _settle_conda(
     seen: dict[str, str], path: str, name: str, item: Item, contents: Inventory
 ) -> None:
-    """Put a file as its package holds it in place of one that names where the environment lies."""
+    """Replace properties in `seen` of a file that contains the environment's path by those of the packaged file."""
     known = contents.recorded.get(path)
     if known is None:
         if item.script and name.startswith("bin/"):  # pip's: its first line names the interpreter

@@ -1,6 +1,7 @@
-"""A conda environment from a plan: packages from the store, rattler and uv underneath, in place in one step.
+"""A conda environment from a plan: packages from the store, installed by rattler and uv, put in place atomically.
 
-Unlike a venv its files hold its path: it is made in a folder beside its place with the place's path in them.
+Unlike a venv, its files contain its path: it is built in a folder beside its final path, with the final path in
+its files.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ TITLE = "conda environment"
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
-    """Whether the environment at `path` is what its `state` says, judged quickly (names, versions and place). Its
-    packages bring its `python`."""
+    """Return whether the environment at `path` matches its `state`, by a quick check of names, versions and path.
+
+    `python` has no meaning here: the packages contain the interpreter.
+    """
     if not interpreter(path).exists() or state.interpreter != os.fspath(interpreter(_place(path))):
         return False
     try:
@@ -61,11 +64,11 @@ def build(
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
     python: str | None = None,
 ) -> State:
-    """Make the environment of `plan` in the empty folder `staged`, for `final` as its place; return its state.
+    """Build the environment of `plan` in the empty folder `staged` for the final path `final`; return its state.
 
-    `layers` gives those of the plan's sources; it is called with the interpreter in `staged` when all packages are
-    installed. Raises what that does, and BuildError: a package or wheel that no source has or that is
-    damaged, a path too long for one, a disk that is full or may not be written.
+    `layers` returns the plan's source layers; it is called with the interpreter in `staged` after all packages
+    are installed. Raises the errors of `layers`, and BuildError for a package or wheel that is damaged or that
+    no source has, for a path too long for a package, and for a disk that is full or not writable.
     """
     from envbuild.artifacts.conda_install import install_packages
     from envbuild.artifacts.conda_pip import add_wheels
@@ -105,9 +108,10 @@ def build(
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
-    """The command line that runs `program` (torchrun, python) inside the environment at `path`.
+    """Return the command line that runs `program` (torchrun, python) in the environment at `path`.
 
-    While that is not in its place its scripts name an interpreter that is not there yet: they are given to its own.
+    Before the environment is moved to its final path, its scripts name an interpreter that does not exist yet:
+    they are then run by the interpreter at `path`.
     """
     file = path.absolute() / "bin" / program
     line = [os.fspath(file), *arguments]
@@ -117,8 +121,10 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables for running inside the environment: as after `conda activate`, without a caller's Python
-    settings. Raises HostError when its activation scripts cannot be run."""
+    """Return the variables of a program in the environment, as after `conda activate`.
+
+    A caller's Python settings are dropped. Raises HostError when the activation scripts cannot be run.
+    """
     return activated(path, env)
 
 
@@ -127,12 +133,12 @@ def _place(path: Path) -> Path:
 
 
 def _runs(file: Path, root: Path) -> bool:
-    """Whether `file` can be started: a program, or a script that names no interpreter of another place."""
+    """Return whether `file` can be started: a program, or a script that names no interpreter outside `root`."""
     try:
         with file.open("rb") as stream:
             head = stream.read(1024)
     except OSError:
-        return True  # then starting it says why
+        return True  # starting it will report the error
     if not head.startswith(b"#!"):
         return True
     lines = b"\n".join(head.split(b"\n", 2)[:2])
@@ -153,7 +159,7 @@ def _check_python(plan: Plan, staged: Path) -> None:
 
 
 def _compile(staged: Path, final: Path, environment: Environment) -> None:
-    """Compile what has no bytecode yet; what does not compile is left, as installers leave it."""
+    """Compile modules that have no bytecode yet; modules that do not compile are left, as installers do."""
     jobs = limits.workers(environment.variables)
     process.run(
         [interpreter(staged), "-m", "compileall", "-qq", "-j", str(jobs), "-s", staged, "-p", final,

@@ -22,27 +22,27 @@ _DROPPED = (
     "VIRTUAL_ENV",
     "VIRTUAL_ENV_PROMPT",
 )
-# Each script in its turn, what it prints kept from the variables. A failing one does not stop conda either.
+# Runs each script, with its output kept apart from the variables. As in conda, a failing script stops nothing.
 _SOURCE = """exec 3>&1 1>&2
 for script in "$@"; do . "$script"; done
 exec "$CONDA_PREFIX/bin/python" -I -S -c 'import os
 os.write(3, b"\\0".join(k + b"=" + v for k, v in os.environb.items()))'
 """
-# The shell's own, which it sets for itself.
+# Variables that the shell sets for itself.
 _SHELLS = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 
 
 def activated(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """`env` as after `conda activate` of the environment at `path`, without a caller's settings for Python.
+    """Return `env` as after `conda activate` of the environment at `path`, without a caller's Python settings.
 
-    Its activation scripts (etc/conda/activate.d/*.sh) are run by bash. Raises HostError when there are some and
-    they cannot be run.
+    bash runs the environment's activation scripts (etc/conda/activate.d/*.sh). Raises HostError when there are
+    some and they cannot be run.
     """
     root = path.absolute()
     result = {name: value for name, value in env.items() if name not in _DROPPED}
     result |= {
         "CONDA_PREFIX": os.fspath(root),
-        # conda's name for it, where it lies among conda's environments.
+        # conda calls an environment in an envs folder by its name, any other by its path.
         "CONDA_DEFAULT_ENV": root.name if root.parent.name == "envs" else os.fspath(root),
         "CONDA_SHLVL": "1",
         "PATH": f"{root / 'bin'}{os.pathsep}{env.get('PATH') or os.defpath}",
@@ -53,7 +53,7 @@ def activated(path: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_variables(root: Path) -> dict[str, str]:
-    """Variables that packages and users (`conda env config vars set`) want set; others' mistakes are not ours."""
+    """Return the variables that packages and users (`conda env config vars set`) set; damaged files are skipped."""
     found: dict[str, str] = {}
     files = sorted((root / "etc" / "conda" / "env_vars.d").glob("*.json"))
     for file in [*files, root / "conda-meta" / "state"]:

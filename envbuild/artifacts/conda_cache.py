@@ -1,9 +1,9 @@
 """Conda packages unpacked in the store, from which environments are linked.
 
-conda/pkgs/NAME-VERSION-BUILD holds a package as conda's own cache does. Its files may be edited through a hard
-link in an environment, or be lost with a full disk: therefore the sizes, times and modes that they had when they
-were unpacked are noted in conda/stamps, compared for each environment, and a package that differs is unpacked again.
-conda/info holds what each archive says of itself.
+conda/pkgs/NAME-VERSION-BUILD holds a package in the form of conda's own cache. Its files can be changed through
+a hard link in an environment, or be lost on a full disk. So conda/stamps records the sizes, times and modes of
+the files after unpacking; they are compared for each environment, and a package that differs is unpacked again.
+conda/info holds the metadata of each archive.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OURS = "envbuild"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an archive says of itself.
+    """The metadata of an archive.
 
-    `index` is a file with its index.json, `size` the archive's in bytes. `room` is how many bytes a prefix may
-    have that replaces the placeholder in `file`, None where it may have any number. `scripts` are the package's
-    link scripts.
+    `index` is a file with its index.json, `size` the archive's size in bytes. `room` is the maximum length in
+    bytes of a prefix that replaces the placeholder in `file`, None if any length fits. `scripts` are the
+    package's link scripts.
     """
 
     index: Path
@@ -49,12 +49,12 @@ class Facts:
 
 
 def folder(store: Store, package: CondaPackage) -> Path:
-    """Where `package` lies unpacked."""
+    """Return the folder of the unpacked `package`."""
     return store.root / "conda" / "pkgs" / package.stem
 
 
 def facts(store: Store, package: CondaPackage) -> Facts | None:
-    """What is known of `package`'s archive, None when it has not been read."""
+    """Return the stored metadata of `package`'s archive, None if the archive was never read."""
     path = store.root / "conda" / "info" / f"{package.sha256}.json"
     try:
         ours = json.loads(path.read_bytes())[_OURS]
@@ -64,13 +64,13 @@ def facts(store: Store, package: CondaPackage) -> Facts | None:
 
 
 def known(store: Store, package: CondaPackage) -> Facts | None:
-    """What is known of `package` when it lies unpacked, None when it does not. Whether it is whole, `damaged` tells."""
+    """Return the metadata of `package` if it is unpacked, else None; `damaged` says whether its files are intact."""
     there = _stamp(store, package) and folder(store, package).is_dir()
     return facts(store, package) if there else None
 
 
 def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
-    """Read what `archive` says of itself, and keep it. Raises BuildError when it is another package than locked."""
+    """Read the metadata of `archive`, and store it. Raises BuildError when it is not the locked package."""
     info = read_info(archive)
     found = [str(info.index.get(key)) for key in ("name", "version", "build")]
     if found != [package.name, package.version, package.build]:
@@ -88,7 +88,7 @@ def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
 
 
 def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage]:
-    """Those of `packages` that are not as they were unpacked."""
+    """Return those of `packages` whose files changed since they were unpacked."""
     found = []
     for package in packages:
         try:
@@ -100,7 +100,7 @@ def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage
 
 
 def stamp(store: Store, packages: Iterable[CondaPackage]) -> None:
-    """Note how `packages`, just unpacked, are. Raises BuildError for a store that may not be written."""
+    """Record the files of `packages`, which were just unpacked. Raises BuildError when the store is not writable."""
     for package in packages:
         try:
             tree = tree_digest(folder(store, package))
@@ -123,15 +123,15 @@ def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
 
 @contextlib.contextmanager
 def held(store: Store) -> Iterator[None]:
-    """Hold the unpacked packages; another process waits. What a killed one left half-done is removed.
+    """Hold the lock on the unpacked packages, and remove leftovers of killed processes; other processes wait.
 
-    Raises BuildError for a store that may not be written.
+    Raises BuildError when the store is not writable.
     """
     pkgs = store.folder("conda", "pkgs")
     store.folder("conda", "stamps")
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
-        try:  # where there are no locks, rattler's own is all there is
+        try:  # on a file system without locks, rattler's own locks have to do
             stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: say(told)))
         except OSError as error:
             raise store.unwritable(error) from error
@@ -144,9 +144,9 @@ def held(store: Store) -> Iterator[None]:
 def archives(
     store: Store, packages: Sequence[CondaPackage], locate: Locate
 ) -> dict[CondaPackage, Path]:
-    """The archives of `packages`, their digests looked at: they are about to be unpacked, and rattler does not.
+    """Return the archives of `packages` after checking their digests, because rattler unpacks without a check.
 
-    One that was damaged in the store is removed and looked for once more. Raises BuildError.
+    An archive that was damaged in the store is removed and located once more. Raises BuildError.
     """
     found = dict(locate(packages))
     bad = _mismatched(store, found)
@@ -170,7 +170,7 @@ def archives(
 
 
 def tree_digest(root: Path) -> str:
-    """sha256 of the names, modes, sizes and modification times of all files and links below `root`."""
+    """Return the sha256 of the names, modes, sizes and modification times of all files and links below `root`."""
     start = len(os.fspath(root)) + 1
     rows: list[tuple[str, int, int, int]] = []
     folders = [os.fspath(root)]
@@ -189,7 +189,7 @@ def tree_digest(root: Path) -> str:
 
 
 def _stamp(store: Store, package: CondaPackage) -> str | None:
-    """The digest that the unpacked `package` had, None when this package was never unpacked to its end."""
+    """Return the digest that the unpacked `package` had, None if it was never unpacked completely."""
     try:
         data = json.loads(_note(store, package).read_bytes())
         return str(data["tree"]) if data["sha256"] == package.sha256 else None
@@ -202,7 +202,10 @@ def _note(store: Store, package: CondaPackage) -> Path:
 
 
 def _write(store: Store, path: Path, data: object) -> None:
-    """Half of it, after a crash, is no JSON and counts as nothing."""
+    """Write `data` as JSON to `path`.
+
+    No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
+    """
     try:
         path.write_text(json.dumps(data), encoding="utf-8")
     except OSError as error:
@@ -210,7 +213,7 @@ def _write(store: Store, path: Path, data: object) -> None:
 
 
 def _room(info: Info) -> tuple[int | None, str]:
-    """The length of the shortest placeholder in a binary file, which a prefix may not exceed, and that file."""
+    """Return the length of the shortest placeholder in a binary file, which no prefix may exceed, and that file."""
     found = [
         (len(row.placeholder.encode()), path)
         for path, row in info.paths.items()

@@ -1,4 +1,4 @@
-"""Unpacked conda packages into a prefix by rattler, with records that conda, mamba and pixi read."""
+"""Installation of conda packages into a prefix by rattler, with records that conda, mamba and pixi read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from envbuild.progress import Advance, say, transfer
 from envbuild.store.store import Store, remove_tree
 from envbuild.workers import Answer, Workers
 
-# Of rattler's errors what the operating system said, which tells more than the rest.
+# The operating system's part of an error of rattler, which says more than the rest.
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 _URL = re.compile(rb'\n  "url": "[^"]*"')
-# A disk with less than this left is the one that was full.
+# A disk with fewer bytes left than this is the one that was full.
 _FULL = 1 << 20
 
 
@@ -41,15 +41,15 @@ def install_packages(
     locate: Locate,
     then: Callable[[], None],
 ) -> None:
-    """Fill the empty folder `staged` with `packages`, their files made for the prefix `final`, and call `then`.
+    """Install `packages` into the empty folder `staged`, with files made for the prefix `final`, and call `then`.
 
-    `locate` finds the archives of those that are not unpacked in the store; `command` is what history in
-    conda-meta will say was run. While `then` adds what it has to, the unpacked packages are looked through; was
-    one damaged, all is done again. Raises BuildError when a package cannot be had, `final` is too long for one,
-    or writing failed.
+    `locate` finds the archives of packages that are not unpacked in the store; `command` is the command that
+    conda-meta/history names. While `then` runs, the unpacked packages are checked; if one was damaged,
+    everything is done again. Raises BuildError when a package is not available, `final` is too long for one, or
+    a write failed.
     """
     prefix = _checked_prefix(final)
-    # Fetched before the store is held: others need not wait for this network.
+    # Fetched before the lock on the store is taken: other processes need not wait for this download.
     locate([package for package in packages if conda_cache.known(store, package) is None])
     with conda_cache.held(store):
         for last in (False, True):
@@ -73,7 +73,7 @@ def install_packages(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """All that linking needs; `new` are the archives of packages that are to be unpacked first."""
+    """The inputs of linking; `new` are the archives of packages that have to be unpacked first."""
 
     store: Store
     staged: Path
@@ -104,16 +104,16 @@ def _prepared(
 
 
 def _link_and_check(work: _Work, command: str, then: Callable[[], None]) -> list[CondaPackage]:
-    """Unpack and link packages and call `then`; those that were not as once unpacked come back.
+    """Unpack and link packages and call `then`; return the packages that changed since they were unpacked.
 
-    An error while one of them is damaged is that damage's.
+    An error is not raised if a package is damaged, because the damage explains it.
     """
     with contextlib.closing(Workers(1)) as pool:
         checking: Answer[list[CondaPackage]] | None = None
         try:
             with _progress(work) as moved:
                 _link(work, moved)
-            # Not earlier: linking keeps all processors busy, what follows waits for a program.
+            # Not earlier: linking keeps all CPUs busy, but `then` waits for a child process.
             checking = pool.submit(_looked_through, work)
             with place.writing(work.staged):
                 _clean_records(work)
@@ -140,9 +140,9 @@ def _looked_through(work: _Work) -> list[CondaPackage]:
 
 
 def _checked_prefix(final: Path) -> str:
-    """`final` as text. Raises BuildError for what cannot stand in files."""
+    """Return `final` as text. Raises BuildError for a path that cannot be written into files."""
     prefix = os.fspath(final)
-    if not prefix.isprintable():  # line ends, and bytes that are no UTF-8
+    if not prefix.isprintable():  # newlines, and bytes that are not UTF-8
         raise BuildError(
             f"{prefix!r} cannot be an environment's place: its files hold the path as text",
             "choose another place with --out, without control characters and in UTF-8",
@@ -162,7 +162,7 @@ def _check_room(facts: Mapping[CondaPackage, Facts], prefix: str) -> None:
 
 
 def _link(work: _Work, moved: Advance) -> None:
-    """Have a child unpack and link: see `conda_link` for why. Its job lies in the folder while it works."""
+    """Let a child process unpack and link, for the reason in `conda_link`. Its job file is in `staged` meanwhile."""
     pkgs = work.store.folder("conda", "pkgs")
     job = work.staged / ".job.json"
     with place.writing(work.staged):
@@ -191,9 +191,10 @@ def _link(work: _Work, moved: Advance) -> None:
 
 
 def _row(package: CondaPackage, work: _Work) -> dict[str, Any]:
-    """What rattler installs and writes into conda-meta, with dependencies as they were solved.
+    """Return the record that rattler installs and writes to conda-meta, with the solved dependencies.
 
-    From an archive it unpacks only what has that file's URL: `_clean_records` puts the canonical one there.
+    rattler unpacks an archive only if the record has that file's URL: `_clean_records` restores the canonical
+    URL.
     """
     row, archive = work.facts[package], work.new.get(package)
     return {
@@ -210,7 +211,7 @@ def _row(package: CondaPackage, work: _Work) -> dict[str, Any]:
 
 
 def _explained(text: str, work: _Work) -> BuildError:
-    """The error for a refusal of rattler's; when the operating system refused, in its words."""
+    """Return the error for a failure of rattler, with the operating system's message if it was the cause."""
     found = _ERRNO.search(text)
     if found is None:
         return BuildError(f"the locked conda packages cannot be installed: {text}")
@@ -224,9 +225,9 @@ def _explained(text: str, work: _Work) -> BuildError:
 
 
 def _clean_records(work: _Work) -> None:
-    """Make conda-meta tell the same on every host: canonical URLs, and nothing of the store.
+    """Make conda-meta the same on every host: canonical URLs, and no paths of the store.
 
-    As text: parsing takes longer than installing.
+    The files are edited as text, because parsing takes longer than installing.
     """
     for package in work.facts:
         path = work.staged / META / f"{package.stem}.json"
@@ -239,12 +240,12 @@ def _clean_records(work: _Work) -> None:
             url = b'\n  "url": ' + json.dumps(package.url).encode()
             data = _URL.sub(lambda _, url=url: url, data, count=1)  # type: ignore[misc]
         path.write_bytes(data)
-    # Tells backups to leave the folder out; conda's own environments have none.
+    # This file makes backup tools skip the folder; conda's own environments have none.
     (work.staged / "CACHEDIR.TAG").unlink(missing_ok=True)
 
 
 def _write_history(work: _Work, command: str) -> None:
-    """conda-meta/history, by which conda recognises an environment: what was installed when, by which command."""
+    """Write conda-meta/history, by which conda recognises an environment: time, command, installed packages."""
     lines = [f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} <==", f"# cmd: {command}"]
     lines += [f"+{p.channel}/{p.subdir}::{p.stem}" for p in work.facts]
     (work.staged / META / "history").write_text("\n".join(lines) + "\n", encoding="utf-8")

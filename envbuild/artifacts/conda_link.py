@@ -1,12 +1,12 @@
-"""rattler's installer in a process of its own, which ends without Python's clean-up.
+"""rattler's installer in a child process that exits without Python's clean-up.
 
-In one run of twenty-five, Python's end crashes while threads of rattler's runtime still finish (py-rattler 0.28:
-segmentation fault, or abort, after all was done). A child that leaves by os._exit has no such end; it can be
-stopped at once, too, while threads of our own process would go on writing.
+In one of twenty-five runs, Python's exit crashes while threads of rattler's runtime still finish (py-rattler
+0.28: segmentation fault, or abort, after all work was done). A child that exits by os._exit avoids that. It can
+also be stopped at once, while threads of envbuild's own process would go on writing.
 
-Run as a module it takes the path of a job: JSON with `records` (index, size, sha256, md5, subdir, depends, fn, url,
-channel of each package), `staged`, `prefix`, `pkgs` and `copying`. It prints `unpacked NAME` for each package that
-is in the cache, then `done`, or `failed` and why.
+Run as a module, it takes the path of a job: JSON with `records` (index, size, sha256, md5, subdir, depends, fn,
+url, channel of each package), `staged`, `prefix`, `pkgs` and `copying`. It prints `unpacked NAME` for each
+package that is in the cache, then `done`, or `failed` and the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envbuild import process
 
 
 def run_job(job: Path) -> Generator[str, None, None]:
-    """Run the job in the file `job` in a child and yield the lines that it prints."""
+    """Run the job in the file `job` in a child process, and yield the lines that it prints."""
     home = os.fspath(Path(envbuild.__file__).parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     child = process.start(
@@ -44,7 +44,7 @@ def run_job(job: Path) -> Generator[str, None, None]:
 
 
 def main(job: str) -> None:
-    """Do the job and leave the process."""
+    """Run the job and exit the process."""
     data = json.loads(Path(job).read_bytes())
     from rattler.exceptions import InstallerError
 
@@ -61,7 +61,7 @@ async def _install(data: dict[str, Any]) -> None:
 
     names: list[str] = []
 
-    class Reporter(InstallerReporter):  # its methods do nothing, but for these
+    class Reporter(InstallerReporter):  # all other methods do nothing
         def on_populate_cache_start(self, operation: int, package_name: str) -> int:
             names.append(package_name)
             return len(names) - 1

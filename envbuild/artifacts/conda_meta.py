@@ -1,7 +1,7 @@
-"""What the records in a conda environment's conda-meta folder tell of its packages and files.
+"""Reader of the records in a conda environment's conda-meta folder.
 
-Source: those records as conda and rattler write them: the package's index.json, where it came from (`url`,
-`channel`, `fn`, `sha256`), and in paths_data a row for each file.
+Source: those records as conda and rattler write them: the package's index.json, its origin (`url`, `channel`,
+`fn`, `sha256`), and in paths_data a row for each file.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from envbuild.recipe.conda import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
 _META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")
-# Hosts whose channels conda calls by what follows.
+# conda calls channels on these hosts by the rest of their URL.
 _ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
-# What a record that is none raises where it is read.
+# Errors from reading a file that is not a record.
 _SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _ENTRY_POINT = "unix_python_entry_point"
 
 
 def reader_of(path: str) -> Callable[[bytes], Any] | None:
-    """What reads the file at `path` if it is a record of conda's, None otherwise.
+    """Return the reader of the file at `path` if it is a conda record, else None.
 
-    A note is JSON: the package's facts as CondaRecord calls them, and under `recorded` path → [sha256 in the
-    environment, sha256 in the package]; {} for what tells nothing.
+    The reader returns a note, which is JSON: the package's data under the names of CondaRecord, and under
+    `recorded` path → [sha256 in the environment, sha256 in the package]; {} for a file that is not a record.
     """
     return _read if _META.search(path) and path.endswith(".json") else None
 
 
 def environments(paths: Iterable[str]) -> Iterator[str]:
-    """The folders of conda environments to which these paths of an artifact belong."""
+    """Yield the folders of the conda environments to which `paths` of an artifact belong."""
     for path in paths:
-        # An image has a hundred thousand paths: most are told without a search.
+        # An image has a hundred thousand paths: most need no search by regular expression.
         found = _META.search(path) if "conda-meta/" in path else None
         if found:
             yield path[: found.start()]
 
 
 def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
-    """Every conda package of which `notes` (by path) tell."""
+    """Return every conda package in `notes` (path → note)."""
     found = []
     for path, note in notes.items():
         meta = _META.search(path)
@@ -54,7 +54,7 @@ def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
 
 
 def recorded_files(notes: Mapping[str, Any]) -> dict[str, Recorded]:
-    """Path in the artifact → digests of a file, for `Contents.recorded`."""
+    """Return path in the artifact → digests of the file, for `Inventory.recorded`."""
     found = {}
     for path, note in notes.items():
         meta = _META.search(path)
@@ -66,7 +66,7 @@ def recorded_files(notes: Mapping[str, Any]) -> dict[str, Recorded]:
 
 
 def channel_name(url: str) -> str:
-    """A channel as conda calls it: `conda-forge`, `pkgs/main`, or its URL."""
+    """Return a channel's name as conda shows it: `conda-forge`, `pkgs/main`, or its URL."""
     for alias in _ALIASES:
         if url.startswith(alias):
             return url.removeprefix(alias)
@@ -91,11 +91,11 @@ def _read(data: bytes) -> Any:
     if not said["name"]:
         return {}
     try:
-        # Rows with another original path: files in whose place are those of another package.
+        # Rows with another original path are left out: their path has a file of another package.
         rows = [row for row in record["paths_data"]["paths"] if not row.get("original_path")]
         (package,) = conda_packages([{**record, "paths_data": {"paths": rows}}])
         return {**said, "record": package.record, "recorded": dict(_recorded(rows))}
-    except _SENSELESS:  # as conda wrote them before there were rows
+    except _SENSELESS:  # from a conda that did not write rows yet
         return {**said, "record": "", "recorded": {}}
 
 

@@ -1,4 +1,4 @@
-"""What pip adds to a conda environment: wheels by uv, beside conda's packages and never over them.
+"""Wheels in a conda environment: uv installs them beside conda's packages and never over them.
 
 Sources: PyPA "Recording installed projects" (RECORD) and "Entry points specification".
 """
@@ -24,7 +24,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.plan.plan import Plan
 
-# As uv writes them for environments that may be moved: the interpreter is found from the script's own path.
+# As uv writes it for relocatable environments: the interpreter is found from the script's own path.
 _RELOCATABLE = b"""#!/bin/sh
 '''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
 ' '''
@@ -40,7 +40,7 @@ def add_wheels(
 ) -> None:
     """Install `wheels`, the plan's and the trainer's, into the conda environment in `staged`.
 
-    Raises BuildError for a wheel that would replace something of a conda package, or when uv fails.
+    Raises BuildError for a wheel that would replace a file of a conda package, and when uv fails.
     """
     site_packages = staged / "lib" / f"python{plan.python}" / "site-packages"
     with place.writing(staged):
@@ -92,9 +92,9 @@ def _installer(dist_info: Path) -> str:
 
 
 def _release_scripts(record: Path, staged: Path) -> None:
-    """Make the scripts of a distribution find their interpreter wherever they lie, and correct its RECORD.
+    """Let the scripts of a distribution find their interpreter from their own path, and update the RECORD.
 
-    uv wrote the path of the folder in which the environment is made. The file is written anew: it may be a
+    uv wrote the path of the staging folder into them. Each file is replaced by a new one, because it may be a
     link into uv's cache.
     """
     text = record.read_text(encoding="utf-8")
@@ -120,11 +120,11 @@ def _release_scripts(record: Path, staged: Path) -> None:
 
 
 def _without_interpreter(data: bytes, python: bytes) -> bytes | None:
-    """A script less the lines that start `python`, None when it does not start that."""
+    """Return a script without the lines that start `python`, None if it does not start that interpreter."""
     lines = data.split(b"\n", 3)
     if lines[0].startswith(b"#!" + python):
         return data[len(lines[0]) + 1 :]
-    # The form for paths that the kernel would not take.
+    # The form for interpreter paths that the kernel would not accept.
     if lines[0] == b"#!/bin/sh" and len(lines) == 4 and lines[1].startswith(b"'''exec' "):
         return lines[3] if python in lines[1] else None
     return None

@@ -1,7 +1,7 @@
-"""What is installed in a conda environment, and whether it is what conda-meta recorded.
+"""Survey of a conda environment: its packages, and whether its files match the records in conda-meta.
 
 Source: the records in conda-meta as conda and rattler write them: in paths_data a row for each file, with its
-sha256 in the package and, where installing changed it, sha256_in_prefix. Needs nothing but Python 3.9.
+sha256 in the package and, if installing changed it, sha256_in_prefix. Needs only Python 3.9.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from envbuild.record import conda_digest
 
 META = "conda-meta"
 _DIST_INFO = b'.dist-info/METADATA"'
-# Made at installing, with the prefix in it: the package does not hold it.
+# Generated during installation, with the prefix in it: the package does not contain it.
 _ENTRY_POINT = "unix_python_entry_point"
 
 
 def is_conda(root: Path) -> bool:
-    """Whether the environment at `root` is one of conda's."""
+    """Return whether `root` is a conda environment."""
     return (root / META).is_dir()
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """The records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
+    """Return the records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
     return [json.loads(path.read_bytes()) for path in sorted((root / META).glob("*.json"))]
 
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
-    """The packages of `records`; a digest is that of the files' list and depends on no prefix."""
+    """Return the packages of `records`; a digest covers the list of files and does not depend on the prefix."""
     return [
         Distribution(
             str(record["name"]),
@@ -55,7 +55,7 @@ def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
 
 
 def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> frozenset[str]:
-    """Names of the .dist-info folders in `site_packages` (relative to the prefix) that conda packages brought."""
+    """Return the .dist-info folders in `site_packages` (relative to the prefix) that belong to conda packages."""
     start = site_packages + "/"
     return frozenset(
         row["_path"][len(start) :].partition("/")[0]
@@ -66,9 +66,9 @@ def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> froze
 
 
 def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distribution], FileReport]:
-    """The packages of the conda environment at `root` by name, what pip added among them, and its files.
+    """Return the packages of the conda environment at `root` by name, also those that pip added, and its files.
 
-    Paths are relative to `root`. Bytecode is left out: Python renews it.
+    Paths are relative to `root`. Bytecode is left out, because Python renews it.
     """
     inside = os.path.relpath(site_packages, root)
     try:
@@ -77,7 +77,7 @@ def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distributio
         owned = owned_dist_infos(records, inside)
         files = {row["_path"]: row for record in records for row in _rows(record)}
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Not as any installer writes it: then nothing is known, and everything is another than was locked.
+        # No installer writes such records: nothing is known, and everything differs from the lock.
         return {}, FileReport(altered=[META])
     for name, distribution in distributions(site_packages, owned).items():
         found[f"{name} (pip)" if name in found else name] = distribution
@@ -92,9 +92,10 @@ def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distributio
 
 
 def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
-    """(name, version) of all that is installed, from file names; of conda-meta no more than that is understood.
+    """Return (name, version) of everything that is installed, from file names; conda-meta is read no further.
 
-    A package of conda is named as there, what pip added by its normalised name. Raises OSError.
+    Packages of conda have the name in conda-meta, those that pip added their normalized name. A missing
+    .dist-info folder of a conda package is returned with the version "missing". Raises OSError.
     """
     found: set[tuple[str, str]] = set()
     owned: set[str] = set()
@@ -111,7 +112,7 @@ def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
 
 
 def _dist_infos(record: bytes) -> set[str]:
-    """The .dist-info folders that a record names; found by a search, for parsing takes 50 times as long."""
+    """Return the .dist-info folders in a record, found by a text search: parsing takes 50 times as long."""
     found = set()
     at = record.find(_DIST_INFO)
     while at >= 0:
@@ -133,7 +134,7 @@ def _original(row: dict[str, Any]) -> str:
 
 
 def _check(path: str, relative: str, row: dict[str, Any], report: FileReport) -> None:
-    """Compare one file or link with its row, and put what is wrong into `report`."""
+    """Compare one file or link with its row, and add a difference to `report`."""
     report.files += 1
     expected = row.get("sha256_in_prefix") or row.get("sha256")
     try:
@@ -142,7 +143,7 @@ def _check(path: str, relative: str, row: dict[str, Any], report: FileReport) ->
             good = os.path.isdir(path)
         elif kind == "softlink":
             text = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
-            # conda's own records have the digest of the file behind the link.
+            # Records by conda itself have the digest of the file behind the link.
             good = expected in (None, text) or (os.path.isfile(path) and _digest(path) == expected)
         else:
             report.bytes += os.lstat(path).st_size

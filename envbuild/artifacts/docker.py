@@ -1,4 +1,4 @@
-"""Docker images: into a daemon, a registry, an OCI layout or an archive."""
+"""Output of docker images: to a daemon, a registry, an OCI layout or an archive."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 FORMS = ("oci", "docker-archive")
-# Media types of what is pushed.
+# The formats of pushed images, by their media types.
 FORMATS = OCI, DOCKER = ("oci", "docker")
 
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """What --out asks for: "oci" (an image layout's folder) or "docker-archive" (one file)."""
+    """The value of --out: "oci" (the folder of an image layout) or "docker-archive" (one file)."""
 
     form: str
     path: Path
 
     @classmethod
     def parse(cls, text: str) -> Out:
-        """`oci:DIR` or `docker-archive:FILE`. Raises UsageError for anything else."""
+        """Parse `oci:DIR` or `docker-archive:FILE`. Raises UsageError for any other text."""
         form, colon, path = text.partition(":")
         if form not in FORMS or not colon or not path:
             raise UsageError(
@@ -59,12 +59,12 @@ class Out:
 
 
 def default_tag(recipe: str, target: str) -> str:
-    """The name of an image in the daemon when --tag does not say."""
+    """Return the name of an image in the daemon without --tag."""
     return f"{recipe}:{target}"
 
 
 def check_tag(tag: str, *, push: bool) -> str:
-    """`tag` with its label, `latest` when it has none. Raises UsageError when it is no image's name."""
+    """Return `tag`, with the label `latest` if it has none. Raises UsageError for an invalid name."""
     reference = parse_reference(tag)
     if reference.digest:
         raise UsageError(f"--tag {tag!r}: a name and a tag, not a digest")
@@ -77,7 +77,7 @@ def check_tag(tag: str, *, push: bool) -> str:
 
 
 def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
-    """The index that joins images of several platforms, in the order of their architectures and in their format."""
+    """Return the index of images for several platforms, ordered by architecture, in the format of the images."""
     docker = images[0].manifest.media_type == DOCKER_MANIFEST
     manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
     raw = canonical(
@@ -95,7 +95,7 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
 def load_tagged(
     image: AssembledImage, tag: str, environment: Environment, say: Say
 ) -> dict[str, Any]:
-    """Give the daemon the image under a name; what `--json` says of it."""
+    """Load the image into the daemon under the name `tag`, and return what `--json` prints about it."""
     from envbuild.image.daemon import connect
 
     with connect(environment.variables) as client:
@@ -105,8 +105,11 @@ def load_tagged(
 
 @contextmanager
 def loaded(client: Any, image: AssembledImage, say: Say, *, keep: bool) -> Iterator[None]:
-    """The image in the daemon without a name. It goes again unless `keep`, or when it was there before; one
-    that failed its verification stays for a look at it."""
+    """Keep the image in the daemon, without a name, during the block.
+
+    It is removed at the end, unless `keep` is true or it was there before; an image that failed its
+    verification stays for inspection.
+    """
     from docker.errors import DockerException
 
     done = _load(client, image, [], say)
@@ -137,7 +140,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], say: Say) -> 
 def write(
     images: Sequence[AssembledImage], index: ImageIndex | None, out: Out, tag: str, say: Say
 ) -> None:
-    """Write the layout or archive beside its place, then exchange the two."""
+    """Write the layout or archive beside its final path, then replace that atomically."""
     path = out.path.absolute()
     with (
         place.exclusive(path, say),
@@ -165,7 +168,7 @@ def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
 
 
 def check_place(out: Out, count: int) -> None:
-    """Raise UsageError when `out` cannot take `count` images, or something else stands in its place."""
+    """Raise UsageError when `out` cannot hold `count` images, or when its path holds something else."""
     path = out.path.absolute()
     if out.form == "docker-archive" and count > 1:
         raise UsageError("a docker-archive holds one platform", "use --out oci:DIR")
@@ -181,7 +184,7 @@ def check_place(out: Out, count: int) -> None:
 
 
 def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[AssembledImage]:
-    """`images` as they are pushed in one of FORMATS: other manifests, the same blobs."""
+    """Return `images` as they are pushed in one of FORMATS: other manifests, the same blobs."""
     if form == OCI:
         return images
     return [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
@@ -190,7 +193,7 @@ def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[Assembled
 def push(
     images: Sequence[AssembledImage], tag: str, environment: Environment, say: Say
 ) -> dict[str, Any]:
-    """Push what the registry lacks; manifests by digest first, then the index or manifest by its tag."""
+    """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
     index = index_of(images) if len(images) > 1 else None
     counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
@@ -219,10 +222,10 @@ def push(
 
 
 def _repositories(image: AssembledImage, host: str, environment: Environment) -> list[str]:
-    """The repositories of the registry `host` that have the base image: its own, or a mirror's."""
+    """Return the repositories of the registry `host` that have the base image: its own, or a mirror's."""
     try:
         base = parse_reference(image.base_name)
-    except UsageError:  # Debian packages, or a local image
+    except UsageError:  # the base is Debian packages or a local image
         return []
     found = [base.repository] if base.registry == host else []
     for mirror in environment.site.registry(base.registry).mirrors:

@@ -1,6 +1,6 @@
-"""Images by `docker build` of Dockerfile.cpu or Dockerfile.gpu: the context, the command, what came of it.
+"""Images by `docker build` of Dockerfile.cpu or Dockerfile.gpu: the context, the command, its output.
 
-The command line is used because the daemon's API alone cannot drive BuildKit, which secrets and bind
+docker's command line is used because the daemon's API alone cannot drive BuildKit, which secrets and bind
 mounts of a build need (Docker's documentation, "docker build", "RUN --mount").
 """
 
@@ -30,9 +30,9 @@ from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 
 Say = Callable[[str], None]
-# What the Dockerfiles run of this package: it makes the trainer's wheel, and source-built layers.
+# Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
 SOURCES = (*MODULES, "files.py", "layers/trainer.py")
-# Predefined build arguments: in no layer, no history and no cache key.
+# Predefined build arguments: they are in no layer, history or cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 # BuildKit refuses larger secrets (bytes).
 _MAX_SECRET = 500 * 1024
@@ -49,11 +49,11 @@ class DockerCommand:
 
 
 def find_docker(env: Mapping[str, str]) -> DockerCommand:
-    """The first `docker` in PATH that can run BuildKit. Raises HostError when there is none.
+    """Return the first `docker` in PATH that can run BuildKit. Raises HostError when there is none.
 
-    Until 22 BuildKit is part of docker's command line; since 23 it is the plugin buildx.
+    Before version 23, BuildKit is part of docker's command line; since then it is the plugin buildx.
     """
-    # The SDK, which verifies, knows no docker contexts: both must speak to one daemon.
+    # The SDK, which verification uses, knows no docker contexts: both must use the same daemon.
     variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"}
     variables |= {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     variables.pop("DOCKER_CONTEXT", None)
@@ -89,7 +89,7 @@ def dockerfile_name(target: Target) -> str:
 
 
 def read_dockerfile(target: Target) -> str:
-    """The text of the Dockerfile that came with this envbuild. Raises BuildError when it is missing."""
+    """Return the text of the Dockerfile that ships with envbuild. Raises BuildError when it is missing."""
     file = shipped(dockerfile_name(target))
     try:
         return file.read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def read_dockerfile(target: Target) -> str:
 
 
 def default_base(target: Target, argument: str = "BASE") -> str:
-    """The image that the target's Dockerfile has as BASE, or BUILD_BASE, when nobody says another."""
+    """Return the default of BASE, or of BUILD_BASE, in the target's Dockerfile."""
     match = re.search(rf"^ARG {argument}=(\S+)$", read_dockerfile(target), re.MULTILINE)
     assert match is not None
     return match[1]
@@ -114,13 +114,12 @@ def build_context(
     environment: Environment,
     sources: Mapping[str, Path | bytes] = {},
 ) -> Iterator[Path]:
-    """A folder with all that the Dockerfile reads, removed at the end; `sources` are the files from which layers are
-    built, by name. Wheels and archives are linked, not copied, where the file system allows it."""
-    # In the store, because that is where most wheels are.
+    """Yield a temporary folder with all that the Dockerfile reads; `sources` are files of source layers by name."""
+    # In the store, because most wheels are there.
     folder = Path(tempfile.mkdtemp(prefix="context-", dir=environment.store.folder("docker")))
     try:
         files = {"Dockerfile": _dockerfile(plan).encode()}
-        files[f"recipes/{plan.recipe}/recipe.toml"] = b""  # what it says is in the plan
+        files[f"recipes/{plan.recipe}/recipe.toml"] = b""  # its content is in the plan
         lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
         files[f"recipes/{plan.recipe}/{lock_file_name(plan.target)}"] = lock.encode()
         package = Path(__file__).resolve().parents[1]
@@ -155,7 +154,7 @@ def _link(source: Path, place: Path) -> None:
 
 
 def _dockerfile(plan: Plan) -> str:
-    """The Dockerfile with the recipe's variables; their values come as arguments, and need no quoting."""
+    """Return the Dockerfile with the recipe's variables; their values are arguments, which need no quoting."""
     assert plan.image is not None
     lines = [read_dockerfile(Target.parse(plan.target)).rstrip("\n")]
     for number, name in enumerate(plan.image.env):
@@ -164,13 +163,13 @@ def _dockerfile(plan: Plan) -> str:
 
 
 def base_name(plan: Plan) -> str:
-    """The plan's base image as `docker build` is told it."""
+    """Return the plan's base image for `docker build`."""
     assert plan.base is not None
     return image_name(plan.base)
 
 
 def image_name(lock: ImageLock) -> str:
-    """The image that `lock` names, as `docker build` is told it: by its digest where it has one."""
+    """Return the image that `lock` names for `docker build`: by its digest if it has one."""
     assert isinstance(lock.base, OciLock)
     reference, digest = lock.base.reference, lock.base.digest
     local = reference.removeprefix("docker-daemon:")
@@ -182,15 +181,16 @@ def image_name(lock: ImageLock) -> str:
 
 
 def build_arguments(plan: Plan, builder: str | None = None) -> dict[str, str]:
-    """The Dockerfile's arguments for `plan`; `builder` is the image with compilers in which layers are built, None for
-    that in which all is. As with the native builder, an environment on an existing image that the recipe names sees
-    the packages of that image's interpreter."""
+    """Return the Dockerfile's arguments for `plan`; `builder` (None: the base) is the image that builds source layers.
+
+    As by the native builder, an environment on an image that the recipe names sees its interpreter's packages.
+    """
     assert plan.image is not None
     system_packages = plan.image.base != "debian"
     torch = next((p.version for p in plan.packages if p.name == "torch"), "")
     arguments = {
         "BASE": base_name(plan),
-        # Where nothing is compiled, what compiles is not needed.
+        # Without source layers, no compilers are needed.
         "BUILD_BASE": builder or base_name(plan),
         "RECIPE": plan.recipe,
         "TARGET": plan.target,
@@ -207,7 +207,7 @@ def build_arguments(plan: Plan, builder: str | None = None) -> dict[str, str]:
 
 
 def labels(plan: Plan, created: str) -> dict[str, str]:
-    """The labels that the native builder gives, besides those of the Dockerfile."""
+    """Return the labels that the native builder sets, except those in the Dockerfile."""
     assert plan.base is not None and isinstance(plan.base.base, OciLock)
     digest = plan.base.base.digest
     known = {"org.opencontainers.image.base.digest": digest} if digest else {}
@@ -230,7 +230,7 @@ def build(
     environment: Environment,
     say: Say,
 ) -> str:
-    """Run `docker build` in `context` and return the image's id. Raises BuildError with what failed in it."""
+    """Run `docker build` in `context` and return the image's id. Raises BuildError with the failed step's output."""
     line: list[str] = [command.program, "build", "--progress=plain", "--iidfile"]
     line += [os.fspath(context / "id"), "--file", os.fspath(context / "Dockerfile")]
     for name, value in arguments.items():
@@ -256,7 +256,7 @@ def _certificates(environment: Environment, say: Say) -> str | None:
         size = os.stat(bundle).st_size if bundle else 0
     except OSError:
         return None
-    if size > _MAX_SECRET or "," in (bundle or ""):  # a comma ends the option
+    if size > _MAX_SECRET or "," in (bundle or ""):  # a comma would end the option
         say(f"{bundle} cannot be given to docker build (500 kB at most, no comma in its path)")
         return None
     return os.path.abspath(bundle) if bundle else None
@@ -283,7 +283,7 @@ def _stream(line: Sequence[str], env: Mapping[str, str], say: Say) -> None:
 
 
 def explain(lines: Sequence[str]) -> str:
-    """Of what `docker build --progress=plain` printed, what the step that failed said, indented.
+    """Return the output of the failed step in what `docker build --progress=plain` printed, indented.
 
     BuildKit's own summary repeats the step's whole command, which says nothing about the cause.
     """

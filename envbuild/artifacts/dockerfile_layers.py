@@ -1,4 +1,4 @@
-"""Source-built layers for `docker build`: what its stage reads, and what of them is in the image."""
+"""Source layers for `docker build`: the files that their stage reads, and the layers in the finished image."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ DESCRIPTION = "layers.json"
 
 
 def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[str, Path | bytes]:
-    """The files from which a stage builds the layers of `plan`, by name: archives, patches, CUDA's headers as wheels,
-    and the description of all. Raises BuildError for what no place has."""
+    """Return the files from which a stage builds the source layers of `plan`, by name.
+
+    They are archives, patches, CUDA's headers as wheels, and a description of the layers. Raises BuildError for
+    a file that no source has.
+    """
     if not plan.sources:
         return {}
     from envbuild.layers.relocate import patchelf_program
@@ -33,7 +36,7 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
         for wheel in fetch_wheels(layer.wheels, environment, offline=offline):
             files[wheel.name] = wheel
         files |= {f"{patch.sha256}.patch": Path(patch.path) for patch in layer.patches}
-    if Target.parse(plan.target).arch == host_arch():  # it is one static program
+    if Target.parse(plan.target).arch == host_arch():  # patchelf is one static program
         files["patchelf"] = Path(patchelf_program())
     layers = [_without_paths(layer) for layer in plan.sources]
     files[DESCRIPTION] = describe(layers).encode()
@@ -41,15 +44,15 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
 
 
 def _without_paths(layer: SourceLayer) -> SourceLayer:
-    """`layer` without what only this host knows: a stage finds its files by hash."""
+    """Return `layer` without data that only this host has: a stage finds its files by hash."""
     patches = tuple(replace(one, path=os.path.basename(one.path)) for one in layer.patches)
-    return replace(layer, patches=patches, url="")  # which may hold a password
+    return replace(layer, patches=patches, url="")  # the URL may hold a password
 
 
 def built_layers(plan: Plan, lists: Mapping[str, bytes]) -> tuple[BuiltLayer, ...]:
-    """The layers of `plan` as an image holds them, by the `lists` of their files in it (name → text).
+    """Return the source layers of `plan` in an image, from the `lists` of their files there (name → text).
 
-    Raises BuildError when one is missing.
+    Raises BuildError when a list is missing or damaged.
     """
     found = []
     for layer in plan.sources:

@@ -1,6 +1,6 @@
-"""Which processor every ELF file of an artifact is for, and torch's accelerator.
+"""Scan of an artifact's ELF files for their processor, and for torch's accelerator.
 
-Part of the survey that runs in artifacts: nothing but Python 3.9 is needed.
+Part of the survey that runs inside artifacts: needs only Python 3.9.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from envbuild.recipe.torch_build import (
     torch_libraries,
 )
 
-# Headers of code for a GPU are ELF too (NVIDIA's cubin, AMD's code objects); they are not for the processor.
+# Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})
 
 
 @dataclass
 class ElfReport:
-    """Counts of ELF files by machine name, and the files that are not for the wanted one.
+    """Counts of ELF files by machine name, and the files that are not for the wanted machine.
 
-    `torch` has the names of torch's libraries for accelerators and, as `cuda=12.6`, what torch/version.py says; None
-    where there is no torch.
+    `torch` has the names of torch's libraries for accelerators and, in the form `cuda=12.6`, the content of
+    torch/version.py; None without torch.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class ElfReport:
 
 
 def scan_elf(folder: Path, wanted: int) -> ElfReport:
-    """Read the header of every regular file below `folder`; `wanted` is the e_machine to find."""
+    """Read the header of every regular file below `folder`; `wanted` is the expected e_machine."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
     for path in walk_files(folder):

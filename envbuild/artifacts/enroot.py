@@ -1,7 +1,7 @@
-"""What enroot expects in an image, and what it does to every file of one.
+"""enroot's files in an image, and what enroot changes in every other file.
 
 Sources: enroot 4.1 (src/docker.sh, src/runtime.sh, bin/enroot-switchroot.c) and pyxis 0.21, read and not
-copied. `enroot import` writes the same four files; these also carry what enroot's lose, as told below.
+copied. `enroot import` writes the same four files; these also keep what enroot's lose, as documented below.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from envbuild.artifacts.image_run import NAME, Addition, Run, file, folder, quot
 from envbuild.image.entry import BLOCK, CHAR, DIR, SYMLINK, Entry
 from envbuild.site.pip_config import redact
 
-# enroot replaces this in etc/environment by the variable of whoever starts the container, and has no escape.
+# In etc/environment, enroot replaces this by a variable of the user who starts the container; it has no escape.
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
-# A quoted value, which loses its quotes, twice over; enroot counts a backslash as a quote.
+# A quoted value loses its quotes, in two rounds; enroot takes a backslash for a quote.
 _QUOTED = re.compile(r"[\"'\\].*[\"'\\]\s*", re.DOTALL)
 _RC_LOCAL = """\
 # /etc/rc reads this file before it starts the program of the image. What is mounted here may
@@ -26,13 +26,13 @@ _RC_LOCAL = """\
 
 
 def normalised(entry: Entry) -> Entry | None:
-    """`entry` as `enroot import` puts it into an image; None where it leaves it out.
+    """Return `entry` as `enroot import` puts it into an image, None if that leaves it out.
 
-    What lies in dev, device nodes anywhere and .dockerenv go: making a node needs root, and the runtimes
-    mount the host's dev. All belongs to 0:0, since images are unpacked and mounted by users who own
-    nothing else. Its owner may read everything, enter and write folders; setuid, setgid and sticky bits
-    stay, and so do fifos. Extended attributes outside user.* (capabilities, SELinux, ACLs) go: without
-    root they cannot be set. A hard link to what is left out must be left out by the caller.
+    Files in dev, device nodes anywhere and .dockerenv are left out: creating a node needs root, and the
+    runtimes mount the host's dev. Everything belongs to 0:0, because images are unpacked and mounted by users
+    who own nothing else. The owner may read everything, and enter and write folders; setuid, setgid and sticky
+    bits stay, and so do fifos. Extended attributes outside user.* (capabilities, SELinux, ACLs) are dropped,
+    because they cannot be set without root. The caller must leave out hard links to files that are left out.
     """
     path = entry.path
     if path.startswith("dev/") or path == ".dockerenv" or entry.kind in (CHAR, BLOCK):
@@ -51,10 +51,10 @@ def normalised(entry: Entry) -> Entry | None:
 
 
 def enroot_files(config: Mapping[str, Any], provenance: str, mtime: int) -> list[Addition]:
-    """The files that start the program of an image, from the image's configuration (OCI, config.md).
+    """Return the files that start the program of an image, from the image's configuration (OCI, config.md).
 
-    `provenance` says where the image comes from; a password in it is left out. Raises BuildError for a
-    configuration that makes no sense. A file replaces what is there; a folder is made where nothing is.
+    `provenance` is the origin of the image; a password in it is left out. A file replaces an existing one; a
+    folder is added only if nothing has its path. Raises BuildError for an invalid configuration.
     """
     run = run_of(config)
     parts = run.workdir.strip("/").split("/") if run.workdir != "/" else []
@@ -70,37 +70,37 @@ def enroot_files(config: Mapping[str, Any], provenance: str, mtime: int) -> list
 
 
 def _environment(run: Run) -> str:
-    """A line NAME=VALUE for each variable that has a value which enroot leaves as it is."""
+    """Return a line NAME=VALUE for each variable whose value enroot leaves unchanged."""
     lines = (f"{n}={v}\n" for n, v in run.env.items() if _known(n) and _left_alone(v))
     return "".join(lines)
 
 
 def _known(name: str) -> bool:
-    """Whether a variable gets through: enroot drops ENROOT_*, its own, and what no shell can name."""
+    """Return whether a variable reaches the program: enroot drops its own ENROOT_*, and names that no shell allows."""
     return NAME.fullmatch(name) is not None and not name.startswith("ENROOT_")
 
 
 def _left_alone(value: str) -> bool:
-    """Whether enroot takes `value` in etc/environment as it is; etc/rc sets the others."""
+    """Return whether enroot takes `value` in etc/environment unchanged; etc/rc sets all other values."""
     return "\n" not in value and not _REFERENCE.search(value) and not _QUOTED.fullmatch(value)
 
 
 def _fstab(run: Run) -> str:
-    """A line for each volume, so that it can be written to where the rest cannot: it is bound onto itself."""
+    """Return a line that binds each volume onto itself, so that it is writable where the rest is not."""
     options = "x-create=dir,bind,rw,nosuid,nodev"
     paths = [_fstab_word(path) for path in run.volumes]
     return "".join(f"${{ENROOT_ROOTFS}}{path} {path} none {options}\n" for path in paths)
 
 
 def _fstab_word(path: str) -> str:
-    # getmntent(3) reads these back; `$` must not begin what enroot takes for a variable, `#` no comment.
+    # getmntent(3) decodes these; a `$` must not start a variable of enroot's, and a `#` no comment.
     return re.sub(r"[\s\\$#]", lambda match: f"\\{ord(match.group()):03o}", path, flags=re.ASCII)
 
 
 def _rc(run: Run, provenance: str) -> str:
-    """The script that enroot runs, by /bin/sh and with the arguments of the container, to start a program.
+    """Return the script that enroot runs, with /bin/sh and the arguments of the container, to start a program.
 
-    enroot's own quotes by bash's rules, which other shells do not know, and loses values with newlines.
+    enroot's own script quotes by bash's rules, which other shells do not know, and loses values with newlines.
     """
     comments = [f"enroot-provenance: {provenance}"]
     comments += [f"{name} {value}" for name, value in run.labels.items()]
@@ -113,7 +113,7 @@ def _rc(run: Run, provenance: str) -> str:
         ]
     for name, value in run.env.items():
         if _known(name) and name != "PATH" and not _left_alone(value):
-            # What is set here comes from whoever starts the container, who wins.
+            # A value that is already set comes from the user who starts the container, and wins.
             lines.append(f'[ -n "${{{name}+set}}" ] || export {name}={quoted(value)}')
     entrypoint = "".join(f"{quoted(word)} " for word in run.entrypoint)
     default = " ".join(quoted(word) for word in run.default)

@@ -1,4 +1,4 @@
-"""What can be seen of any artifact, whatever its kind: settings, packages, files."""
+"""The data that can be read from an artifact of any kind: settings, packages, files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any, Protocol
 from envbuild.environment import Environment
 
 VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
-# Kinds that are an environment in a folder of the host.
+# Kinds of environments in a folder of the host.
 FOLDERS = (VENV, CONDA)
-# Kinds of files that hold a whole file system.
+# Kinds of files that contain a whole file system.
 SQUASHED = (SQUASHFS, SIF)
-# What envbuild.json says under the same names as `About` (artifacts/state.py).
+# Fields that envbuild.json (artifacts/state.py) and `About` have in common.
 _IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
              "python_version", "interpreter", "envbuild")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A path of an artifact. `sha256` is of a file's content, "" when it was not read.
+    """A path of an artifact.
 
-    A hard link is the file that it leads to. `script` tells that the content begins with `#!`. `extra`
-    holds device numbers and extended attributes as text, for comparing.
+    `sha256` is the digest of a file's content, "" if it was not read. A hard link appears as the file to which
+    it leads. `script` says whether the content begins with `#!`. `extra` holds device numbers and extended
+    attributes as text, for comparisons.
     """
 
     kind: str
@@ -41,11 +42,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PythonPackage:
-    """An installed distribution; `location` is the folder it lies in, relative to the artifact's root.
+    """An installed distribution; `location` is its folder, relative to the artifact's root.
 
-    `record` is the digest of its RECORD (`envbuild.record`), `content` that of the rows that are the same
-    however it was installed; both "" where it has none. `expression` is its SPDX licence expression,
-    `licenses` what its classifiers or its License field say; `info` is its .dist-info folder.
+    `record` is the digest of its RECORD (`envbuild.record`), `content` that of the rows that do not depend on
+    the installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the
+    licences in its classifiers or its License field; `info` is its .dist-info folder.
     """
 
     name: str
@@ -60,12 +61,12 @@ class PythonPackage:
 
 @dataclass(frozen=True, slots=True)
 class CondaRecord:
-    """A package that a conda-meta folder records; `location` is the folder of that environment, relative to
-    the artifact's root.
+    """A package that a conda-meta folder records.
 
-    `channel` is a URL, without credentials, `archive` the form of the package's file (`conda` or `tar.bz2`),
-    `sha256` that file's digest, hexadecimal, and `license` what the package says of it. `record` is the digest
-    of its list of files (`envbuild.record.conda_digest`). All of these may be "".
+    `location` is the folder of that environment, relative to the artifact's root. `channel` is a URL without
+    credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest
+    in hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of
+    files (`envbuild.record.conda_digest`). All of these may be "".
     """
 
     name: str
@@ -82,9 +83,9 @@ class CondaRecord:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A file as a conda package's record has it: its sha256 in the environment, and in the package.
+    """A file in the record of a conda package: its sha256 in the environment, and in the package.
 
-    The second is "" for what the package does not hold, such as the script of an entry point.
+    The second is "" for a file that is not in the package, such as the script of an entry point.
     """
 
     here: str
@@ -93,10 +94,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class SourceBuilt:
-    """A layer that was built from source into an environment; `location` is that one's folder, relative to the
-    artifact's root.
+    """A source layer in an environment; `location` is that environment's folder, relative to the artifact's root.
 
-    `source` is the sha256 of the archive that it was built of, hexadecimal, `files` the digest of what was installed,
+    `source` is the sha256 of the source archive in hexadecimal, `files` the digest of the installed files,
     `licences` are the paths of licence texts below `location`.
     """
 
@@ -119,7 +119,10 @@ class DebianPackage:
 
 @dataclass(frozen=True, slots=True)
 class LayerFact:
-    """A layer of an image, from the lowest: its blob, the digest of its tar, its size in bytes as stored."""
+    """A layer of an image: the digest of its blob, the digest of its tar, its stored size in bytes.
+
+    Layers are listed from the lowest up.
+    """
 
     digest: str
     diff_id: str
@@ -129,13 +132,13 @@ class LayerFact:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an artifact says of itself; "" or None for what it does not say.
+    """An artifact's own description; missing data is "" or None.
 
-    `identity` is the same wherever the artifact lies: an image's configuration digest, an environment's state
-    digest. `digest` is an image's manifest digest, "" where it has no manifest of its own (daemons, docker
-    archives). `place` is the file or folder, None when there is none. `env` may hold secrets: it is
-    shown through `masked`. `stored` is in bytes. Of a file with a file system in it, `digest` is that of the
-    file, `identity` that of the file system, and `filesystem` says how it is stored.
+    `identity` is the same wherever the artifact is: an image's configuration digest, an environment's state
+    digest. `digest` is an image's manifest digest, "" if it has no manifest of its own (daemons, docker
+    archives). For a file with a file system in it, `digest` is the digest of the file, `identity` that of the
+    file system, and `filesystem` says how it is stored. `place` is the file or folder, None if there is none.
+    `env` may hold secrets: show it only through `masked`. `stored` is in bytes.
     """
 
     kind: str
@@ -170,12 +173,14 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What lies in an artifact. Paths are relative to its root; `prefix` is the environment's folder
-    ("" for a venv or conda environment, None for an image without one) and `environment` what that is,
-    VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg, `state` its
-    envbuild.json; each empty when it is not there. `recorded` holds, by path, the files that
-    conda's packages have in `bin`, and those into which conda wrote the place of their environment; `built` are the
-    layers that were built from source."""
+    """The content of an artifact; paths are relative to its root.
+
+    `prefix` is the environment's folder ("" for a venv or conda environment, None for an image without one) and
+    `environment` its kind, VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's
+    pyvenv.cfg, `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda
+    packages in `bin` and those into which conda wrote the path of their environment; `built` are the source
+    layers.
+    """
 
     files: Mapping[str, Item]
     python: tuple[PythonPackage, ...] = ()
@@ -191,18 +196,17 @@ class Inventory:
 
     @property
     def size(self) -> int:
-        """The bytes of all files, each name counted."""
+        """The bytes of all files; a file counts once for each of its names."""
         return sum(item.size for item in self.files.values())
 
     @property
     def own_conda(self) -> tuple[CondaRecord, ...]:
-        """The conda packages of the environment, without those of others beside or in it."""
+        """The conda packages of the environment itself, without those of others beside or inside it."""
         return tuple(package for package in self.conda if package.location == self.prefix)
 
 
 def completed(about: About, contents: Inventory | None) -> About:
-    """`about`, with what it does not say taken from the environment's envbuild.json, and Python's version
-    from its conda packages."""
+    """Return `about` with missing fields from envbuild.json, and Python's version from the conda packages."""
     if contents is None:
         return about
     said = {
@@ -218,21 +222,22 @@ def completed(about: About, contents: Inventory | None) -> About:
 
 
 class ArtifactReader(Protocol):
-    """An artifact of any kind, opened for looking into it."""
+    """An artifact of any kind, opened for reading."""
 
     @property
     def about(self) -> About: ...
 
     def contents(self, *, hashes: bool) -> Inventory:
-        """All that lies in it; files' digests may be "" unless `hashes`. Raises BuildError."""
+        """Return the content of the artifact; without `hashes`, digests of files may be "". Raises BuildError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to open: `rest` follows the form's name, `arch` (x86_64, aarch64) is None for whatever there is.
+    """An artifact to open.
 
-    What must be closed or removed when the artifact is done with goes onto `stack`.
+    `rest` follows the form's name, `arch` (x86_64, aarch64) is None for any architecture. `stack` gets
+    everything that must be closed or removed afterwards.
     """
 
     spelling: str

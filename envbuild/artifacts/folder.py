@@ -1,4 +1,4 @@
-"""What environments in folders have in common; venv.py and conda.py make them."""
+"""Common parts of environments in folders, which venv.py and conda.py build."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ if TYPE_CHECKING:
 
 
 class FolderModule(Protocol):
-    """A module that makes environments of one kind, called TITLE, and starts programs in them. `python` is the path or
-    version of an interpreter of this host, None for the recipe's version; kinds that bring theirs ignore it."""
+    """A module that builds environments of one kind, called TITLE, and starts programs in them.
+
+    `python` is the path or version of an interpreter of this host, None for the recipe's version; kinds that
+    contain their own interpreter ignore it.
+    """
 
     TITLE: str
 
     def is_current(self, path: Path, state: State, python: str | None = None) -> bool:
-        """Whether the environment at `path` is what its `state` says, judged quickly."""
+        """Return whether the environment at `path` matches its `state`, by a quick check."""
         ...
 
     def build(
         self, plan: Plan, trainer: Trainer, environment: Environment, staged: Path, final: Path, *,
         offline: bool, layers: Callable[[Path], Sequence[LayerFolder]], python: str | None = None,
     ) -> State:  # fmt: skip
-        """Make the environment in the empty folder `staged`, for `final` as its place, and return its state."""
+        """Build the environment in the empty folder `staged` for the final path `final`, and return its state."""
         ...
 
-    # How a program (torchrun, python) of the environment at `path` is started, and its variables.
+    # The command line of a program (torchrun, python) in the environment at `path`, and its variables.
     def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
     def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...
 
 
 def check_host(title: str, target: Target) -> None:
-    """Raise HostError when this host cannot hold a `title` for `target`."""
+    """Raise HostError when a `title` for `target` cannot be built on this host."""
     if target.arch != host_arch():
         raise HostError(
             f"a {title} for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
@@ -50,19 +53,19 @@ def check_host(title: str, target: Target) -> None:
 
 
 def interpreter(path: Path) -> Path:
-    """The python of the environment at `path`."""
+    """Return the python of the environment at `path`."""
     return path / "bin" / "python"
 
 
 def site_packages(path: Path, python: str) -> Path:
-    """The folder of installed packages in the environment at `path` for Python `python` ("3.11")."""
+    """Return the site-packages folder of the environment at `path` with Python `python` ("3.11")."""
     return path / "lib" / f"python{python}" / "site-packages"
 
 
 def check_installed(
     plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
 ) -> None:
-    """Raise BuildError where the distributions `found` (name → version) are not those of plan and layers."""
+    """Raise BuildError when the distributions `found` (name → version) are not those of plan, layers and trainer."""
     wanted = {package.name: package.version for package in plan.packages}
     wanted |= {name: version for layer in layers for name, version in layer.distributions}
     wanted[NAME] = trainer.version

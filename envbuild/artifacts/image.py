@@ -1,6 +1,7 @@
 """An image from a plan: base layers, wheels, environment; the same bytes on every machine.
 
-Docker, enroot and Apptainer artifacts all come from what `assemble` makes.
+One plan serves every kind of image: docker, enroot and Apptainer artifacts consist of the same layers from
+`fill`.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ if TYPE_CHECKING:
     from envbuild.layers.conda_shared import Shared
 
 Say = Callable[[str], None]
-# One plan serves every kind of image: docker, enroot and Apptainer artifacts hold the same environment.
+# PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledImage:
-    """An assembled image: its manifest, configuration, layers from the base up, and where their blobs are."""
+    """An assembled image: its manifest, configuration, layers from the lowest up, and the store of their blobs."""
 
     manifest: ImageManifest
     config: bytes
@@ -68,12 +69,12 @@ class AssembledImage:
 
     @property
     def digest(self) -> str:
-        """The manifest's digest: the name under which a registry knows the image."""
+        """The manifest's digest, by which a registry knows the image."""
         return self.manifest.digest
 
     @property
     def image_id(self) -> str:
-        """The configuration's digest: the name under which a docker daemon knows the image."""
+        """The configuration's digest, by which a docker daemon knows the image."""
         return self.manifest.config.digest
 
     @property
@@ -85,7 +86,7 @@ class AssembledImage:
 
 @dataclass(frozen=True)
 class Filled(Generic[M]):
-    """The layers of a plan's image from the base up, and the record that the last one holds."""
+    """The layers of a plan's image from the lowest up, and the state that the last one contains."""
 
     layers: tuple[M, ...]
     state: State
@@ -102,10 +103,9 @@ def assemble(
     offline: bool,
     layers: Sequence[LayerFolder] = (),
 ) -> AssembledImage:
-    """Make the image of `plan` in the store; layers that were made before are taken as they are. `layers` are those of
-    the plan's sources.
+    """Assemble the image of `plan` in the store, from cached layers if possible; `layers` are its source layers.
 
-    Raises BuildError or LockError (a wheel, package or base image that no source has).
+    Raises BuildError or LockError for a wheel, package or base image that no source has.
     """
     store = environment.store
     maker = Tars(store, say)
@@ -130,7 +130,7 @@ def fill(
     offline: bool,
     layers: Sequence[LayerFolder] = (),
 ) -> Filled[M]:
-    """All layers of `plan`'s image in the form that `maker` makes. Raises BuildError or LockError."""
+    """Return all layers of `plan`'s image in the form that `maker` makes. Raises BuildError or LockError."""
     environment.store.clean_stale()
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)
@@ -155,7 +155,7 @@ def fill(
 
 
 def _conda_files(plan: Plan, environment: Environment, *, offline: bool) -> list[CondaFile]:
-    """The conda packages of `plan`, where it has any. Raises BuildError for one that no source has."""
+    """Return the conda packages of `plan`, if any. Raises BuildError for one that no source has."""
     if not plan.conda:
         return []
     from envbuild.layers.conda_files import locate_conda
@@ -166,7 +166,7 @@ def _conda_files(plan: Plan, environment: Environment, *, offline: bool) -> list
 
 
 def _say_scripts(shared: Shared, say: Say) -> None:
-    """Name the packages with scripts of conda's that nothing runs in an image."""
+    """Report the packages with scripts of conda's that nothing runs in an image."""
     if shared.activated:
         names = ", ".join(shared.activated)
         say(
@@ -184,7 +184,7 @@ def _environment_layer(
     made: list[M],
     layers: Sequence[LayerFolder],
 ) -> tuple[LayerRequest, State]:
-    """The last layer, and the record of the whole that it holds."""
+    """Return the last layer, and the state of the whole environment, which that layer contains."""
     found = [distribution for layer in made for distribution in layer.distributions]
     wanted = {(conda.name, conda.version) for conda in plan.conda}
     wanted |= {(package.name, package.version) for package in plan.packages}
@@ -211,7 +211,7 @@ def _environment_layer(
 
 
 def run_config(plan: Plan, base: BaseImage[M]) -> dict[str, Any]:
-    """The `config` object of the image's configuration (OCI image-spec 1.1, config.md)."""
+    """Return the `config` object of the image's configuration (OCI image-spec 1.1, config.md)."""
     assert plan.image is not None and plan.base is not None
     run = dict(base.config)
     labels = dict(run.get("Labels") or {})

@@ -1,7 +1,7 @@
-"""How the program of an image is started: what its configuration says, without the JSON around it.
+"""The start of an image's program, as the image's configuration defines it.
 
-Source: OCI image specification 1.1, config.md; docker's older images write a single word where a list of
-words belongs.
+Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of
+words.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 
-# What is added to an image: an entry, and the content of a file. A file replaces what is there; a folder
-# or a symbolic link is made only where nothing is.
+# An addition to an image: an entry, and the content of a file. A file replaces an existing one; a folder or a
+# symbolic link is added only if nothing has its path.
 Addition = tuple[Entry, bytes | None]
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`env` holds each variable once, with the value that counts; `workdir` and `volumes` are absolute."""
+    """The start of an image's program.
+
+    `env` has each variable once, with the value that counts; `workdir` and `volumes` are absolute.
+    """
 
     entrypoint: tuple[str, ...]
     cmd: tuple[str, ...]
@@ -34,12 +37,12 @@ class Run:
 
     @property
     def default(self) -> tuple[str, ...]:
-        """What runs where neither the user nor the image names a command: a shell, as in enroot."""
+        """The words when the user gives none: the image's, or a shell (as in enroot) if the image names no command."""
         return self.cmd if self.cmd or self.entrypoint else ("/bin/sh",)
 
 
 def run_of(config: Mapping[str, Any]) -> Run:
-    """What an image's configuration says of running it. Raises BuildError for one that makes no sense."""
+    """Return how an image's configuration starts its program. Raises BuildError for an invalid configuration."""
     inner = config.get("config") or {}
     if not isinstance(inner, dict):
         raise _wrong("config")
@@ -55,31 +58,31 @@ def run_of(config: Mapping[str, Any]) -> Run:
 
 
 def quoted(text: str) -> str:
-    """`text` as one word of a POSIX shell's command, whatever is in it.
+    """Return `text` as one word of a POSIX shell's command, whatever it contains.
 
-    The shell inside Apptainer 1.4 keeps the backslash of the shorter `'\\''`.
+    The shorter `'\\''` is not used, because the shell inside Apptainer 1.4 keeps its backslash.
     """
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def encoded(text: str) -> bytes:
-    """`text` in UTF-8; what cannot be said in it, which JSON's escapes allow, becomes a question mark."""
+    """Return `text` in UTF-8; characters that it cannot encode, which JSON's escapes allow, become question marks."""
     return text.encode("utf-8", "replace")
 
 
 def file(path: str, text: str, mtime: int, mode: int = 0o644) -> Addition:
-    """A file with `text` in it."""
+    """Return a file with the content `text`."""
     data = encoded(text)
     return Entry(path, FILE, mode, len(data), mtime=mtime), data
 
 
 def folder(path: str, mtime: int, mode: int = 0o755) -> Addition:
-    """A folder, made where nothing is."""
+    """Return a folder, which is added only if nothing has its path."""
     return Entry(path, DIR, mode, mtime=mtime), None
 
 
 def link(path: str, target: str, mtime: int) -> Addition:
-    """A symbolic link, made where nothing is."""
+    """Return a symbolic link, which is added only if nothing has its path."""
     return Entry(path, SYMLINK, 0o777, target=target, mtime=mtime), None
 
 
@@ -106,7 +109,7 @@ def _text(value: object, key: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    # normpath keeps two leading slashes, which POSIX allows to mean something else.
+    # normpath keeps two leading slashes, to which POSIX allows another meaning.
     return "/" + posixpath.normpath("/" + path).lstrip("/")
 
 

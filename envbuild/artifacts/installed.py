@@ -1,7 +1,7 @@
-"""What is installed in a site-packages folder, and whether it is what its installer recorded.
+"""Survey of a site-packages folder: its distributions, and whether its files match their RECORDs.
 
-The RECORD file (PyPA "Recording installed projects", PEP 376 and 627) names every file of a
-distribution with its sha256 and size.
+The RECORD file (PyPA "Recording installed projects", PEP 376 and 627) names every file of a distribution with
+its sha256 and size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envbuild.record import record_digest
 
 @dataclass(frozen=True)
 class Distribution:
-    """One installed distribution; `record` is the sha256 of its sorted RECORD."""
+    """An installed distribution; `record` is the sha256 of its sorted RECORD."""
 
     name: str
     version: str
@@ -31,10 +31,10 @@ class Distribution:
 def distributions(
     site_packages: Path, without: Collection[str] = frozenset()
 ) -> dict[str, Distribution]:
-    """Every distribution in `site_packages` by normalised name, from its .dist-info folder if not in `without`.
+    """Return every distribution in `site_packages` by normalized name, except .dist-info folders in `without`.
 
-    Of a name that is there twice, the one whose RECORD is not the expected one would hide; it is kept
-    under "name (second)" so that any comparison sees it.
+    A second distribution with the same name is returned as "name (second)": otherwise one of them would be
+    hidden from comparisons.
     """
     found: dict[str, Distribution] = {}
     with os.scandir(site_packages) as entries:
@@ -54,7 +54,7 @@ def distributions(
 
 
 def names_and_versions(site_packages: Path) -> dict[str, str]:
-    """The quick form of `distributions`: normalised name → version, from folder names alone."""
+    """Return normalized name → version from folder names alone, as a quick form of `distributions`."""
     found: dict[str, str] = {}
     for entry in os.listdir(site_packages):
         if entry.endswith(".dist-info"):
@@ -72,7 +72,7 @@ def _record_digest(record: Path) -> str:
 
 @dataclass
 class FileReport:
-    """Every file compared with the RECORDs. Paths are relative to site-packages."""
+    """The comparison of all files with the RECORDs. Paths are relative to site-packages."""
 
     files: int = 0
     bytes: int = 0
@@ -86,10 +86,10 @@ def check_files(
     without: Collection[str] = frozenset(),
     others: Collection[str] = frozenset(),
 ) -> FileReport:
-    """Read every file that a RECORD names and compare size and sha256; list files that none names.
+    """Read every file that a RECORD names and compare size and sha256; list files that no RECORD names.
 
-    Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`,
-    and of the files that no RECORD names those at the absolute paths `others`.
+    Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`, and
+    those files without a RECORD whose absolute paths are in `others`.
     """
     report = FileReport()
     owned: set[str] = set(others)
@@ -114,7 +114,7 @@ def check_files(
 
 
 def walk_files(folder: Path) -> Iterator[str]:
-    """The path of every file and link below `folder`, in a fixed order, links not followed."""
+    """Yield, in a fixed order, every file below `folder` and every link that leads to no folder; follow no links."""
     for parent, folders, files in os.walk(folder):
         folders.sort()
         for name in sorted(files):
@@ -133,7 +133,7 @@ def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
 
 
 def digest_of(stream: IO[bytes], algorithm: str) -> bytes:
-    """The digest of all that follows in `stream`, as hashlib.file_digest has it from Python 3.11 on.
+    """Return the digest of the rest of `stream`, as hashlib.file_digest does from Python 3.11 on.
 
     Raises ValueError for an unknown algorithm.
     """

@@ -1,4 +1,4 @@
-"""Which Python interpreter an environment gets, and what there is when there is none."""
+"""The Python interpreter for an environment, and the error when there is none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from envbuild.files import write_atomically
 
 
 def known_interpreter(version: str, environment: Environment) -> str:
-    """What to ask uv for: the interpreter that it chose last time for this version and PATH, if it is
-    still there, else the version. Looking through version managers' shims costs uv a tenth of a second.
+    """Return what to ask uv for: the path of the interpreter that it chose last time, or else the version.
+
+    The path is used for the same version and PATH, as long as the file is unchanged. It saves a tenth of a
+    second, which uv needs to look through version managers' shims.
     """
     with contextlib.suppress(OSError, ValueError):
         path, size, time = json.loads(_note(version, environment).read_text(encoding="utf-8"))
@@ -27,7 +29,7 @@ def known_interpreter(version: str, environment: Environment) -> str:
 
 
 def remember_interpreter(version: str, chosen: Path, environment: Environment) -> None:
-    """Keep which interpreter `chosen`, a venv's python, really is."""
+    """Record the real path of `chosen`, a venv's python."""
     note = _note(version, environment)
     with contextlib.suppress(OSError):
         path = os.path.realpath(chosen)
@@ -44,7 +46,7 @@ def _note(version: str, environment: Environment) -> Path:
 
 
 def explain_missing(wanted: str, environment: Environment, said: str) -> HostError:
-    """The error for an interpreter that uv did not find, listing those that it did."""
+    """Return the error for an interpreter that uv did not find, with a list of those that it did."""
     found = installed_pythons(environment)
     listing = "".join(f"\n  {version:<10} {path}" for version, path in found) or "\n  none"
     return HostError(
@@ -55,7 +57,7 @@ def explain_missing(wanted: str, environment: Environment, said: str) -> HostErr
 
 
 def installed_pythons(environment: Environment) -> list[tuple[str, str]]:
-    """(version, path) of every interpreter that uv sees, newest first; empty when uv cannot tell."""
+    """Return (version, path) of every interpreter that uv finds, newest first; [] when uv fails."""
     done = process.run(
         [
             environment.uv,

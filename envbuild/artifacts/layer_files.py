@@ -1,8 +1,8 @@
-"""The files of a source-built layer inside an environment, and the list by which they are known.
+"""The files of a source layer in an environment, and the list that records them.
 
-`share/envbuild/layers/NAME.json` is to a layer what RECORD is to a wheel: of each file its path below the environment's
-root, size in bytes and sha256 (hexadecimal), of each link its text. Needs nothing but Python 3.9: environments are
-surveyed by their own interpreters.
+`share/envbuild/layers/NAME.json` is for a layer what RECORD is for a wheel: for each file its path below the
+environment's root, size in bytes and sha256 (hexadecimal), for each link its text. Needs only Python 3.9:
+environments are surveyed by their own interpreters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerFile:
 
 @dataclass(frozen=True)
 class LayerList:
-    """What a layer's list says: `sha256` is that of the source's archive, `licences` are paths of texts."""
+    """The list of a layer's files; `sha256` is the digest of the source archive, `licences` are paths of texts."""
 
     name: str
     version: str
@@ -45,12 +45,12 @@ class LayerList:
 
     @property
     def digest(self) -> str:
-        """sha256 of what is installed: paths, contents, links, permission to execute."""
+        """sha256 of the installed files: paths, contents, links, permission to execute."""
         rows = [[f.path, f.sha256 or f"-> {f.target}", f.executable] for f in self.files]
         return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
     def render(self) -> bytes:
-        """The list's text, the same each time."""
+        """Return the text of the list, the same each time."""
         data = {
             "format": FORMAT,
             "name": self.name,
@@ -63,14 +63,14 @@ class LayerList:
 
 
 def list_path(name: str) -> str:
-    """Where the list of the layer `name` lies below the environment's root."""
+    """Return the path of the list of the layer `name`, below the environment's root."""
     return f"{FOLDER}/{name}.json"
 
 
 def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:
-    """Every file and link below `folder`, sorted by path; `known` has sha256 of files that need not be read.
+    """Return every file and link below `folder`, sorted by path; `known` has sha256 of files that need not be read.
 
-    Raises ValueError for anything else, OSError.
+    Raises ValueError for an entry of another type, and OSError.
     """
     found = []
     for path in walk_files(folder):
@@ -94,7 +94,7 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
 
 
 def parse_list(text: bytes) -> LayerList:
-    """The list in `text`. Raises ValueError, KeyError or TypeError when it makes no sense."""
+    """Return the list in `text`. Raises ValueError, KeyError or TypeError for an invalid one."""
     data = json.loads(text)
     if not isinstance(data, dict) or data["format"] != FORMAT:
         raise ValueError("another format")
@@ -106,8 +106,10 @@ def parse_list(text: bytes) -> LayerList:
 
 
 def check_layers(root: Path, report: FileReport) -> dict[str, str]:
-    """Compare every file of the layers in the environment at `root` with their lists, and put what is wrong into
-    `report`. Returns, by the layer's name, what its list says is installed; "" for a list that makes no sense."""
+    """Compare the files of all layers in the environment at `root` with their lists; add differences to `report`.
+
+    Returns layer name → digest of the files in its list, "" for an invalid list.
+    """
     found: dict[str, str] = {}
     for path in sorted((root / FOLDER).glob("*.json")):
         try:
@@ -127,12 +129,12 @@ def check_layers(root: Path, report: FileReport) -> dict[str, str]:
 
 
 def quick_lists(root: Path) -> set[str]:
-    """The names of the layers whose lists lie in the environment at `root`."""
+    """Return the names of the layers whose lists are in the environment at `root`."""
     return {path.stem for path in (root / FOLDER).glob("*.json")}
 
 
 def licences_of(files: Iterable[LayerFile], name: str) -> tuple[str, ...]:
-    """The licence texts among the files of the layer `name`."""
+    """Return the paths of licence texts among the files of the layer `name`."""
     return tuple(one.path for one in files if one.path.startswith(f"share/licenses/{name}/"))
 
 
@@ -154,7 +156,7 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
 
 
 def _compare(path: Path, wanted: LayerFile) -> str:
-    """ "missing", "altered" or "" for a file that is as listed."""
+    """Return "missing", "altered", or "" for a file that matches the list."""
     try:
         info = os.lstat(path)
         if wanted.target:

@@ -1,4 +1,4 @@
-"""Source-built layers into an environment: copied into a folder, or as layers of an image."""
+"""Source layers in an environment: copied into a folder, or as layers of an image."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from envbuild.store.store import Store
 if TYPE_CHECKING:
     from envbuild.layers.conda_paths import CondaFile
 
-# ioctl_ficlone(2): share the blocks of a file; file systems that cannot say so.
+# ioctl_ficlone(2) makes two files share their blocks; file systems that cannot do it fail.
 _FICLONE = 0x40049409
 _RECORD = re.compile(r"lib/python[^/]+/site-packages/([^/-]+)-([^/]+)\.dist-info/RECORD")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFolder:
-    """A layer that was built: what of `folder` goes below an environment's root is listed in `listed`."""
+    """A source layer that was built; `listed` lists the files in `folder` that go below an environment's root."""
 
     source: SourceLayer
     folder: Path
@@ -56,23 +56,23 @@ class LayerFolder:
 
     @property
     def built(self) -> BuiltLayer:
-        """The layer as the environment's record has it."""
+        """The layer as the environment's state records it."""
         one = self.source
         return BuiltLayer(one.name, one.version, self.listed.digest, check=one.check)
 
     @property
     def distributions(self) -> set[tuple[str, str]]:
-        """(normalised name, version) of the Python distributions in it: what a wheel was built of."""
+        """(normalized name, version) of the Python distributions in it, if it was built as a wheel."""
         found = (_RECORD.fullmatch(one.path) for one in self.listed.files)
         return {(normalise(match[1]), match[2]) for match in found if match}
 
     def paths(self) -> list[str]:
-        """All paths that it brings, below the environment's root."""
+        """Return the paths of its files, and of its list, below the environment's root."""
         return [*(one.path for one in self.listed.files), list_path(self.source.name)]
 
 
 def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
-    """The layer that was built into `folder`. Raises BuildError for one that cannot be installed."""
+    """Return the layer that was built into `folder`. Raises BuildError for one that cannot be installed."""
     manifest = read_manifest(folder)
     known = {path: what for path, what, _ in manifest.files} if manifest else {}
     try:
@@ -90,10 +90,10 @@ def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
 
 
 def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLayer, ...]:
-    """Copy the layers below `root`, an environment that is being made.
+    """Copy the layers below `root`, an environment that is being built.
 
-    Copies, not hard links: what is written to in the environment must not change in the store. Raises BuildError for a
-    path that is there already, OSError.
+    They are copied and not hard-linked, so that a write in the environment cannot change the store. Raises
+    BuildError for a path that already exists, OSError.
     """
     for layer in layers:
         for one in layer.listed.files:
@@ -112,8 +112,10 @@ def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLaye
 
 
 def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Raise BuildError where two layers, or a layer and one of `owners` (what it is, its paths below the environment's
-    root), have one path."""
+    """Raise BuildError when two layers, or a layer and one of `owners`, have the same path.
+
+    An owner is its name for messages, and its paths below the environment's root.
+    """
     taken: dict[str, str] = {}
     for layer in layers:
         for path in layer.paths():
@@ -134,8 +136,10 @@ def check_paths(
     scheme: Scheme,
     store: Store,
 ) -> None:
-    """Raise BuildError where a layer of an image has a path that a package of it has; the answer is kept, since reading
-    the lists of all packages takes a while."""
+    """Raise BuildError when a layer and a package of an image have the same path.
+
+    A success is recorded in the store, because reading the lists of all packages takes a while.
+    """
     if not layers:
         return
     inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
@@ -165,7 +169,7 @@ def _package_paths(
 
 
 def layer_parts(layers: Sequence[LayerFolder], prefix: str, mtime: int) -> list[LayerRequest]:
-    """A layer of an image for each of `layers`, its files below `prefix`, all with `mtime` and root's."""
+    """Return an image layer for each of `layers`: files below `prefix`, owned by root, with the time `mtime`."""
     return [_part(layer, prefix, mtime) for layer in layers]
 
 
@@ -212,7 +216,7 @@ def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
 
 
 def _owner(root: Path, path: str) -> str:
-    """What of the environment at `root` has `path`, for a message."""
+    """Return the owner of `path` in the environment at `root`, for a message."""
     return next(_owners(root, path), "the environment")
 
 

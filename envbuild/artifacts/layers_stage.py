@@ -1,10 +1,10 @@
 """The stage of a Dockerfile that builds source layers: `python -m envbuild.artifacts.layers_stage DESCRIPTION …`.
 
-With a description alone (layers.json, see layers/source_standalone.py) it prints the Debian packages that are
-missing here; with ARCHIVES and PREFIX too it builds all layers into PREFIX, each with the list of its files that
-artifacts hold.
+With a description alone (layers.json, see layers/source_standalone.py), it prints the Debian packages that are
+missing here; with ARCHIVES and PREFIX too, it builds all layers into PREFIX, each with the list of its files
+that artifacts contain.
 
-Runs in an image, beside MODULES: nothing but Python 3.11 is needed.
+Runs in an image, beside MODULES: needs only Python 3.11.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
 
-# The modules that this one needs, from the package's folder.
+# The modules that this one needs, relative to the package's folder.
 MODULES = (
     "__init__.py",
     "artifacts/__init__.py",
@@ -58,12 +58,12 @@ MODULES = (
     "site/__init__.py",
     "site/pip_config.py",
 )
-# Of use to every layer; a program of this name in PATH does as well.
+# Packages for every layer; a program of the same name in PATH will do as well.
 _ALWAYS = ("patchelf",)
 
 
 def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
-    """The Debian packages that `layers` need and this system lacks; none on a system without dpkg."""
+    """Return the Debian packages that `layers` need and this system lacks; [] on a system without dpkg."""
     if shutil.which("dpkg-query") is None:
         return []
     wanted = dict.fromkeys([*(one for layer in layers for one in layer.packages), *_ALWAYS])
@@ -71,7 +71,7 @@ def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
         ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", *wanted],
         capture_output=True,
         text=True,
-    )  # exits with 1 where one is unknown
+    )  # exits with 1 if it does not know one of them
     there = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("installed ")}
     return [one for one in wanted if one not in there and shutil.which(one) is None]
 
@@ -79,7 +79,7 @@ def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
 def build(description: Path, archives: Path, prefix: Path) -> None:
     """Build the layers of `description` from the files in `archives` into `prefix`.
 
-    Raises EnvbuildError for what is missing or fails, OSError.
+    Raises EnvbuildError for a missing file and for a build that fails, OSError.
     """
     layers, hosts = read_description(description.read_text(encoding="utf-8"))
     built: dict[str, Path] = {}
@@ -104,7 +104,7 @@ def build(description: Path, archives: Path, prefix: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """See the module; returns the exit status."""
+    """Run the stage, see the module; return the exit status."""
     try:
         if len(arguments) == 1:
             text = Path(arguments[0]).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What one layer holds, read in one go and remembered by the digest of its tar."""
+"""The listing of one layer's content, read in one pass and cached by the digest of the layer's tar."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice, members
 from envbuild.store.store import Store
 
-# Raise it when what is remembered changes its form or meaning.
+# Increase it when the cached data changes its form or meaning.
 FORMAT = 2
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerListing:
-    """The members of a layer in their order. By their numbers: the sha256 of each file's content, which
-    files begin with `#!`, and what `interest` read."""
+    """The members of a layer in their order.
+
+    By member number: the sha256 of each file's content, the files that begin with `#!`, and the notes of
+    `interest`.
+    """
 
     members: tuple[Member, ...]
     sha256: dict[int, str] = field(default_factory=dict)
@@ -38,12 +41,12 @@ class LayerListing:
 
 
 def remembered(diff_id: str, store: Store) -> LayerListing | None:
-    """The listing of the layer whose tar has the digest `diff_id`, None when it was never read."""
+    """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
     return _known(_place(store, diff_id))
 
 
 def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store) -> LayerListing:
-    """Read the layer that `start` opens, and remember its listing under `diff_id`, its tar's digest.
+    """Read the layer that `start` opens, and cache its listing under `diff_id`, the digest of its tar.
 
     `name` is for messages. Raises BuildError for a layer that is damaged or is not `diff_id`.
     """
@@ -52,7 +55,7 @@ def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store
             made = read_listing(stream, name, diff_id)
     except OSError as error:
         raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
-    # A store that cannot be written costs time, no more.
+    # If the store is not writable, the layer is read again next time.
     with contextlib.suppress(OSError, BuildError):
         store.folder("listings")
         _write(_place(store, diff_id), made)
@@ -60,7 +63,7 @@ def listing(diff_id: str, name: str, start: Callable[[], BinaryIO], store: Store
 
 
 def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
-    """Read a layer's tar from its start to its end. Raises BuildError when its digest is not `diff_id`."""
+    """Read a layer's tar from start to end. Raises BuildError when its digest is not `diff_id`."""
     with contextlib.closing(Hashed(stream)) as hashed:
         source = PositionedStream(cast(BinaryIO, hashed), name)
         listed: list[Member] = []
@@ -122,7 +125,7 @@ def _known(path: Path) -> LayerListing | None:
             notes,
         )
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
-        return None  # not there, or damaged: it is only a cache
+        return None  # missing or damaged: it is only a cache
 
 
 def _member(row: list[Any]) -> Member:

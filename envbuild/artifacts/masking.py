@@ -1,4 +1,4 @@
-"""Words of an image's configuration as they may be shown: what looks like a secret is hidden."""
+"""Masking of secrets in the texts of an image's configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from envbuild.site.pip_config import redact
 HIDDEN = "****"
 _NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY"
 _SECRET = re.compile(_NAMES, re.IGNORECASE)
-# NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value.
-# A package's name in front of == or a version is none of these.
+# NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
+# package's name before == or a version is none of these.
 _ASSIGNED = re.compile(
     rf"(?P<name>(?P<option>--)?[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;]+)""",
@@ -20,12 +20,12 @@ _ASSIGNED = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or label of this name may hold a secret."""
+    """Return whether a variable or label of this name may hold a secret."""
     return _SECRET.search(name) is not None
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
-    """Variables or labels, the values of secret ones hidden, and passwords in URLs of all."""
+    """Return variables or labels with the values of secret ones, and passwords in all URLs, masked."""
     return {
         name: HIDDEN if is_secret(name) and value else redact(value)
         for name, value in values.items()
@@ -33,7 +33,7 @@ def masked(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """A command line: `--token=x`, `--token x` and passwords in URLs are hidden."""
+    """Return a command line with `--token=x`, `--token x` and passwords in URLs masked."""
     shown: list[str] = []
     after = False
     for word in words:
@@ -46,5 +46,5 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def masked_text(text: str) -> str:
-    """A line of a history: values that are given to names of secrets are hidden."""
+    """Return a line of a history with the values of secret names masked."""
     return redact(_ASSIGNED.sub(lambda m: f"{m['name']}{m['sign']}{HIDDEN}", text))

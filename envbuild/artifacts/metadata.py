@@ -1,7 +1,7 @@
-"""The few files of an artifact that tell what is installed, and what they say.
+"""Readers of the few files in an artifact that say what is installed.
 
 Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed projects" (RECORD), dpkg 1.21
-(/var/lib/dpkg/status, and status.d as distroless images have it), os-release(5). conda's records: conda_meta.
+(/var/lib/dpkg/status, and status.d of distroless images), os-release(5). conda's records: conda_meta.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from envbuild.artifacts.facts import DebianPackage, PythonPackage, SourceBuilt
 from envbuild.names import normalise
 from envbuild.record import record_digest
 
-# Larger ones are not what they are called: they are files like others.
+# Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 64 << 20
 _INFO = re.compile(
     r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$"
 )
 _LAYER = re.compile(rf"(?:^|/){layer_files.FOLDER}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
-# Rows that tell of an installer and its place, not of the distribution.
+# Rows about the installer and the location, not about the distribution.
 _OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
 _TEXTS = ("os-release", "envbuild.json", "pyvenv.cfg")
 
-# What one such file says, as JSON can hold it.
+# The content of one such file, in a form for JSON.
 Note = Any
 
 
 def interest(path: str) -> Callable[[bytes], Note] | None:
-    """What reads the file at `path`, None for the many that tell nothing."""
+    """Return the reader of the file at `path`, None for the many files that say nothing."""
     found = _INFO.search(path)
     if found:
         return _record if found[2] == "RECORD" else _metadata
@@ -49,7 +49,7 @@ def interest(path: str) -> Callable[[bytes], Note] | None:
 
 
 def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:
-    """Every distribution among `paths`, by name; `notes` is what `interest` read, by path."""
+    """Return every distribution among `paths`, sorted by name; `notes` are the results of `interest`, by path."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         match = _INFO.search(path)
@@ -79,7 +79,7 @@ def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[Py
 
 
 def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
-    """Every Debian package of which `notes` tell."""
+    """Return every Debian package in `notes`."""
     found = {
         DebianPackage(*map(str, row))
         for path, note in notes.items()
@@ -90,7 +90,7 @@ def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
 
 
 def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
-    """Every layer that was built from source, by name; `notes` is what `interest` read, by path."""
+    """Return every source layer, sorted by name; `notes` are the results of `interest`, by path."""
     found = []
     for path, note in notes.items():
         match = _LAYER.search(path)
@@ -101,19 +101,19 @@ def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
 
 
 def os_release(text: str) -> dict[str, str]:
-    """os-release(5) as a dictionary; lines that are none of it are passed over."""
+    """Return os-release(5) as a dictionary; invalid lines are skipped."""
     pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
     return {name.strip(): value.strip().strip("\"'") for name, sign, value in pairs if sign}
 
 
 def settings_of(text: str) -> dict[str, str]:
-    """pyvenv.cfg (PEP 405) as a dictionary."""
+    """Return pyvenv.cfg (PEP 405) as a dictionary."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {name.strip().lower(): value.strip() for name, sign, value in pairs if sign}
 
 
 def state_of(text: str) -> dict[str, Any]:
-    """envbuild.json; empty when it is not understood, for then it tells nothing."""
+    """Return envbuild.json as a dictionary, {} if it is invalid: then it says nothing."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -122,7 +122,7 @@ def state_of(text: str) -> dict[str, Any]:
 
 
 def portable_digest(record: bytes) -> str:
-    """sha256 over the rows of a RECORD that do not depend on who installed it, and where.
+    """Return the sha256 of the rows of a RECORD that do not depend on the installer and the location.
 
     Left out are scripts (they name their interpreter), bytecode and the installer's own files.
     """
@@ -135,7 +135,7 @@ def portable_digest(record: bytes) -> str:
 
 
 def _outside(path: str) -> str:
-    """`path` when it leads out of site-packages, else ""."""
+    """Return `path` if it leads out of site-packages, "" otherwise."""
     return path if path.startswith("../") else ""
 
 
@@ -170,7 +170,7 @@ def _metadata(data: bytes) -> Note:
 
 
 def _licenses(classifiers: Iterable[Any], field: Any) -> Iterator[str]:
-    """What classifiers say; where they say nothing, a License field that is a name and not a text."""
+    """Yield the licences in classifiers; if there are none, a License field that is a name and not a text."""
     named = [
         str(text).rpartition("::")[2].strip()
         for text in classifiers
@@ -190,7 +190,7 @@ def _debian(data: bytes) -> Note:
     rows = []
     for stanza in re.split(r"\n[ \t]*\n", data.decode("utf-8", "replace").replace("\r\n", "\n")):
         fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*?)[ \t]*$", stanza, re.MULTILINE))
-        # Packages that were removed are listed while their configuration is there; status.d has no Status.
+        # Removed packages are listed as long as their configuration exists; status.d has no Status.
         if fields.get("Package") and fields.get("Status", "ok installed").endswith(" installed"):
             rows.append(
                 [fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")]

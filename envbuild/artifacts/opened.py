@@ -1,6 +1,6 @@
-"""Artifacts by what a user calls them: a path, FORM:PLACE, or the name of an image.
+"""Opening of artifacts by a user's spelling: a path, FORM:PLACE, or the name of an image.
 
-A new kind of artifact is one module with a function that takes a `Request`, and one line in `_KINDS`.
+A new form is one module with a function that takes a `Request`, and one line in `_KINDS`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ HELP = (
     "a path, conda:DIR, venv:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, "
     "docker-daemon:NAME or docker://NAME"
 )
-# What tells of a file's kind lies in its first bytes; a tar's magic ends at 262.
+# A file's kind is visible in its first bytes; a tar's magic number ends at 262.
 _HEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _ReaderKind:
-    """`opens` is MODULE:FUNCTION, imported when used; `holds` tells whether a path is of this kind."""
+    """A form of artifacts; `opens` is MODULE:FUNCTION, imported on use, `holds` says whether a path has the form."""
 
     opens: str
     holds: Callable[[Path], bool] = lambda _: False
@@ -72,11 +72,11 @@ _KINDS = {
 def open_artifacts(
     texts: Sequence[str], environment: Environment, target: str | None
 ) -> Iterator[list[ArtifactReader]]:
-    """Open what each of `texts` names; `target` chooses among the platforms of an image (None: this host's, or
-    the only one).
+    """Open the artifacts that `texts` name.
 
-    Raises UsageError when there is no such artifact, or it is for another target; BuildError when it is
-    damaged; HostError when no docker daemon answers.
+    `target` selects a platform of an image, None the only one or this host's. Raises UsageError when there is
+    no such artifact or it is for another target, BuildError when it is damaged, HostError when no docker daemon
+    answers.
     """
     wanted = Target.parse(target) if target else None
     places = [split(text) for text in texts]
@@ -105,9 +105,9 @@ def open_artifact(
 
 
 def split(text: str) -> tuple[str | None, str]:
-    """(form, place) of an artifact's spelling; the form is None for the name of an image.
+    """Return (form, place) of an artifact's spelling; the form is None for the name of an image.
 
-    Raises UsageError when it is neither. What exists as a path is a path, whatever it looks like.
+    An existing path counts as a path, whatever it looks like. Raises UsageError for any other text.
     """
     path = Path(text)
     if text and os.path.lexists(path):
@@ -117,7 +117,7 @@ def split(text: str) -> tuple[str | None, str]:
         raise _no_artifact(path)
     form, colon, rest = text.partition(":")
     if colon and form in _KINDS:
-        # docker:26 is an image called docker, docker://docker:26 the same in a registry.
+        # docker:26 is an image called docker; docker://docker:26 is the same image in a registry.
         if form != "docker":
             if not rest:
                 raise UsageError(f"{text!r}: nothing follows {form}:", f"give {HELP}")
@@ -162,7 +162,7 @@ def _no_artifact(path: Path) -> UsageError:
 
 
 def _neither_path_nor_image(names: Sequence[str], error: EnvbuildError) -> HostError:
-    """The error for names that are no paths, where no daemon answers that may have images called so."""
+    """Return the error for names that are not paths, when no daemon answers that could have images of these names."""
     if len(names) == 1:
         none = f"{names[0]} is no file or folder, nor could it be looked for as an image"
     else:

@@ -1,4 +1,4 @@
-"""The forms that images come in: layouts, archives, a daemon, registries."""
+"""Readers of images in all their forms: layouts, archives, a daemon, registries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def open_layout(request: Request) -> OpenedImage:
-    """`DIR[:TAG]`: an image of an OCI layout, whose blobs are read where they lie."""
+    """Open `DIR[:TAG]`: an image of an OCI layout, whose blobs are read in place."""
     folder, tag = folder_and_tag(request.rest)
     blobs = Blobs(folder / "blobs")
 
@@ -48,7 +48,7 @@ def open_layout(request: Request) -> OpenedImage:
 
 
 def open_archive(request: Request) -> OpenedImage:
-    """`FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
+    """Open `FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
     from envbuild.image.archive import read_archive
 
     file, tag = folder_and_tag(request.rest)
@@ -60,8 +60,10 @@ def open_archive(request: Request) -> OpenedImage:
 
 
 def open_daemon(request: Request) -> OpenedImage:
-    """An image of the docker daemon by its name or id. It is asked for the content only when a layer of
-    it was never read."""
+    """Open an image of the docker daemon by its name or id.
+
+    The daemon sends its content only if one of its layers was never read.
+    """
     from docker.errors import APIError, ImageNotFound
 
     from envbuild.image.archive import read_daemon
@@ -94,17 +96,17 @@ def open_daemon(request: Request) -> OpenedImage:
 def _no_image(request: Request) -> UsageError:
     name = request.rest
     said = f"the docker daemon has no image {name}"
-    if request.spelling == name:  # what could have been a path
+    if request.spelling == name:  # it could also be the path of a file
         said = f"{name} is no file or folder, and {said}"
     return UsageError(said, f"see `docker images`; a registry's image is docker://{name}")
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
-    """An image's configuration as far as a daemon tells it, and its id."""
+    """Return an image's configuration, as far as a daemon shows it, and its id."""
     found = client.api.inspect_image(name)
     ids = list(found["RootFS"].get("Layers") or ())
     steps = list(reversed(client.api.history(found["Id"])))
-    if len(steps) != len(ids):  # steps that made no layer are listed with those that did
+    if len(steps) != len(ids):  # the history also lists steps that made no layer
         steps = [step for step in steps if step.get("Size")]
     return {
         "architecture": str(found.get("Architecture") or ""),
@@ -117,7 +119,7 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
 
 
 def open_registry_image(request: Request) -> OpenedImage:
-    """An image of a registry; only layers that were never seen are fetched, into the store."""
+    """Open an image of a registry; only layers that were never read are fetched, into the store."""
     from envbuild.lock.base_oci import registry_of
     from envbuild.progress import transfer
 
@@ -167,7 +169,7 @@ def _index(folder: Path) -> bytes:
 
 
 def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
-    """Raise UsageError where several images lie side by side and none is named."""
+    """Raise UsageError when the layout has several images for one platform and no tag is given."""
     index = parse(raw, f"{folder}: index.json", OCI_INDEX)
     if tag is None and isinstance(index, ImageIndex):
         different = {item.digest: item.arch for item in index.manifests}
@@ -180,7 +182,7 @@ def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
 
 
 def _of_any(arch: str | None, read: Any) -> Pulled:
-    """What `read` gives for `arch`; without one, for the only platform there is, or else this host's."""
+    """Return the image that `read` gives for `arch`; for None, of the only platform, or else of this host's."""
     try:
         pulled: Pulled = read(arch)
     except BuildError as error:
@@ -189,7 +191,7 @@ def _of_any(arch: str | None, read: Any) -> Pulled:
         try:
             pulled = read(host_arch())
         except BuildError as second:
-            if second.message == error.message:  # not for want of a platform
+            if second.message == error.message:  # the platform was not the reason
                 raise
             raise BuildError(second.message, error.hint or "choose one with --target") from None
     return pulled
@@ -200,7 +202,7 @@ def _manifest(registry: Any, arch: str | None) -> ImageManifest:
     where = str(registry.reference)
     found = parse(raw, where, media_type)
     if isinstance(found, ImageIndex):
-        # Attestations are listed beside images, for "unknown/unknown".
+        # Attestations are listed beside images, for the platform "unknown/unknown".
         images = [item for item in found.manifests if item.arch not in ("", "unknown")]
         only = images[0] if len(images) == 1 and arch is None else None
         chosen = only or choose(found, arch or host_arch(), where)

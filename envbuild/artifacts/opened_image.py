@@ -1,4 +1,4 @@
-"""Container images opened for looking into them: layers are listed once, no file is unpacked."""
+"""Reader of container images: layers are listed once, no file is unpacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envbuild.image.model import Descriptor
 from envbuild.image.tree import MergedTree, Node
 from envbuild.store.store import Store
 
-# Brings layers, given by the digests of their tars, to this machine, and says where the file of each is.
+# Fetches layers, by the digests of their tars, to this machine, and returns the file of each.
 Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
 
@@ -31,7 +31,7 @@ class OpenedImage:
     _kept: list[Inventory] = field(default_factory=list, repr=False)
 
     def contents(self, *, hashes: bool) -> Inventory:
-        """The merged tree. A layer is read at most once in the store's life, so digests cost nothing."""
+        """Return the merged tree. The store caches the listing of each layer, so that digests cost nothing."""
         if not self._kept:
             self._kept.append(_contents(self.about, self._listings()))
         return self._kept[0]
@@ -56,7 +56,7 @@ def about_image(
     spelling: str,
     place: Path | None,
 ) -> About:
-    """What an image's configuration says (OCI image specification 1.1, config.md)."""
+    """Return the description of an image from its configuration (OCI image specification 1.1, config.md)."""
     run = _table(config.get("config"))
     labels = {str(k): str(v) for k, v in _table(run.get("Labels")).items()}
     diff_ids = config["rootfs"]["diff_ids"]
@@ -94,7 +94,7 @@ def about_image(
 
 
 def _titles(config: Mapping[str, Any], count: int) -> list[str]:
-    """What made each layer, from the history; "" where it does not tell of each."""
+    """Return the command that made each layer, from the history; "" for all if the history does not match."""
     history = config.get("history")
     steps = [
         str(step.get("created_by") or step.get("comment") or "")

@@ -1,4 +1,4 @@
-"""Image files opened for looking into them: a squashfs for enroot, a SIF for Apptainer. Nothing is mounted."""
+"""Reader of image files: a squashfs for enroot, a SIF for Apptainer. Nothing is mounted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20
 _ENV_SCRIPT = ".singularity.d/env/10-docker2singularity.sh"
-# Apptainer's own builds write NAME="${NAME:-"VALUE"}", where the inner quotes count.
+# Apptainer's own builds write NAME="${NAME:-"VALUE"}", where the inner quotes are not part of the value.
 _DEFAULT = re.compile(r'="\$\{[A-Za-z_][A-Za-z0-9_]*:-"')
 _DEFAULT_END = re.compile(r'"\}"$', re.MULTILINE)
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -48,8 +48,10 @@ class OpenedSquashfs:
     _kept: dict[bool, Inventory] = field(default_factory=dict, repr=False)
 
     def contents(self, *, hashes: bool) -> Inventory:
-        """The tree. Files are read in the order in which they lie; without `hashes`, only the few that
-        tell what is installed."""
+        """Return the tree; without `hashes`, only the few files that say what is installed are read.
+
+        Files are read in the order in which they are stored.
+        """
         if True in self._kept:
             return self._kept[True]
         if hashes not in self._kept:
@@ -58,8 +60,10 @@ class OpenedSquashfs:
 
 
 def open_sqsh(request: Request) -> OpenedSquashfs:
-    """`FILE`: a bare squashfs, as `enroot import` makes them. What it does not say of its settings is
-    taken from the files that enroot and Apptainer read them from."""
+    """Open `FILE`: a bare squashfs, as `enroot import` makes it.
+
+    Its settings are taken from the files from which enroot and Apptainer read them.
+    """
     stream = _file(request)
     if not is_squashfs(stream.read(4)):
         raise UsageError(f"{request.rest} is not a squashfs image")
@@ -69,7 +73,7 @@ def open_sqsh(request: Request) -> OpenedSquashfs:
 
 
 def open_sif(request: Request) -> OpenedSquashfs:
-    """`FILE`: a SIF whose root is a squashfs. Its settings are those of its JSON objects."""
+    """Open `FILE`: a SIF whose root is a squashfs. Its settings come from its JSON objects."""
     stream = _file(request)
     if not is_sif(stream.read(64)):
         raise UsageError(f"{request.rest} is not a SIF")
@@ -159,7 +163,7 @@ def _tells(entry: Entry) -> bool:
 def _read(
     image: SquashfsImage, entry: Entry, handle: int, hashes: bool
 ) -> tuple[str, bool, Note | None]:
-    """The sha256 of a file, whether it begins with `#!`, and what it tells."""
+    """Return the sha256 of a file, whether it begins with `#!`, and its note."""
     reader = interest(entry.path) if _tells(entry) else None
     if reader is None and entry.kind == HARDLINK:
         return "", False, None  # it is read under its first name
@@ -195,7 +199,7 @@ def _file(request: Request) -> BinaryIO:
 
 
 def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
-    """The digest of the file, and that of the squashfs in it: the same squashfs has it in any file."""
+    """Return the digest of the file, and of the squashfs in it, which is the same in any file."""
     spans = [(0, place.stat().st_size)]
     if partition is not None:
         spans.append((partition.offset, partition.size))
@@ -218,8 +222,8 @@ def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
 
 
 def _env(image: SquashfsImage) -> list[str]:
-    """The variables that programs in the image see, as NAME=VALUE, from what enroot and Apptainer read."""
-    # Apptainer's script first: a value may have lines, which those of etc/environment cannot.
+    """Return the variables of programs in the image, as NAME=VALUE, from the files that enroot and Apptainer read."""
+    # Apptainer's script first: its values may contain newlines, those of etc/environment cannot.
     script = _DEFAULT.sub('="', _text(image, _ENV_SCRIPT))
     try:
         words = shlex.split(_DEFAULT_END.sub('"', script), comments=True)
@@ -233,7 +237,7 @@ def _env(image: SquashfsImage) -> list[str]:
 
 
 def _labels(image: SquashfsImage) -> dict[str, Any]:
-    """The image's labels, as Apptainer keeps them; else from the comments that enroot begins etc/rc with."""
+    """Return the image's labels as Apptainer stores them, else from the comments at the start of enroot's etc/rc."""
     labels = _json(_text(image, ".singularity.d/labels.json").encode())
     if labels:
         return labels
@@ -246,14 +250,14 @@ def _labels(image: SquashfsImage) -> dict[str, Any]:
 
 
 def _text(image: SquashfsImage, path: str) -> str:
-    """A small file of the image; "" where there is none."""
+    """Return the text of a small file in the image, "" if it is missing."""
     handle = image.find(path)
     data = b"" if handle is None else image.content(handle).read(_MAX_TEXT)
     return data.decode("utf-8", "replace")
 
 
 def _json(data: bytes) -> dict[str, Any]:
-    """A JSON object; empty when it is not understood, for then it tells nothing."""
+    """Return a JSON object, {} if it is invalid: then it says nothing."""
     return state_of(data.decode("utf-8", "replace"))
 
 

@@ -1,4 +1,4 @@
-"""Environments in folders, virtual and conda's, opened for looking into them."""
+"""Reader of environments in folders: venvs and conda environments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,
           stat.S_IFCHR: CHAR, stat.S_IFBLK: BLOCK}  # fmt: skip
-# conda's own installation is an environment that holds its cache and the other environments.
+# conda's own installation is an environment that contains its cache and the other environments.
 _OTHERS = {CONDA: ("pkgs", "envs")}
 
 
@@ -43,9 +43,9 @@ class OpenedFolder:
     folder: Path
 
     def contents(self, *, hashes: bool) -> Inventory:
-        """What lies in the folder, compiled modules left out: Python writes them by itself.
+        """Return the content of the folder, without compiled modules, which Python writes by itself.
 
-        Of conda's own installation neither packages in its cache nor other environments.
+        conda's own installation is read without the packages in its cache and without other environments.
         """
         kind = self.about.kind
         files: dict[str, Item] = {}
@@ -71,14 +71,14 @@ class OpenedFolder:
 
 
 def is_venv(folder: Path) -> bool:
-    """Whether `folder` holds a virtual environment (PEP 405)."""
+    """Return whether `folder` holds a virtual environment (PEP 405)."""
     if is_conda(folder):
         return False
     return (folder / "pyvenv.cfg").is_file() or (folder / "envbuild.json").is_file()
 
 
 def open_venv(request: Request) -> OpenedFolder:
-    """`DIR`: the venv in a folder. Raises UsageError when there is none, BuildError when its state is damaged."""
+    """Open `DIR`: a venv. Raises UsageError when there is none, BuildError when its state is damaged."""
     folder = Path(request.rest)
     if not is_venv(folder):
         hint = (
@@ -89,7 +89,7 @@ def open_venv(request: Request) -> OpenedFolder:
 
 
 def open_conda(request: Request) -> OpenedFolder:
-    """`DIR`: the conda environment in a folder, made by envbuild, conda, mamba or any other tool.
+    """Open `DIR`: a conda environment, made by envbuild, conda, mamba or any other tool.
 
     Raises UsageError when there is none, BuildError when its state is damaged.
     """
@@ -106,7 +106,7 @@ def _not_there(folder: Path, what: str, hint: str) -> UsageError:
 def _opened(kind: str, folder: Path, spelling: str) -> OpenedFolder:
     state = read_state(folder)
     if state is None:
-        # That of a conda environment is told by its packages (facts.completed).
+        # Python's version in a conda environment comes from its packages (facts.completed).
         version = _version(folder) if kind == VENV else ""
         python = ".".join(version.split(".")[:2])
         return OpenedFolder(

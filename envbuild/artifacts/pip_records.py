@@ -1,9 +1,9 @@
-"""What pip installed in an image, compared with the wheels it was told to install.
+"""Comparison of what pip installed in an image with the wheels that it was told to install.
 
-pip's RECORDs (PyPA "Recording installed projects") name, besides the wheel's files with the wheel's own
-hashes, what pip made itself: scripts and its notes. So they cannot equal the RECORDs of
-the native builder, and their digests cannot be known before. What is compared is therefore every row
-that pip did not make; the digests kept for later are of RECORDs that passed this.
+pip's RECORDs (PyPA "Recording installed projects") name the wheel's files with the wheel's own hashes, and also
+files that pip generates: scripts and its notes. So they cannot equal the RECORDs of the native builder, and
+their digests cannot be known in advance. Therefore every row that pip did not generate is compared; the digests
+stored for later are those of RECORDs that passed this comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from envbuild.record import record_digest
 _SCRIPTS = "../../../bin/"
 _NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 _SHOWN = 10
-# Runs in the image: any Python 3.
+# Runs in the image, with any Python 3.
 _READER = """
 import json, platform, sys
 from pathlib import Path
@@ -38,8 +38,11 @@ print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sy
 
 @dataclass(frozen=True, slots=True)
 class PipEnvironment:
-    """Of an environment in an image: version and place of its interpreter, its RECORDs by .dist-info folder, the lists
-    of the files of source-built layers by their names."""
+    """An environment in an image.
+
+    It has the version and path of the interpreter, the RECORDs by .dist-info folder, and the file lists of
+    source layers by name.
+    """
 
     python_version: str
     interpreter: str
@@ -48,7 +51,7 @@ class PipEnvironment:
 
 
 def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
-    """Read the environment of an image in `client`'s daemon, in a container without a network.
+    """Read the environment of an image in the daemon of `client`, in a container without a network.
 
     Raises BuildError when its interpreter does not run.
     """
@@ -61,7 +64,7 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
             image_id, ["-B", "-I", "-c", _READER, *folders], entrypoint=[f"/{PREFIX}/bin/python"],
             user="0", network_mode="none",
         )  # fmt: skip
-        # Attached before it starts: logs can be read from some of the daemon's drivers only.
+        # Attached before the start: logs can be read afterwards from some of the daemon's log drivers only.
         streams = container.attach(stream=True, demux=True, stdout=True, stderr=True)
         container.start()
         out, err = bytearray(), bytearray()
@@ -89,9 +92,9 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
 def check_installed(
     installed: PipEnvironment, wheels: Sequence[WheelFile], python: str
 ) -> tuple[tuple[str, str, str], ...]:
-    """(name, version, digest of RECORD) of each distribution, once all are what `wheels` hold.
+    """Return (name, version, digest of RECORD) of each distribution, after comparing them with `wheels`.
 
-    Raises BuildError naming every difference.
+    Raises BuildError that lists the differences.
     """
     scheme = Scheme(PREFIX, python)
     found: dict[tuple[str, str], bytes] = {}
@@ -114,9 +117,9 @@ def check_installed(
 
 
 def record_differences(wheel: bytes, installed: bytes) -> list[str]:
-    """How pip's RECORD differs from the native builder's of the same wheel, less what pip makes itself.
+    """Return how pip's RECORD differs from the native builder's of the same wheel, without files that pip generates.
 
-    Scripts are compared by name: installers write their text, and pip says by RECORD what it wrote.
+    Scripts are compared by name: installers write their text, and pip records the digest of what it wrote.
     """
     wanted, found = _rows(wheel), _rows(installed)
     lines = [f"{path} is missing" for path in sorted(wanted.keys() - found)]

@@ -1,7 +1,8 @@
-"""Put a finished folder into its place in one step, and clean up after a run that was killed.
+"""Atomic replace of a file or folder, and clean-up after a killed run.
 
-While a folder is made it lies beside its place as `.NAME.envbuild-XXXX`. It is exchanged with the old
-one by renameat2(2) RENAME_EXCHANGE, so that the place always holds the old folder or the new one.
+A new folder is built beside its final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE
+exchanges it with the old one, so that the path always holds the old folder or the new one. On file systems
+without it (NFS), two renames replace the folder.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the right to build at `place`; a second builder waits, saying so.
+    """Hold the lock for building at `place`; a second builder prints a message and waits.
 
-    The lock is on the parent folder. Without it, where the file system has none, the exchange itself stays atomic.
+    The lock is on the parent folder. On a file system without locks, the replace itself is still atomic.
     """
     told = f"another envbuild is building in {place.parent}; waiting for it …"
     with contextlib.ExitStack() as held:
@@ -39,7 +40,7 @@ def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def recover(place: Path) -> None:
-    """Remove what a killed run left beside `place`; put an old folder back where a swap was cut in two."""
+    """Remove leftovers of a killed run beside `place`; restore the old folder after an interrupted replace."""
     for leftover in place.parent.glob(f".{place.name}.envbuild-*"):
         if leftover.name.endswith("-old") and not place.exists():
             leftover.rename(place)
@@ -48,14 +49,16 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """A new name beside `place` for the folder that `staged` makes: known before it is there, so that a Ctrl-C leaves
-    none."""
+    """Return a new name beside `place` for the folder that `staged` creates.
+
+    The name is known before the folder exists, so that a Ctrl-C leaves no folder behind.
+    """
     return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
 
 
 @contextlib.contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """Make an empty folder beside `place`, the user's own; what is left of it goes at the end. Raises BuildError."""
+    """Create an empty folder beside `place`, private to the user, and remove it at the end. Raises BuildError."""
     folder = staging(place)
     try:
         with writing(place.parent):
@@ -66,7 +69,7 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def swap_in(staged: Path, place: Path) -> None:
-    """Move `staged`, a folder or a file, to `place`; what was there before is removed. Raises BuildError."""
+    """Move the folder or file `staged` to `place`, atomically if possible; remove the old one. Raises BuildError."""
     with writing(place.parent):
         if not staged.is_dir():
             os.replace(staged, place)
@@ -76,7 +79,8 @@ def swap_in(staged: Path, place: Path) -> None:
             staged.rename(place)
             return
         if not _exchange(staged, place):
-            # Two renames where the file system cannot exchange (NFS): `recover` undoes a cut between.
+            # Two renames if the file system cannot exchange (NFS); `recover` undoes an interruption between
+            # them.
             old = staged.with_name(f"{staged.name}-old")
             place.rename(old)
             staged.rename(place)
@@ -85,18 +89,18 @@ def swap_in(staged: Path, place: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder or file; what cannot be removed is left for the next run."""
+    """Remove a folder or file as far as possible; the next run removes the rest."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        # A read-only file system complains even of what is not there.
+        # A read-only file system reports an error even for a missing file.
         with contextlib.suppress(OSError):
             folder.unlink()
 
 
 @contextlib.contextmanager
 def writing(where: Path, failure: type[EnvbuildError] = BuildError) -> Iterator[None]:
-    """Turn the operating system's refusals while writing to `where` into one clear message."""
+    """Turn an OSError while writing to `where` into a `failure` with a hint."""
     try:
         yield
     except OSError as error:
@@ -104,7 +108,7 @@ def writing(where: Path, failure: type[EnvbuildError] = BuildError) -> Iterator[
 
 
 def write_hint(number: int | None) -> str:
-    """What to change when writing failed with errno `number`."""
+    """Return the hint for a write that failed with errno `number`."""
     if number in (errno.ENOSPC, errno.EDQUOT):
         return (
             "free some room, or choose another place with --out (and ENVBUILD_STORE for the store)"
@@ -115,7 +119,7 @@ def write_hint(number: int | None) -> str:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths in one step; False where kernel, C library or file system cannot."""
+    """Exchange two paths atomically; return False if kernel, C library or file system cannot."""
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return False

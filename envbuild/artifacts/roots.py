@@ -1,4 +1,4 @@
-"""What the files of a root file system tell, whatever it lies in: an image's layers or a squashfs."""
+"""Inventory of a root file system, in the layers of an image or in a squashfs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from envbuild.layers.compose import PREFIX
 def contents_of_root(
     files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]
 ) -> Inventory:
-    """What lies in a root with these files. `notes` is what `interest` read, by path; `env` holds the
-    variables that its programs see, of which VIRTUAL_ENV, CONDA_PREFIX and PATH tell where the environment
-    is."""
+    """Return the inventory of a root with these files.
+
+    `notes` are the results of `interest`, by path. `env` holds the variables of programs in the root, of which
+    VIRTUAL_ENV, CONDA_PREFIX and PATH locate the environment.
+    """
     prefix, environment = _environment(env, files)
     release = notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""
     return Inventory(
@@ -43,16 +45,16 @@ def contents_of_root(
 
 
 def extra_of(device: tuple[int, int], xattrs: tuple[tuple[str, bytes], ...]) -> str:
-    """Device numbers and extended attributes as the `extra` of an Item."""
+    """Return device numbers and extended attributes in the form of an Item's `extra`."""
     extra = "" if device == (0, 0) else "{},{} ".format(*device)
     return extra + " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(xattrs))
 
 
 def _environment(env: Mapping[str, str], files: Mapping[str, Item]) -> tuple[str | None, str]:
-    """The folder of the environment that programs in the root use, and its kind."""
+    """Return the folder of the environment that programs in the root use, and its kind."""
     conda = set(environments(files))
     named = [env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", ""), PREFIX]
-    # Images that people make with conda often set PATH alone.
+    # Images that people make with conda often set only PATH.
     named += [folder.removesuffix("/bin") for folder in env.get("PATH", "").split(":")]
     for folder in (name.strip("/") for name in named):
         if folder and folder in conda:

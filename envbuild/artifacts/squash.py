@@ -1,6 +1,6 @@
-"""A root file system for enroot, Apptainer and Charliecloud, as one squashfs, from layers as segments.
+"""A root file system for enroot, Apptainer and Charliecloud: one squashfs, from layers as segments.
 
-The same squashfs is the .sqsh and the partition of the .sif: what each runtime expects disturbs none of the others.
+The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _COPY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """What is to be written: the final tree over its segments.
+    """The tree to write, over its segments.
 
-    `config` is the image's OCI configuration (its JSON object), `definition` what stands for a definition
-    file, `mtime` the time of the file system in seconds since 1970, `arch` x86_64 or aarch64, `size` the most
-    bytes that the squashfs will take.
+    `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition
+    file, `mtime` the time of the file system in seconds since 1970, `arch` x86_64 or aarch64, `size` the
+    maximum size of the squashfs in bytes.
     """
 
     entries: Sequence[MergedEntry]
@@ -67,13 +67,16 @@ def composed(
     workers: int,
     folder: Path,
 ) -> Iterator[SquashTree]:
-    """The tree of `layers`, lowest first, with what runtimes need added; what is added lies in a file in
-    `folder` meanwhile. Raises BuildError for layers or a configuration that make no sense."""
+    """Yield the tree of `layers`, lowest first, with the files that runtimes need.
+
+    The added files are in a temporary file in `folder` meanwhile. Raises BuildError for invalid layers or an
+    invalid configuration.
+    """
     merging = Merging()
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
     added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, {}, mtime)
-    # A file replaces what is there; folders and links are made where nothing is.
+    # A file replaces an existing one; a folder or link is added only if nothing has its path.
     added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
     paths = {entry.path for entry, _ in added}
     added += mount_points(lambda path: path in paths or merging.has(path), mtime)
@@ -92,9 +95,9 @@ def composed(
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
-    """The entries as images for users without privileges hold them.
+    """Yield the entries as images for unprivileged users contain them.
 
-    Where the first name of a file is left out, its next becomes the file.
+    If the first name of a file is left out, its next name becomes the file.
     """
     moved: dict[str, str] = {}
     for path, merged in entries.items():
@@ -118,7 +121,7 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
 
 
 def write_sqsh(root: SquashTree, out: BinaryIO, moved: Advance) -> None:
-    """Write the squashfs into `out`, a new file. Raises BuildError (no room) and OSError."""
+    """Write the squashfs to `out`, a new file. Raises BuildError (too little disk space) and OSError."""
     reserve(out, root.size)
     size = _image(root, out, 0, moved)
     out.truncate(size)
@@ -127,9 +130,9 @@ def write_sqsh(root: SquashTree, out: BinaryIO, moved: Advance) -> None:
 def write_sif(
     root: SquashTree, out: BinaryIO, moved: Advance, squashfs: Path | None = None
 ) -> None:
-    """Write the SIF into `out`, a new file; `squashfs` is that of `root` if it was written already.
+    """Write the SIF to `out`, a new file; `squashfs` is that of `root` if it was written already.
 
-    Raises BuildError (no room) and OSError.
+    Raises BuildError (too little disk space) and OSError.
     """
     definition = root.definition.encode()
     jsons = [

@@ -1,4 +1,4 @@
-"""`envbuild.json` inside an environment: what it was made from, so that it can be checked alone."""
+"""`envbuild.json` in an environment: the origin of its content, for checks that need nothing else."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
-# What a state calls an image, of which an artifact of any kind of images is made.
+# The name of an image in a state; every kind of image artifact is made from one.
 IMAGE = "image"
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltLayer:
-    """A layer of the recipe's [layers] as an environment holds it.
+    """A layer of the recipe's [layers] in an environment.
 
-    `files` is the sha256 of the list of its files (path, sha256), "" where `path` on the host has it. `check` is a
-    command of the environment that shows that it works, () for none.
+    `files` is the sha256 of the list of its files (path, sha256), "" for a layer at `path` on the host. `check`
+    is a command of the environment that proves that the layer works, () for none.
     """
 
     name: str
@@ -38,11 +38,11 @@ class BuiltLayer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A built environment. `digest` covers what is installed; `plan_digest` what was asked for.
+    """The state of a built environment; `digest` covers its content, `plan_digest` the request.
 
     `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment`
-    conda packages stand among them, with the sha256 of their files' list. `verify` is the recipe's [verify]
-    table as it was when the environment was built.
+    also the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at
+    the time of the build.
     """
 
     artifact: str
@@ -63,19 +63,19 @@ class State:
 
     @property
     def digest(self) -> str:
-        """sha256 over interpreter version and every distribution's recorded content."""
+        """sha256 over kind, target, interpreter version, and the recorded content of every package and layer."""
         content: list[Any] = [
             self.artifact,
             self.target,
             self.python_version,
             [list(p) for p in self.packages],
         ]
-        if self.layers:  # an environment without them has the digest that it always had
+        if self.layers:  # the digest of environments without layers must not change
             content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def render(self) -> str:
-        """The text of the state file; what is as it always was is left out."""
+        """Return the text of the state file, without `layers` and `fabric` if they have their defaults."""
         data = {"format": FORMAT, **asdict(self)}
         if not self.layers:
             del data["layers"]
@@ -92,7 +92,7 @@ def state_of(
     packages: tuple[tuple[str, str, str], ...],
     layers: Iterable[BuiltLayer] = (),
 ) -> State:
-    """The state of what was built from `plan`; `layers` are those of its sources, as they were installed."""
+    """Return the state of an environment built from `plan`; `layers` are its source layers as installed."""
     hosts = (BuiltLayer(one.name, one.version, "", one.path) for one in plan.host_layers)
     return State(
         artifact=plan.artifact,
@@ -114,20 +114,20 @@ def state_of(
 
 
 def packages_of(found: Iterable[Distribution]) -> tuple[tuple[str, str, str], ...]:
-    """`found` as a State keeps it, in the order of names."""
+    """Return `found` in the form of `State.packages`, sorted by name."""
     return tuple(sorted((d.name, d.version, d.record) for d in found))
 
 
 def has_layers(root: Path, state: State) -> bool:
-    """Whether the environment at `root` has the layers of its `state`, judged quickly (by their lists' names)."""
+    """Return whether the environment at `root` has the layers of its `state`, by the names of their lists alone."""
     wanted = {layer.name for layer in state.layers if layer.files}
     return not wanted or wanted <= quick_lists(root)
 
 
 def read_state(folder: Path) -> State | None:
-    """The state of the environment in `folder`; None when envbuild did not make it.
+    """Return the state of the environment in `folder`, None when envbuild did not build it.
 
-    Raises BuildError when the file is there and cannot be understood.
+    Raises BuildError when the file exists but cannot be read or is invalid.
     """
     path = folder / FILE
     try:
@@ -140,7 +140,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def parse_state(text: bytes, where: str) -> State:
-    """The state in the text of a state file. Raises BuildError, naming `where`, when it makes no sense."""
+    """Return the state in the text of a state file. Raises BuildError, naming `where`, for an invalid text."""
     try:
         data = json.loads(text)
         if data.pop("format") != FORMAT:
@@ -161,9 +161,9 @@ def _layer(
 
 
 def check_place(path: Path) -> State | None:
-    """The environment already at `path`, None when the place is free.
+    """Return the state of the existing environment at `path`, None if the path is free.
 
-    Raises UsageError when something stands there that envbuild did not make.
+    Raises UsageError when the path holds something that envbuild did not build.
     """
     state = read_state(path)
     if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):

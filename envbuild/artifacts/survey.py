@@ -1,7 +1,7 @@
-"""What lies in an environment: distributions, files against their RECORDs, processors of libraries.
+"""Survey of an environment: distributions, files against their RECORDs, processors of libraries.
 
-Run as a module it prints this as JSON: so are environments surveyed that only a container can read. It and
-what it imports therefore need nothing but Python 3.9.
+Run as a module, it prints the survey as JSON, for environments that only a container can read. It and its
+imports therefore need only Python 3.9.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from envbuild.artifacts.elf_scan import ElfReport, scan_elf
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions
 from envbuild.artifacts.layer_files import check_layers
 
-# The modules that a survey elsewhere needs, from the package's folder.
+# The modules that a survey in a container needs, relative to the package's folder.
 MODULES = (
     "__init__.py",
     "elf.py",
@@ -38,8 +38,12 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Survey:
-    """`distributions` by normalised name; `files` and `elf` with paths relative to the environment. `layers` has of
-    each source-built layer, by name, the digest of what its list says is installed."""
+    """The survey of an environment; `distributions` are by normalized name.
+
+    Paths in `elf` are relative to the environment; paths in `files` are relative to site-packages, in a conda
+    environment and for source layers to the environment. `layers` maps the name of each source layer to the
+    digest of the files in its list.
+    """
 
     distributions: dict[str, Distribution]
     files: FileReport
@@ -48,9 +52,10 @@ class Survey:
 
 
 def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
-    """Survey the environment at `root`; `elf_machine` is the e_machine its libraries should have.
+    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
 
-    Of a conda environment the packages are conda's and what pip added, and paths of files begin at `root`.
+    In a conda environment, the packages are conda's and those that pip added, and paths of files are relative
+    to `root`.
     """
     elf = scan_elf(root, elf_machine)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
@@ -62,7 +67,7 @@ def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
 
 
 def read_survey(text: str) -> Survey:
-    """The survey that `main` printed elsewhere. Raises ValueError, KeyError or TypeError for other text."""
+    """Return the survey that `main` printed elsewhere. Raises ValueError, KeyError or TypeError for any other text."""
     data: dict[str, Any] = json.loads(text)
     elf = data["elf"]
     return Survey(

@@ -1,4 +1,4 @@
-"""Locked wheels into an environment's folder by uv, from files that are on this host."""
+"""Installation of locked wheels into an environment's folder by uv, from files on this host."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def install_wheels(
 ) -> None:
     """Install the wheels of `plan` and the trainer's, all among the files `wheels`, for the interpreter `python`.
 
-    `folder` is the environment's; `options` are further ones of `uv pip install`, None for none. Raises
-    BuildError with what uv said.
+    `folder` is the environment's; `options` are further options of `uv pip install`, where None is skipped.
+    Raises BuildError with uv's message.
     """
     wanted = folder / ".requirements.txt"
     digest = hashlib.sha256(trainer.wheel()).hexdigest()
@@ -54,7 +54,7 @@ def install_wheels(
 
 
 def tool_hint(said: str) -> str:
-    """What to change, judged by what uv said."""
+    """Return the hint for uv's error message `said`."""
     text = said.lower()
     if "no space left" in text or "quota" in text:
         return place.write_hint(errno.ENOSPC)

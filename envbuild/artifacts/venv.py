@@ -1,4 +1,4 @@
-"""A virtual environment from a plan: uv underneath, wheels from the store, in place in one step."""
+"""A virtual environment from a plan: built by uv from wheels in the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ TITLE = "venv"
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
-    """Whether the environment at `path` is what its `state` says, judged quickly (names and versions)."""
+    """Return whether the environment at `path` matches its `state` and `python`, by a quick check.
+
+    The check compares names and versions of packages, and the interpreter if `python` is a path.
+    """
     if not interpreter(path).exists():
         return False
     if python is not None and _home(python) not in (None, _home(state.interpreter)):
@@ -56,16 +59,18 @@ def build(
     layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
     python: str | None = None,
 ) -> State:
-    """Make the environment of `plan` in the empty folder `staged`, which may be moved anywhere; return its state.
+    """Build the environment of `plan` in the empty folder `staged`, which can be moved anywhere; return its state.
 
-    `python` is an interpreter's path or version (default: the plan's version). `layers` gives those of the plan's
-    sources; it is called with the environment's interpreter when all wheels are installed. Raises BuildError, LockError
-    (a wheel that no source has) or HostError (no fitting interpreter), and what `layers` raises.
+    `python` is an interpreter's path or version (default: the plan's version). `layers` returns the plan's
+    source layers; it is called with the environment's interpreter after all wheels are installed. Raises
+    BuildError, LockError (a wheel that no source has), HostError (no suitable interpreter), and the errors of
+    `layers`.
     """
     from envbuild.artifacts.layers_in import install_layers
 
     env = environment.uv_environment()
-    # --relocatable: the folder is made beside its place and moved, so no script may hold its path.
+    # --relocatable: the folder is built beside its final path and moved, so that no script may contain its
+    # path.
     creating = process.start(
         [environment.uv, "venv", "--relocatable", "--allow-existing", "--no-project", "--no-config",
          "--quiet", "--python", python or known_interpreter(plan.python, environment), staged],
@@ -103,12 +108,12 @@ def build(
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
-    """The command line that runs `program` (torchrun, python) inside the venv at `path`."""
+    """Return the command line that runs `program` (torchrun, python) in the venv at `path`."""
     return [os.fspath(path.absolute() / "bin" / program), *arguments]
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables for running inside the venv: as after `activate`, without a caller's Python settings."""
+    """Return the variables of a program in the venv, as after `activate`, without a caller's Python settings."""
     dropped = (
         "PYTHONHOME",
         "PYTHONPATH",
@@ -148,12 +153,12 @@ def _check_version(staged: Path, plan: Plan, python: str | None) -> None:
 
 
 def _config(path: Path) -> dict[str, str]:
-    """pyvenv.cfg (PEP 405) as a dictionary."""
+    """Return pyvenv.cfg (PEP 405) as a dictionary."""
     lines = (path / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("=") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _home(python: str) -> str | None:
-    """The real path of an interpreter given by path, None when given by version."""
+    """Return the real path of an interpreter given by path, None for one given by version."""
     return os.path.realpath(python) if os.sep in python else None

@@ -32,10 +32,10 @@ def resolve_base(
     blobs: Blobs,
     keyring: Path | None = None,
 ) -> DebianLock:
-    """Lock `packages` of `suite` and what they need, on `arch` (x86_64, aarch64, or Debian's names).
+    """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
-    The first of `archives` that serves a suite well is used for it. Raises LockError when one of the
-    suite, its updates and its security fixes has no good archive, and for what cannot be resolved.
+    For each of the suite, its updates and its security fixes, the first good one of `archives` is used. Raises
+    LockError when one of the three has no good archive, and when the packages cannot be resolved.
     """
     arch = DEBIAN_ARCH.get(arch, arch)
     keys = load_keys(keyring)
@@ -45,7 +45,7 @@ def resolve_base(
         dates.append(_add_first(index, candidates, name, arch, client, blobs, keys))
     chosen = resolve(index, packages, without, arch)
     lock = DebianLock(suite, max(dates), tuple(_locked(package) for package in chosen))
-    # What is written must be read again: an archive's odd path is refused now, not on the next run.
+    # Parse the result now: a path that the lock format refuses must fail here, not on the next run.
     return from_table(lock.as_toml_table(), f"the packages of {suite}")
 
 
@@ -58,7 +58,7 @@ def _add_first(
     blobs: Blobs,
     keys: Sequence[Cert],
 ) -> str:
-    """Add the first good archive of `candidates`; returns the date of its Release."""
+    """Add the first good archive of `candidates` to `index`; return the date of its Release."""
     answers: list[str] = []
     for archive in candidates:
         try:

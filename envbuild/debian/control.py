@@ -1,4 +1,4 @@
-"""Control files, relationship fields and versions.
+"""Parser of control files, relationship fields and versions.
 
 Source: Debian Policy 4.7, chapter 5 (control files), 5.6.12 (version), chapter 7 (relationships).
 """
@@ -25,9 +25,9 @@ _FIELD = re.compile(r"([!-9;-~]+):[ \t]*(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One alternative of a relationship: a name, perhaps with an architecture and a bound on the version.
+    """One alternative of a relationship: a package name, optionally with an architecture and a version bound.
 
-    `qualifier` is "" when none was given, `operator` likewise.
+    `qualifier` and `operator` are "" if absent.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Relation:
         return f"{name} ({self.operator} {self.version})" if self.operator else name
 
     def admits(self, version: str | None) -> bool:
-        """Whether a package of `version` will do; None is a name provided without a version."""
+        """Return whether a package of `version` satisfies the relation; None is a name provided without a version."""
         if not self.operator:
             return True
         if version is None:
@@ -59,14 +59,14 @@ class Relation:
 
 
 def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
-    """The groups of a relationship field; of each group one alternative must hold.
+    """Return the groups of a relationship field; of each group one alternative must be satisfied.
 
-    Raises LockError, naming `where`, for text that is no such field.
+    Raises LockError, naming `where`, for text that is not such a field.
     """
     groups = []
     for group in field.split(","):
         if not group.strip():
-            continue  # a trailing comma is allowed in control files
+            continue  # control files may have a trailing comma
         alternatives = []
         for text in group.split("|"):
             match = _RELATION.fullmatch(text.strip())
@@ -78,10 +78,10 @@ def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
 
 
 def parse_control(text: str, where: str) -> dict[str, str]:
-    """The fields of the one paragraph `text`, by name in lower case (names have no case).
+    """Return the fields of the one paragraph `text`, by name in lower case (names are case-insensitive).
 
-    Continuation lines are kept behind newlines, without the blank that marks them. Raises LockError,
-    naming `where`, for a line that is none of a paragraph's or a field that stands twice.
+    Continuation lines follow newlines, without the blank that marks them. Raises LockError, naming `where`, for
+    a line that does not belong into a paragraph and for a duplicate field.
     """
     fields: dict[str, str] = {}
     last = ""
@@ -101,16 +101,16 @@ def parse_control(text: str, where: str) -> dict[str, str]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a control file, parted by empty lines."""
+    """Yield the paragraphs of a control file, which are separated by empty lines."""
     for part in re.split(r"\n(?:[ \t]*\n)+", text.replace("\r\n", "\n")):
         if part.strip():
             yield part.strip("\n")
 
 
 def compare_versions(one: str, other: str) -> int:
-    """Negative, zero or positive as `one` is older than, equal to or newer than `other`.
+    """Return a number below, equal to or above 0 if `one` is older than, equal to or newer than `other`.
 
-    Raises LockError for text that is no version.
+    Raises LockError for text that is not a version.
     """
     left, right = _key(one), _key(other)
     return (left > right) - (left < right)
@@ -125,12 +125,14 @@ def _key(version: str) -> tuple[int, tuple[object, ...], tuple[object, ...]]:
 
 
 def _part(text: str) -> tuple[object, ...]:
-    """A key whose order is that of Policy: non-digits and digits in turn, "~" before the end, the end
-    before letters, letters before all else."""
+    """Return a sort key in the order of Debian Policy.
+
+    Non-digits and digits alternate; "~" sorts before the end, the end before letters, letters before all else.
+    """
     key: list[object] = []
     for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", text or "0")[:-1]:
         key += [(*map(_weight, letters), 0), int(digits or 0)]
-    # The end is what a pair without letters and digits is; an empty text counts as "0".
+    # The end sorts like a pair without letters and digits; an empty text counts as "0".
     return (*key, (0,), 0)
 
 

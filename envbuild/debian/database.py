@@ -1,4 +1,4 @@
-"""dpkg's database of installed packages, by which scanners and dpkg-query know what a base holds.
+"""dpkg's database of installed packages, which scanners and dpkg-query read.
 
 Source: dpkg 1.21, /var/lib/dpkg: status (deb-control fields, Status and Conffiles added), info/ in format 1.
 """
@@ -16,7 +16,7 @@ _FOLDER = "var/lib/dpkg"
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """A package with its paths as they stand in it, and the MD5 of each of its conffiles by path."""
+    """A package, its paths as in the package, and the MD5 of each of its conffiles by path."""
 
     control: Control
     listing: tuple[str, ...]
@@ -24,7 +24,7 @@ class InstalledPackage:
 
 
 def database(installed: Sequence[InstalledPackage]) -> Iterator[tuple[Entry, bytes]]:
-    """The database's files. Maintainer scripts are not in it: they were not run."""
+    """Yield the files of the database. Maintainer scripts are left out, because they were not run."""
     by_name = sorted(installed, key=lambda package: package.control.fields["package"])
     yield (
         Entry(f"{_FOLDER}/status"),

@@ -1,4 +1,4 @@
-"""One Debian package as a stream: its control files, and its files as tree entries.
+"""Reader of one Debian package as a stream: its control files, and its files as tree entries.
 
 Source: deb(5) format 2.0: an ar archive of debian-binary, control.tar and data.tar, in this order.
 """
@@ -20,7 +20,7 @@ from envbuild.image.entry import Entry, Tree
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60
-# No control file of a real package is larger; they are read into memory.
+# Control files are read into memory; none of a real package is larger.
 _MAX_CONTROL = 16 << 20
 _KINDS = {
     tarfile.REGTYPE: kinds.FILE,
@@ -36,8 +36,11 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a package says of itself: `text` is its control file, `fields` the same by lower-case name,
-    `conffiles` are paths relative to the root, `md5sums` is as it lies in the package."""
+    """The control data of a package.
+
+    `text` is its control file, `fields` are the fields of that file by lower-case name, `conffiles` are paths
+    relative to the root, `md5sums` is the text of that file in the package.
+    """
 
     text: str
     fields: dict[str, str]
@@ -46,7 +49,7 @@ class Control:
 
 
 def read_control(path: Path, name: str) -> Control:
-    """The control files of the package `name` at `path`. Raises BuildError for a faulty package."""
+    """Return the control data of the package `name` at `path`. Raises BuildError for a faulty package."""
     wanted = ("control", "conffiles", "md5sums")
     found: dict[str, str] = {}
     for entry, content in _members(path, name, "control.tar"):
@@ -70,13 +73,15 @@ def read_control(path: Path, name: str) -> Control:
 
 
 def read_data(path: Path, name: str) -> Tree:
-    """The files of the package `name`, in its own order; the root is "". Raises BuildError when the
-    package is faulty or holds a path that leaves the root."""
+    """Return the files of the package `name`, in its own order; the root is "".
+
+    Raises BuildError when the package is faulty or contains a path that leaves the root.
+    """
     return _members(path, name, "data.tar")
 
 
 def relative(path: str, name: str) -> str:
-    """`path` of a package as entries have it. Raises BuildError for one that could leave the root."""
+    """Return `path` of a package in the form of tree entries. Raises BuildError for one that could leave the root."""
     parts = path.split("/")
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise _faulty(name, f"it holds the path {path!r}")
@@ -87,7 +92,7 @@ def _members(path: Path, name: str, part: str) -> Tree:
     with _reporting(name), path.open("rb") as file:
         member, stream = _find(file, name, part)
         source = _decompressed(member, stream, name)
-        # The encoding is said: the locale of who builds must not matter.
+        # An explicit encoding: the locale of the builder must not matter.
         with tarfile.open(
             fileobj=source, mode="r|", encoding="utf-8", errors="surrogateescape"
         ) as archive:
@@ -98,14 +103,14 @@ def _members(path: Path, name: str, part: str) -> Tree:
 
 @contextmanager
 def _reporting(name: str) -> Iterator[None]:
-    """Any fault of the data as a BuildError that names the package."""
+    """Turn any error in the data into a BuildError that names the package."""
     import lzma
 
     try:
         yield
     except (lzma.LZMAError, zlib.error, EOFError, tarfile.TarError, UnicodeError) as error:
         raise _faulty(name, f"it is damaged: {error}") from None
-    except OSError as error:  # gzip.BadGzipFile among them
+    except OSError as error:  # includes gzip.BadGzipFile
         raise _faulty(name, f"it cannot be read: {error.strerror or error}") from None
     except Exception as error:
         if type(error).__module__.startswith("zstandard") or type(error).__name__ == "ZstdError":
@@ -134,7 +139,7 @@ def _entry(item: tarfile.TarInfo, name: str) -> Entry:
 
 
 def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
-    """The ar member whose name begins with `part`, as a stream."""
+    """Return the name of the ar member that begins with `part`, and the member as a stream."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise _faulty(name, "it is no ar archive")
     size_of_file = file.seek(0, 2)
@@ -179,7 +184,7 @@ def _decompressed(member: str, stream: _Section, name: str) -> IO[bytes]:
 
 
 class _CheckedContent:
-    """The content of one file, whose faults are told like those of the archive."""
+    """The content of one file; errors in it are reported like errors in the archive."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self._name = stream, name
@@ -190,14 +195,14 @@ class _CheckedContent:
 
 
 class _Section:
-    """Part of a file, read from its start to its end."""
+    """A part of a file, read from its start to its end."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         file.seek(start)
         self._file, self._left = file, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes of what is left, all of it when negative."""
+        """Return at most `size` bytes of the rest, all of it for a negative `size`."""
         data = self._file.read(self._left if size < 0 else min(size, self._left))
         self._left -= len(data)
         return data

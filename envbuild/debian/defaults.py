@@ -1,4 +1,4 @@
-"""What envbuild knows of Debian, from data/debian.toml."""
+"""Data about Debian, from data/debian.toml."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How packages become a tree: `drop` and `keep` match whole paths (slim); the rest is what maintainer
-    scripts would have made: `copies` target → source, `links` path → text, `folders` path → (mode, gid),
-    `alternatives` path → files, best first."""
+    """The rules that turn packages into a tree.
+
+    `drop` and `keep` match whole paths (slim). The others replace maintainer scripts: `copies` maps target →
+    source, `links` path → text, `folders` path → (mode, gid), `alternatives` path → files, best first.
+    """
 
     drop: re.Pattern[str]
     keep: re.Pattern[str]
@@ -31,7 +33,7 @@ class Rules:
 
 
 def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
-    """The packages of a base of `suite`, by name, with or without Python and what it alone needs.
+    """Return the names of the packages of a base of `suite`; `python` adds Python and what it alone needs.
 
     Raises RecipeError for a suite without data.
     """
@@ -46,13 +48,13 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
 
 
 def default_without() -> tuple[str, ...]:
-    """The packages that a base does without: maintainer scripts alone need them."""
+    """Return the packages that a base omits: only maintainer scripts need them."""
     return tuple(tomllib.loads(_FILE.read_text(encoding="utf-8"))["base"]["without"])
 
 
 @lru_cache(maxsize=1)
 def load_rules() -> Rules:
-    """The rules for the tree of a base."""
+    """Return the rules for the tree of a base."""
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     slim, made = data["slim"], data["made"]
     return Rules(
@@ -74,8 +76,10 @@ def _for_triplets(alternatives: Mapping[str, list[str]]) -> dict[str, tuple[str,
 
 
 def _any_of(globs: list[str]) -> re.Pattern[str]:
-    """A pattern for paths that one of `globs` matches. A "*" at the end takes in all that is below, any
-    other stands for one name."""
+    """Return a pattern for paths that match one of `globs`.
+
+    A "*" at the end matches everything below, any other "*" matches within one name.
+    """
     texts = []
     for glob in globs:
         text = re.escape(glob.removesuffix("*")).replace(r"\*", "[^/]+")
@@ -84,13 +88,13 @@ def _any_of(globs: list[str]) -> re.Pattern[str]:
 
 
 def newest_suite() -> str:
-    """The suite for what does not need Debian's Python: its glibc is the newest."""
+    """Return the suite for bases that do not need Debian's Python: the one with the newest glibc."""
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     return str(data["base"]["newest"])
 
 
 def suites_by_python() -> dict[str, str]:
-    """Python's version → the suite that has it."""
+    """Return Python's version → the suite that has it."""
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     found = {}
     for suite, table in data["suites"].items():
@@ -101,5 +105,5 @@ def suites_by_python() -> dict[str, str]:
 
 
 def rules_digest() -> str:
-    """The digest of all of the data: a base made by other rules is another base."""
+    """Return the digest of the whole data file: a base made by other rules is another base."""
     return hashlib.sha256(_FILE.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Locked packages as files: from the store, else from the first archive that has the very content."""
+"""Locked packages as files: from the store, else from the first archive with exactly the locked content."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PARALLEL = 6
 def fetch_debs(
     lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client
 ) -> list[Path]:
-    """A file for each package of `lock`, in its order. What is in `blobs` is not asked for again.
+    """Return a file for each package of `lock`, in its order; files in `blobs` are not downloaded again.
 
-    `archives` are asked in order; none means to stay offline. Raises BuildError naming every package
-    that nobody has, with what each archive said; what arrived is kept for the next run.
+    `archives` are tried in order; none means offline. Raises BuildError that names every package that no
+    archive has, with the answer of each archive; completed downloads are kept for the next run.
     """
     missing = [deb for deb in lock.packages if not _here(deb, blobs)]
     if missing:
@@ -38,7 +38,7 @@ def fetch_debs(
                 def fetch(deb: LockedDeb, _: object) -> None:
                     _fetch_one(deb, blobs, archives, client, answers[deb.name], down, moved)
 
-                # The largest first: none of them is then what all wait for at the end.
+                # The largest first, so that not one large download remains at the end.
                 each(sorted(missing, key=lambda deb: -deb.size), fetch, _PARALLEL, client.stop)
         except OSError as error:
             raise BuildError(
@@ -70,13 +70,13 @@ def _fetch_one(
     roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
     with locked_partial(blobs.partial(digest), client.stop) as partial:
         for root in roots:
-            if _here(deb, blobs):  # another process was quicker
+            if _here(deb, blobs):  # another process was faster
                 break
             source = str(DebianSuite(root, deb.archive))
             if root in down:
                 answers.append(f"{source}: {down[root]}")
                 continue
-            # "+" must not become a blank on servers that take it for one.
+            # Quote "+": some servers read it as a blank.
             url = f"{root}/{quote(deb.path)}"
             try:
                 client.download(url, partial, frozenset([deb.sha256]), moved, deb.size)

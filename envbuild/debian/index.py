@@ -1,4 +1,4 @@
-"""The packages of several suites by name, read from their Packages files as a stream."""
+"""The packages of several suites by name, read as a stream from their Packages files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _PROVIDES = re.compile(rb"^Provides:", re.MULTILINE | re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Package:
-    """A package that a suite has. `raw` is its paragraph, read only when it is needed: a suite has some
-    60,000 of them, a base 60."""
+    """A package of a suite.
+
+    `raw` is its paragraph, which is parsed only when needed: a suite has some 60,000 packages, a base 60.
+    """
 
     name: str
     version: str
@@ -33,11 +35,11 @@ class Package:
     raw: bytes
 
     def fields(self) -> dict[str, str]:
-        """Its fields by lower-case name. Raises LockError for a faulty paragraph."""
+        """Return the fields by lower-case name. Raises LockError for a faulty paragraph."""
         return parse_control(self.raw.decode("utf-8", "replace"), f"the entry of {self.name}")
 
     def relations(self, *names: str) -> tuple[tuple[Relation, ...], ...]:
-        """The groups of the fields `names`, in that order."""
+        """Return the groups of the relationship fields `names`, in that order."""
         fields = self.fields()
         return tuple(
             group
@@ -48,14 +50,16 @@ class Package:
 
 @dataclass(slots=True)
 class PackageIndex:
-    """The newest version of each package over all suites that were added. Of equal ones the first counts."""
+    """The newest version of each package over all added suites; of equal versions, the one added first."""
 
     packages: dict[str, Package] = field(default_factory=dict)
     _providing: dict[str, Package] = field(default_factory=dict)
 
     def add(self, path: Path, form: str, archive: str) -> None:
-        """Add a Packages file compressed as `form` says (".xz", ".gz", ""). Raises LockError, naming the
-        file, when it is damaged."""
+        """Add a Packages file with the compression `form` (".xz", ".gz", "").
+
+        Raises LockError, naming the file, when it is damaged.
+        """
         import lzma
         import zlib
 
@@ -66,8 +70,10 @@ class PackageIndex:
             raise LockError(f"{path}: not a list of packages: {error}") from error
 
     def providers(self, relation: Relation) -> list[Package]:
-        """The packages that provide what `relation` asks for, by name. A bound on the version is only met
-        by a versioned Provides (Policy 7.5)."""
+        """Return the packages that provide the name in `relation`, sorted by name.
+
+        Only a versioned Provides satisfies a version bound (Policy 7.5).
+        """
         needle = relation.name.encode()
         found = [
             package
@@ -92,7 +98,7 @@ class PackageIndex:
 
 
 def provided(package: Package) -> dict[str, list[str | None]]:
-    """What `package` provides besides itself, with the version of each, None for none."""
+    """Return the names that `package` provides besides its own, with their versions (None for no version)."""
     given: dict[str, list[str | None]] = {}
     for group in package.relations("provides"):
         for relation in group:

@@ -1,4 +1,4 @@
-"""What is locked of a Debian base: names, versions and hashes, no mirror."""
+"""The lock of a Debian base: names, versions and hashes, no mirror."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from envbuild.errors import LockError
 
-# architecture as targets spell it → as Debian does
+# name of an architecture in targets → Debian's name
 DEBIAN_ARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 ARCHIVES = ("debian", "debian-security")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -23,8 +23,11 @@ _SUITE = re.compile(r"[a-z][a-z0-9.\-]*")
 
 @dataclass(frozen=True, slots=True)
 class LockedDeb:
-    """One package: `path` is relative to the root of `archive` ("debian" or "debian-security"), `size`
-    is in bytes, `sha256` is hexadecimal, `arch` is Debian's name of it, or "all"."""
+    """One package.
+
+    `path` is relative to the root of `archive` ("debian" or "debian-security"), `size` is in bytes, `sha256` is
+    hexadecimal, `arch` is Debian's name of the architecture, or "all".
+    """
 
     name: str
     version: str
@@ -40,8 +43,11 @@ class LockedDeb:
 
 @dataclass(frozen=True, slots=True)
 class DebianLock:
-    """All packages of a base, by name. `date` is that of the newest archive (ISO 8601, UTC): with it, a
-    snapshot has every one of them for ever."""
+    """All packages of a base, sorted by name.
+
+    `date` is that of the newest archive (ISO 8601, UTC); the snapshot of that date has all of the packages
+    forever.
+    """
 
     suite: str
     date: str
@@ -49,11 +55,11 @@ class DebianLock:
 
     @property
     def arch(self) -> str:
-        """Debian's name of the architecture; "all" when no package is bound to one."""
+        """Debian's name of the architecture; "all" if no package is specific to one."""
         return next((deb.arch for deb in self.packages if deb.arch != "all"), "all")
 
     def as_toml_table(self) -> dict[str, Any]:
-        """The lock as plain values for TOML."""
+        """Return the lock as plain values for TOML."""
         return {
             "suite": self.suite,
             "date": self.date,
@@ -65,7 +71,7 @@ class DebianLock:
 
 
 def from_table(table: Mapping[str, Any], where: str) -> DebianLock:
-    """The lock that `as_toml_table` gave. Raises LockError, naming `where` and the fault."""
+    """Return the lock in a table of `as_toml_table`. Raises LockError, naming `where` and the fault."""
     suite, date = _text(table, "suite", _SUITE, where), _text(table, "date", _DATE, where)
     listed = table.get("package")
     if not isinstance(listed, list) or not listed:

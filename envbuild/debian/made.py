@@ -1,12 +1,12 @@
-"""What maintainer scripts would have made: accounts, CA bundle, alternatives, folders.
+"""Files that maintainer scripts would create: accounts, CA bundle, alternatives, folders.
 
 Sources: the postinst scripts of base-files 12.4, base-passwd 3.6, ca-certificates 20230311, debianutils 5.7,
 libc-bin 2.36, readline-common 8.2; update-alternatives(1); shadow(5), gshadow(5).
 
-No ld.so.cache: it holds paths that the loader searches anyway (its built-in ones name Debian's
-/usr/lib/<triplet>), and ldconfig of another architecture cannot be run. No hashed links in
-/etc/ssl/certs: they serve programs that are given this folder as CApath; OpenSSL's default is
-/usr/lib/ssl/cert.pem, a link to the bundle.
+There is no ld.so.cache: it holds paths that the loader searches anyway (its built-in ones name Debian's
+/usr/lib/<triplet>), and ldconfig of another architecture cannot run. There are no hashed links in
+/etc/ssl/certs: they serve programs that get this folder as CApath; OpenSSL's default is /usr/lib/ssl/cert.pem,
+a link to the bundle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from envbuild.debian.defaults import Rules
 from envbuild.image.entry import DIR, SYMLINK, Entry
 
-# Files of packages that others are made of.
+# Files of packages from which other files are generated.
 SOURCES = re.compile(
     r"usr/share/base-passwd/(?:passwd|group)\.master|usr/share/ca-certificates/.+\.crt"
     r"|usr/share/debianutils/shells(?:\.d/[^/]+)?|usr/share/base-files/[^/]+"
@@ -30,9 +30,9 @@ Made = Iterator[tuple[Entry, bytes | None]]
 
 
 def made(rules: Rules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
-    """What is to be added to the packages' files: entries, and the content of each file.
+    """Yield what to add to the packages' files: entries, and the content of each file.
 
-    `sources` are the contents of the files that SOURCES matches, `seen` all paths of packages.
+    `sources` are the contents of the files that SOURCES matches, `seen` are all paths of packages.
     """
     for path, (mode, gid) in sorted(rules.folders.items()):
         yield Entry(path, DIR, mode, gid=gid), None
@@ -50,19 +50,19 @@ def made(rules: Rules, sources: Mapping[str, bytes], seen: Collection[str], mtim
             name = path.rpartition("/")[2]
             yield _link(f"etc/alternatives/{name}", f"/{choice}"), None
             yield _link(path, f"/etc/alternatives/{name}"), None
-    # python3-minimal, which has this link, would bring scripts that only other packages' scripts run.
+    # python3-minimal, which has this link, would add scripts that only other packages' scripts run.
     versions = [int(match[1]) for path in seen if (match := _PYTHON.fullmatch(path))]
     if versions:
         yield _link("usr/bin/python3", f"python3.{max(versions)}"), None
 
 
 def _accounts(sources: Mapping[str, bytes], mtime: int) -> Made:
-    """Accounts by base-passwd's masters, passwords moved to the shadow files; "*" lets nobody in."""
+    """Yield the account files from base-passwd's masters; passwords go to the shadow files, "*" allows no login."""
     users = sources.get("usr/share/base-passwd/passwd.master")
     groups = sources.get("usr/share/base-passwd/group.master")
     if users is not None:
         names, shadowed = _shadowed(users)
-        # Days since 1970: the date of the last change, which must be the same for each build.
+        # The date of the last password change, in days since 1970, must be the same for each build.
         rows = [f"{name}:*:{mtime // 86400}:0:99999:7:::" for name in names]
         yield Entry("etc/passwd"), shadowed
         yield Entry("etc/shadow", mode=0o640, gid=_SHADOW_GID), _lines(rows)
@@ -99,7 +99,7 @@ def _shells(sources: Mapping[str, bytes]) -> Made:
 def _certificates(sources: Mapping[str, bytes]) -> Made:
     paths = sorted(path for path in sources if path.startswith(_CERTIFICATES))
     if paths:
-        # As update-ca-certificates does, a certificate without a line end must not spoil the next.
+        # As in update-ca-certificates, a certificate without a final newline must not damage the next one.
         bundle = b"".join(sources[path].rstrip(b"\n") + b"\n" for path in paths)
         yield Entry("etc/ssl/certs/ca-certificates.crt"), bundle
         yield Entry("etc/ca-certificates.conf"), _lines([p[len(_CERTIFICATES) :] for p in paths])

@@ -1,7 +1,7 @@
-"""One suite of an archive: its signed Release, and the package lists that this vouches for.
+"""One suite of an archive: its signed Release file, and the package lists whose digests that file contains.
 
-Sources: Debian's repository format (wiki.debian.org/DebianRepository/Format), OpenPGP (RFC 9580) by
-Sequoia. One good signature by a known key is enough, as for apt.
+Sources: Debian's repository format (wiki.debian.org/DebianRepository/Format), OpenPGP (RFC 9580) by Sequoia. As
+for apt, one good signature by a known key is enough.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from pysequoia import Cert
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "data" / "debian-keys"
-# Ours first: the smallest is taken.
+# In order of preference: the smallest file first.
 _FORMS = (".xz", ".gz", "")
 
 
 @dataclass(frozen=True, slots=True)
 class DebianRelease:
-    """What a signed Release says. `date` is ISO 8601 in UTC; `files` gives the sha256 and the size in
-    bytes of each file below the suite's folder."""
+    """The content of a signed Release file.
+
+    `date` and `valid_until` are ISO 8601 in UTC; `files` maps each path below the suite's folder to its sha256
+    and its size in bytes.
+    """
 
     archive: DebianSuite
     date: str
@@ -48,8 +51,11 @@ class DebianRelease:
 
 
 def load_keys(keyring: Path | None = None) -> list[Cert]:
-    """The keys that may sign an archive: those of `keyring` (armored or binary), else those that came
-    with envbuild. Raises LockError when there are none."""
+    """Return the keys that may sign an archive.
+
+    They are those of `keyring` (armored or binary), else those shipped with envbuild. Raises LockError when
+    there are none.
+    """
     from pysequoia import Cert
 
     files = sorted(_SHIPPED.glob("*.asc")) if keyring is None else [keyring]
@@ -67,10 +73,10 @@ def load_keys(keyring: Path | None = None) -> list[Cert]:
 
 
 def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) -> DebianRelease:
-    """Fetch and check an archive's InRelease, or its Release and Release.gpg.
+    """Fetch and verify an archive's InRelease, or its Release and Release.gpg.
 
-    Raises RequestFailed for an archive that cannot be read, and LockError for one that is
-    unsigned, badly signed, signed by unknown or expired keys alone, or of another suite.
+    Raises RequestFailed for an archive that cannot be read, LockError for one that is unsigned, badly signed,
+    signed only by unknown or expired keys, or of another suite.
     """
     folder = f"{archive.url}/dists/{archive.suite}"
     try:
@@ -86,9 +92,9 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
 
 
 def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
-    """What is signed in `content`: cleartext-signed, or as a whole where a detached `signature` is given.
+    """Return the signed part of `content`: its cleartext-signed text, or all of it with a detached `signature`.
 
-    Raises LockError, naming `where`, when no signature by one of `keys` is good.
+    Raises LockError, naming `where`, without a good signature by one of `keys`.
     """
     from pysequoia import Sig, verify
 
@@ -103,7 +109,7 @@ def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], wher
             if not content.lstrip().startswith(b"-----BEGIN PGP SIGNED MESSAGE-----"):
                 raise _unsigned(where)
             signed = verify(bytes=content, store=known)
-            # What stands outside the signature is not in here.
+            # This excludes text outside the signature.
             return bytes(signed.bytes or b"")
         verify(bytes=content, store=known, signature=Sig.from_bytes(signature))
         return content
@@ -118,7 +124,7 @@ def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], wher
 
 
 def read_release(text: str, archive: DebianSuite) -> DebianRelease:
-    """The content of a Release file that was verified. Raises LockError when it is of another suite."""
+    """Parse the text of a verified Release file. Raises LockError when it is of another suite."""
     fields = parse_control(text.strip("\n"), f"{archive}: Release")
     names = {fields.get("suite"), fields.get("codename")} - {None}
     if archive.suite not in names:
@@ -151,10 +157,10 @@ def fetch_packages(
     blobs: Blobs,
     moved: Advance = lambda _count: None,
 ) -> tuple[Path, str]:
-    """The package list of a component for a Debian architecture: its file and how it is compressed
-    (".xz", ".gz", ""). It is taken from `blobs` when its content is there already.
+    """Return the file of a component's package list for a Debian architecture, and its compression (".xz", ".gz", "").
 
-    Raises RequestFailed, and LockError when the suite has no such list or another is served.
+    A list that `blobs` already has is not downloaded. Raises RequestFailed, and LockError when the suite has no
+    such list or the archive serves another one.
     """
     for form in _FORMS:
         name = f"{component}/binary-{arch}/Packages{form}"
@@ -167,7 +173,7 @@ def fetch_packages(
     if (place := blobs.path(digest)).is_file():
         return place, form
     base, _, _ = name.rpartition("/")
-    # By hash first: a list replaced while we read is no error then.
+    # By hash first: then it is no error when the list is replaced during the download.
     urls = [f"{release.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
     urls.append(f"{release.folder}/{name}")
     with locked_partial(blobs.partial(digest), client.stop) as partial:
@@ -197,7 +203,7 @@ def _get(url: str, client: Client) -> bytes:
 
 
 def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
-    """Why no signature by the keys named in `asked` is good; None when there was none at all."""
+    """Return why no signature by the keys named in `asked` is good, None when there was no signature at all."""
     from pysequoia.packet import PacketPile
 
     if not asked:
@@ -206,7 +212,7 @@ def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
     reasons = []
     for cert in keys:
         prints = {p.fingerprint for p in PacketPile.from_bytes(bytes(cert))} - {None}
-        # A signature names its key by fingerprint, an old one by the last 16 digits of it.
+        # A signature names its key by fingerprint, an old one by the fingerprint's last 16 digits.
         if not any(str(own).endswith(name) for own in prints for name in wanted):
             continue
         if cert.expiration is not None and cert.expiration < datetime.now(UTC):
@@ -230,5 +236,5 @@ def _iso(date: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """The first line: behind it Sequoia prints a backtrace."""
+    """Return the first line of an error; Sequoia prints a backtrace after it."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,7 +1,8 @@
-"""Names → all packages that they need, the same ones each time, with the reason for every failure.
+"""Resolver: names → all packages that they need, reproducible, with the reason for every failure.
 
-Each package comes in its newest version. Of alternatives the first that exists is taken, of several
-providers the first by name, unless one that is chosen already will do (Debian Policy 7.1, 7.5, 7.6).
+Each package is taken in its newest version. Of alternatives, the first that exists is taken; of several
+providers, the first by name; but a package that is already chosen is preferred if it satisfies the relation
+(Debian Policy 7.1, 7.5, 7.6).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from envbuild.debian.control import Relation
 from envbuild.debian.index import Package, PackageIndex, provided
 from envbuild.errors import LockError
 
-# Qualifiers that any package of the one architecture meets (Policy 7.1).
+# Qualifiers that every package satisfies, because there is one architecture only (Policy 7.1).
 _ANY = frozenset({"", "any", "native", "all"})
 _Group = tuple[Relation, ...]
 
 
 @dataclass(slots=True)
 class _Selection:
-    """What is chosen so far, and who asked for it first."""
+    """The packages chosen so far, and for each the package that first needed it."""
 
     packages: dict[str, Package] = field(default_factory=dict)
     asked_by: dict[str, str] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class _Selection:
             self._virtual.setdefault(name, []).extend((package, v) for v in versions)
 
     def meeting(self, relation: Relation) -> Iterator[Package]:
-        """The chosen packages that are, or provide, what `relation` names."""
+        """Yield the chosen packages that satisfy `relation` by their own name or as providers."""
         own = self.packages.get(relation.name)
         if own is not None and relation.admits(own.version):
             yield own
@@ -43,7 +44,7 @@ class _Selection:
                 yield package
 
     def chain(self, name: str) -> str:
-        """Who asked for `name`, back to the one who was wanted."""
+        """Return the packages that need `name`, back to the requested one, as text."""
         text, asker = name, self.asked_by[name]
         while asker:
             text, asker = f"{text}, needed by {asker}", self.asked_by[asker]
@@ -53,11 +54,11 @@ class _Selection:
 def resolve(
     index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str
 ) -> list[Package]:
-    """`wanted` and all they need, by name. `arch` is Debian's name of the architecture.
+    """Return `wanted` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
 
-    A package in `without` is left out where others need it, and with it what it alone needs; one that
-    is wanted is never left out. Raises LockError for a name that does not exist, a need that nothing
-    meets, and packages that exclude each other.
+    A package in `without` is left out even if others need it, together with what only it needs; a wanted
+    package is never left out. Raises LockError for a name that does not exist, a dependency that nothing
+    satisfies, and packages that exclude each other.
     """
     names = sorted(set(wanted))
     left_out = frozenset(without) - set(names)
@@ -88,7 +89,7 @@ def resolve(
 
 
 def _first(index: PackageIndex, group: Sequence[Relation]) -> frozenset[str] | None:
-    """The names that meet the first alternative of `group` that any package meets, None without one."""
+    """Return the packages that satisfy the first satisfiable alternative of `group`, None if there is none."""
     for relation in group:
         own = index.packages.get(relation.name)
         if own is not None and relation.admits(own.version):
@@ -105,7 +106,7 @@ def _check_conflicts(selection: _Selection) -> None:
             for group in package.relations(kind):
                 for relation in group:
                     for other in selection.meeting(relation):
-                        # A package may exclude what it provides itself: it then is the only one.
+                        # A package may exclude a name that it provides itself: it then is the only provider.
                         if other.name != name:
                             raise LockError(
                                 f"{name} {package.version} {kind} with {other.name} {other.version} "

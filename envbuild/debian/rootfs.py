@@ -1,6 +1,6 @@
-"""Debian packages → the tree of one layer, as dpkg would have unpacked them on a merged /usr.
+"""Debian packages → the tree of one layer, as dpkg would unpack them with a merged /usr.
 
-Nothing of them is run. What their scripts would have made and programs rely on is made here (made.py).
+No maintainer script is run; made.py creates the files that programs need from them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from envbuild.debian.made import SOURCES, made
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 
-# Folders that are links: what packages have below the first lies below the second. Those of /usr are
-# Debian's since 12 (base-files makes them since 13); var/run and var/lock are base-files' own.
+# Folders that are links: files of packages below the first go below the second. Debian has those of /usr since
+# 12 (base-files creates them since 13); var/run and var/lock come from base-files itself.
 _ALIASES = {
     "bin": "usr/bin",
     "sbin": "usr/sbin",
@@ -32,22 +32,22 @@ _ALIASES = {
     "var/lock": "run/lock",
 }
 _ALWAYS = ("bin", "lib", "sbin")
-# Files that are read into memory because others are made of them; none in Debian comes near.
+# Limit for files that are read into memory because others are generated from them; none in Debian comes near.
 _MAX_SOURCE = 16 << 20
 
 
 def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
-    """The base made of `debs` (locked package, its file): the same items in the same order each time.
+    """Return the base made of `debs` (locked package, its file): the same items in the same order each time.
 
-    Parents come before their children; the root itself is not among the items. Each item has `mtime`
-    (seconds since 1970). Raises BuildError, naming the package, for one that is damaged, is not the
-    locked one, or has a file that another one has.
+    Parents come before their children; the root itself is not among the items. Each item has `mtime` (seconds
+    since 1970). Raises BuildError, naming the package, for one that is damaged, is not the locked one, or has a
+    file that another one has.
     """
     merge = _Merge(load_rules(), mtime)
     for alias in _ALWAYS:
         yield from merge.alias(alias)
     installed = []
-    # base-files first: it gives the common folders their modes.
+    # base-files first: it sets the modes of the common folders.
     for deb, path in sorted(debs, key=lambda item: (item[0].name != "base-files", item[0].name)):
         control = _checked(deb, path)
         merge.begin(deb.name, control)
@@ -71,7 +71,7 @@ def _checked(deb: LockedDeb, path: Path) -> Control:
 
 
 def merged(path: str) -> str:
-    """Where `path` of a package really lies."""
+    """Return the path that `path` of a package has with a merged /usr."""
     for alias, real in _ALIASES.items():
         if path.startswith(alias + "/"):
             return real + path[len(alias) :]
@@ -80,8 +80,11 @@ def merged(path: str) -> str:
 
 @dataclass(slots=True)
 class _Merge:
-    """What has been given out, by path, with its kind and package; and of the current package its name,
-    its paths as they stand in it, and the MD5 of its conffiles."""
+    """The state of a merge.
+
+    `seen` maps each path in the tree to its kind and package. `name`, `listing` and `conffiles` belong to the
+    current package: its name, its paths as in the package, and the MD5 of its conffiles.
+    """
 
     rules: Rules
     mtime: int
@@ -93,12 +96,12 @@ class _Merge:
     _expected: frozenset[str] = frozenset()
 
     def begin(self, name: str, control: Control) -> None:
-        """Go on with another package."""
+        """Start the next package."""
         self.name, self.listing, self.conffiles = name, [], {}
         self._expected = frozenset(control.conffiles)
 
     def item(self, entry: Entry, content: Readable | None) -> Tree:
-        """The items that an entry of the current package becomes, its missing parents among them."""
+        """Yield the items for an entry of the current package, with missing parents."""
         self.listing.append(entry.path)
         if not entry.path:
             return
@@ -136,7 +139,7 @@ class _Merge:
         yield replace(entry, path=path, target=target, mtime=self.mtime), content
 
     def own(self, entry: Entry, data: bytes | None) -> Tree:
-        """The items of something that no package has; none where one has it after all."""
+        """Yield the items of a file that envbuild adds, none if a package has it."""
         if entry.path not in self.seen:
             self.name = "envbuild"
             yield from self._parents(entry.path)
@@ -148,7 +151,7 @@ class _Merge:
             )
 
     def alias(self, alias: str) -> Tree:
-        """The link `alias`, once, and before it the folder that it names; those of /var are made last."""
+        """Yield the link `alias`, once, after the folder that it names; links in /var come later, from made.py."""
         if alias not in self.seen and _ALIASES[alias].startswith("usr/"):
             yield from self._parents(_ALIASES[alias] + "/")
             self.seen[alias] = (SYMLINK, "envbuild")
@@ -169,13 +172,16 @@ class _Merge:
                 )
 
     def _dropped(self, path: str, kind: str) -> bool:
-        """Whether the slim rule leaves it out. Links among usr/share/doc lead to a licence elsewhere."""
+        """Return whether the slim rules drop `path`.
+
+        Links directly in usr/share/doc are kept: they lead to a licence elsewhere.
+        """
         if not self.rules.drop.fullmatch(path) or self.rules.keep.fullmatch(path):
             return False
         return not (kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3)
 
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
-        """The content again, noted if others are made of it."""
+        """Return the content again, after keeping a copy if other files are generated from it."""
         source, conffile = SOURCES.fullmatch(path), entry.path in self._expected
         if not (source or conffile):
             return content

@@ -1,4 +1,4 @@
-"""Where Debian's archives can be reached: a site's mirror, this host's apt sources, snapshots by date.
+"""Locations of Debian's archives: a site's mirror, this host's apt sources, snapshots by date.
 
 Sources: sources.list(5) and apt.conf(5) of apt 2.6; snapshot.debian.org's URL scheme.
 """
@@ -20,15 +20,18 @@ _SNAPSHOT = "https://snapshot.debian.org/archive"
 _ETC_APT = Path("/etc/apt")
 _OFF = frozenset({"no", "false", "without", "off", "disable"})
 _SCHEMES = ("http://", "https://", "file:/")
-# Suites by role; whoever serves one Debian release serves the others beside it.
+# Releases and roles of Debian's suites: a server that has one of them has the others too.
 _RELEASES = ("bullseye", "bookworm", "trixie", "forky", "sid", "testing", "stable", "oldstable")
 _PROXY = re.compile(r"^\s*Acquire::https?::Proxy\s+\"([^\"]*)\"\s*;", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DebianSuite:
-    """One suite of an archive. `url` is the archive's root, without a slash at its end; it may hold
-    credentials, which neither `str()` nor `repr()` shows."""
+    """One suite of an archive.
+
+    `url` is the archive's root without a final slash; it may hold credentials, which neither `str()` nor
+    `repr()` shows.
+    """
 
     url: str
     suite: str
@@ -36,7 +39,7 @@ class DebianSuite:
 
     @property
     def kind(self) -> str:
-        """Which archive it is, as locks call it."""
+        """The archive's name in locks."""
         return "debian-security" if self.suite.endswith("-security") else "debian"
 
     def __str__(self) -> str:
@@ -46,7 +49,7 @@ class DebianSuite:
 
 
 def suites(suite: str) -> tuple[str, str, str]:
-    """The suites that make up a Debian release: itself, its updates, its security fixes."""
+    """Return the suites of a Debian release: itself, its updates, its security fixes."""
     return suite, f"{suite}-updates", f"{suite}-security"
 
 
@@ -58,10 +61,10 @@ def archives(
     security_mirror: str | None = None,
     etc: Path = _ETC_APT,
 ) -> list[DebianSuite]:
-    """Every place to look, in order: the site's mirror, the host's apt sources, snapshots of `date`.
+    """Return all archives to try, in order: the site's mirror, the host's apt sources, snapshots of `date`.
 
-    Without `security_mirror`, a mirror that ends in "/debian" is taken to have "/debian-security"
-    beside it, as mirrors do. `date` is ISO 8601 in UTC.
+    Without `security_mirror`, a mirror that ends in "/debian" is assumed to have "/debian-security" beside it,
+    as mirrors do. `date` is ISO 8601 in UTC.
     """
     found = []
     if mirror:
@@ -72,8 +75,8 @@ def archives(
     if security_mirror:
         found.append(DebianSuite(security_mirror.rstrip("/"), suites(suite)[2]))
     found += host_archives(suite, etc)
-    # A snapshot is taken hours after the date that its Release names, and the one asked for is the
-    # newest not after the time in its URL; what a Release lists stays in the pool for longer than a day.
+    # A snapshot is taken hours after the date in its Release, and a URL leads to the newest snapshot not after
+    # its time: try one day later first. Files that a Release lists stay in the pool for longer than a day.
     when = datetime.strptime(date, "%Y-%m-%dT%H:%M:%SZ")
     for moment in (when + timedelta(days=1), when):
         for name in suites(suite):
@@ -83,10 +86,10 @@ def archives(
 
 
 def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
-    """Where `suite`, its updates and its security fixes are by this host's apt sources, in apt's order of
-    files; none where the host is not Debian. Where it uses another Debian release, its servers have
-    `suite`, too. Of the components only main counts: the same lock must come of every host.
+    """Return the archives in this host's apt sources that have `suite`, its updates and its security fixes.
 
+    They are in apt's order of files; there are none if the host is not Debian. If the host uses another Debian
+    release, its servers have `suite` too. Only the component main counts: every host must get the same lock.
     Raises LockError, naming the file, for one that cannot be read as apt does.
     """
     same, others = [], []
@@ -108,22 +111,26 @@ def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
 
 
 def debian_client(pip: PipConfig, env: Mapping[str, str], etc: Path = _ETC_APT) -> Client:
-    """A client for archives: pip's configuration and the environment, and where neither names a proxy,
-    the one that apt uses."""
+    """Return a client for archives, with pip's configuration and the environment.
+
+    When neither names a proxy, apt's proxy is used.
+    """
     named = pip.proxy or any(env.get(n) for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))  # fmt: skip
     proxy = None if named else apt_proxy(etc)
     return Client(replace(pip, proxy=proxy) if proxy else pip, env)
 
 
 def apt_proxy(etc: Path = _ETC_APT) -> str | None:
-    """The proxy of apt's configuration where it is written in the plain form `Acquire::http::Proxy "…";`,
-    else None. The last one set counts, as in apt."""
+    """Return the proxy of apt's configuration if it has the plain form `Acquire::http::Proxy "…";`, else None.
+
+    The last setting counts, as in apt.
+    """
     proxy = None
     for path in [*sorted((etc / "apt.conf.d").glob("*")), etc / "apt.conf"]:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            continue  # a private file of root's: apt as this user does not read it either
+            continue  # only root may read the file: apt, run by this user, does not read it either
         for value in _PROXY.findall(text):
             proxy = None if value in ("", "DIRECT", "false") else value
     return proxy

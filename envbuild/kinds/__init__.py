@@ -1,4 +1,4 @@
-"""The kinds of artifacts, one module each. A new one is its module and a line here."""
+"""The kinds of artifacts, one module each. A new kind is a new module and an entry in ARTIFACTS."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ARTIFACTS: Mapping[str, Artifact] = {
 
 
 def kinds_of(*forms: str) -> tuple[str, ...]:
-    """Return the names of the kinds of these forms, in the table's order."""
+    """Return the names of the kinds whose form is one of `forms`, in the order of ARTIFACTS."""
     return tuple(name for name, one in ARTIFACTS.items() if one.form in forms)
 
 
 def kind_at(path: Path) -> Artifact | None:
-    """Return the kind of the artifact at `path`, None where there is none. Raises BuildError for a damaged one."""
+    """Return the kind of the artifact at `path`, None when there is none. Raises BuildError for a damaged one."""
     return next((one for one in ARTIFACTS.values() if one.holds(path)), None)
 
 
@@ -48,8 +48,9 @@ def plan_of(
 ) -> Plan:
     """Return the plan of an artifact of `kind`, as its build makes it.
 
-    Raises what the build raises, which verifies it if `verify`; where it is not `here`, nothing that depends on this
-    host. Without `bytecode` no interpreter is looked for, which an image's bytecode needs.
+    Raises the errors of that build; without `verify`, those of a build without verification; without `here`,
+    none that depend on this host. `bytecode` says whether to look for the interpreter that compiles an image's
+    bytecode.
     """
     from envbuild.verify.needs_torch import check_torch
 

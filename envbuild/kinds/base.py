@@ -1,4 +1,4 @@
-"""A kind of artifact: what the package has to know of it. All that is not data is imported when used."""
+"""A kind of artifact: all that the rest of the package knows of it. Everything but data is imported on use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuiltArtifact:
-    """An artifact that was found at a path: its state, the digest of its content, and its interpreter as its own
-    processes see it."""
+    """An existing artifact: its state, the digest of its content, and the path of python for its own processes."""
 
     state: State
     digest: str
@@ -26,13 +25,18 @@ class BuiltArtifact:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A kind of artifact, of one of the forms below.
+    """A kind of artifact; each subclass below is one form.
 
-    `name` is that of the command, of states and receipts, `help` the command's line of --help. `place` is where a build
-    leaves it, below build/RECIPE/TARGET. `of_conda` says that it is made of the packages in the recipe's [conda].
-    Doctor: `sources` are what a build reads from besides the store, `imports` what it needs to import, and `by_uv`
-    whether uv installs its wheels; `starters` are the programs that start it, best first.
-    Jobs: `containers` are the values of the site's [container] runtime that start it on nodes, the last without srun.
+    `name` is the name of the command, and of the kind in states and receipts; `help` is the command's line in
+    --help. `place` is the default path of an artifact, below build/RECIPE/TARGET. `of_conda` says that the
+    artifact consists of the packages in the recipe's [conda].
+
+    For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that
+    it imports, and `by_uv` says whether uv installs the wheels; `starters` are the programs that start the
+    artifact, best first.
+
+    For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes;
+    the last one needs no srun.
     """
 
     name: str
@@ -48,39 +52,42 @@ class Artifact:
     form: ClassVar[Literal["folder", "file", "registry"]]
 
     def default_path(self, recipe: str, target: str) -> Path:
-        """Return where a build leaves it when --out does not say."""
+        """Return the path of the artifact without --out."""
         return Path("build", recipe, target, self.place.format(recipe=recipe))
 
     def holds(self, path: Path) -> bool:
-        """Return whether an artifact of this kind lies at `path`. Raises BuildError for a damaged one."""
+        """Return whether `path` holds an artifact of this kind. Raises BuildError for a damaged one."""
         return False
 
     def read(self, path: Path) -> BuiltArtifact:
-        """Return what the one at `path` says of itself. Raises UsageError when envbuild did not make it."""
+        """Return the artifact at `path`. Raises UsageError when envbuild did not build it."""
         raise NotImplementedError(f"{self.name} lies at no path")
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
-        """Return the one at `path` as the subject of a verification, started by `runtime`, None for the best here.
+        """Return the artifact at `path` as the subject of a verification.
 
-        Raises UsageError when envbuild did not make it or it has no such runtime, HostError when it cannot run here.
+        `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build
+        it or it has no such runtime, HostError when it cannot run here.
         """
         raise NotImplementedError(f"{self.name} lies at no path")
 
     def job_variables(self, path: str) -> Mapping[str, str]:
-        """Return the variables that its processes get in jobs."""
+        """Return the variables that jobs set for the artifact's processes."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class FolderArtifact(Artifact):
-    """An environment in a folder of this host, made by a module of `artifacts`; `states` are what its envbuild.json
-    may call it, besides its name."""
+    """An environment in a folder of this host, built by the module of `artifacts` with its name.
+
+    `states` are other names that an envbuild.json of this kind may contain.
+    """
 
     states: tuple[str, ...] = ()
     form: ClassVar[Literal["folder", "file", "registry"]] = "folder"
 
     def module(self) -> FolderModule:
-        """Return what makes and starts it: the module of `artifacts` with its name."""
+        """Return the module of `artifacts` that builds and starts environments of this kind."""
         import importlib
 
         module: FolderModule = importlib.import_module(f"envbuild.artifacts.{self.name}")
@@ -135,6 +142,6 @@ class FileArtifact(Artifact):
 
 @dataclass(frozen=True, slots=True)
 class RegistryArtifact(Artifact):
-    """An image in a daemon or a registry; its receipt lies beside `place`."""
+    """An image in a daemon or a registry; its receipt is beside `place`."""
 
     form: ClassVar[Literal["folder", "file", "registry"]] = "registry"

@@ -1,4 +1,4 @@
-"""Verify what was built, then let it replace the artifact before it: once for all kinds."""
+"""Verification of a new artifact, and its replacement of the old one; shared by all kinds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished artifact. `receipt` is None where verification was left out; `built` and `verified`
-    tell whether this run did so or found it done; `warnings` are those of the lock."""
+    """A finished artifact.
+
+    `receipt` is None without verification. `built` and `verified` say whether this run did so or found it done.
+    `warnings` are those of the lock.
+    """
 
     path: Path
     digest: str
@@ -34,7 +37,7 @@ class Result:
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "path": str(self.path.absolute()),
             "digest": self.digest,
@@ -58,10 +61,11 @@ def prove(
     held: str = "",
     told: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Verify `subject`, to be placed at `final`, and return its passing receipt, which says `told` of the artifact.
+    """Verify `subject`, to be placed at `final`, and return its passing receipt, which includes `told`.
 
-    Raises VerificationError after writing the receipt of what failed: beside NAME.failed, where `staged` is moved to.
-    What lies at `final` already stays there. Something that is no path stays where it is `held`.
+    When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and
+    raises VerificationError; an artifact that is already at `final` stays there. `held` says where a failed
+    artifact is that has no path.
     """
     from envbuild.verify.explain import failures
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
@@ -89,23 +93,26 @@ def prove(
 
 
 def failed_path(path: Path) -> Path:
-    """Return where an artifact for `path` is kept that did not pass."""
+    """Return the path at which an artifact for `path` is kept when it fails verification."""
     return path.with_name(f"{path.name}.failed")
 
 
 def commit(
     staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False
 ) -> None:
-    """Let what is `staged` replace what lies at `final`, with its receipt, unless that is `known` to lie there."""
+    """Let `staged` replace the artifact at `final`, and write its receipt, unless that is `known` to be there."""
     place.swap_in(staged, final)
-    # Last: cut off before this, the next call finds no receipt of this content and verifies.
+    # The receipt comes last: if a run stops before this line, the next one finds no receipt of this content and
+    # verifies.
     if not known:
         keep_receipt(receipt, final)
 
 
 def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
-    """Write the receipt of the artifact at `path`; without one, remove that of the artifact before it. The receipt of
-    NAME.failed stays as long as that does."""
+    """Write the receipt of the artifact at `path`, or remove the previous artifact's receipt for None.
+
+    The receipt of NAME.failed is kept as long as that artifact exists.
+    """
     from envbuild.verify.receipt import receipt_path, write_receipt
 
     with place.writing(path.parent):
@@ -118,7 +125,7 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
 
 
 def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
-    """The settings of a verification: the recipe's [verify] `table`, with `overrides` that are not None over it."""
+    """Return the settings of a verification: the recipe's [verify] `table` with `overrides` that are not None."""
     from envbuild.verify.model import Settings
 
     known = {field.name for field in fields(Settings)}
@@ -127,7 +134,7 @@ def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
 
 
 def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
-    """Whether a passing receipt for this content, no less thorough than the recipe asks, lies beside `path`."""
+    """Return whether a passing receipt for this content, as thorough as the plan requires, is beside `path`."""
     from envbuild.verify.receipt import passing_receipt
 
     receipt = passing_receipt(path, digest)

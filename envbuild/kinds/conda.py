@@ -11,7 +11,7 @@ from envbuild.kinds.base import FolderArtifact
 
 @dataclass(frozen=True, slots=True)
 class CondaArtifact(FolderArtifact):
-    """A conda environment, whose variables jobs set as its activation does."""
+    """A conda environment; jobs set the variables that its activation sets."""
 
     def job_variables(self, path: str) -> Mapping[str, str]:
         from envbuild.artifacts.conda_activate import set_variables

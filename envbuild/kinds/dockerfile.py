@@ -1,4 +1,4 @@
-"""From a recipe to a verified image by `docker build` of Dockerfile.cpu or Dockerfile.gpu."""
+"""Verified images built by `docker build` from Dockerfile.cpu or Dockerfile.gpu."""
 
 from __future__ import annotations
 
@@ -53,8 +53,11 @@ def prepare_dockerfile(
     base: str | None = None,
     **use: Unpack[LockUse],
 ) -> Prepared:
-    """The plan of an image by `docker build` on `base`, else on the recipe's existing image, else on the
-    Dockerfile's own. Raises UsageError where that is none that docker can build on, and for conda recipes."""
+    """Return the plan of an image for `docker build`.
+
+    The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises
+    UsageError for a base or a layer that docker cannot build, and for recipes of conda packages.
+    """
     if loaded.recipe.environment == "conda":
         raise UsageError(
             f"--builder dockerfile installs wheels, and {loaded.recipe.name} is made of conda packages",
@@ -99,10 +102,10 @@ def make_by_dockerfile(
     *,
     offline: bool,
 ) -> dict[str, Any]:
-    """Build the image, verify it, and give it its name in the daemon. Returns what `--json` prints.
+    """Build the image, verify it, and tag it in the daemon; return the object that `--json` prints.
 
-    Raises HostError where docker cannot build for the target, BuildError with what failed in the build,
-    VerificationError before the name goes from an older image to this one.
+    Raises HostError when docker cannot build for the target, BuildError when the build fails, VerificationError
+    before the tag moves from an older image to this one.
     """
     from envbuild.image.daemon import connect
     from envbuild.verify.receipt import receipt_path
@@ -135,7 +138,7 @@ def make_by_dockerfile(
 def check_dockerfile(
     prepared: Sequence[Prepared], wish: ImageOptions, environment: Environment
 ) -> None:
-    """Raise UsageError for an option that `docker build` does not support, HostError where docker cannot build here."""
+    """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
     from envbuild.image.daemon import connect
 
     _check(prepared, wish)
@@ -211,11 +214,11 @@ def _layers(
     base: ImageLock,
     use: LockUse,
 ) -> RequestedLayers:
-    """The layers that are built in a stage of the Dockerfile, and the image of that stage.
+    """Return the source layers that a stage of the Dockerfile builds, and the image of that stage.
 
-    That is the recipe's `build_base`, by its locked digest; where the Dockerfile's own base is taken, its own image
-    with compilers; else the base itself, into which compilers are installed. Raises UsageError for what no stage can
-    build.
+    That image is the recipe's `build_base`, by its locked digest; with the default base of Dockerfile.gpu, its
+    BUILD_BASE; else the base itself, into which compilers are installed. Raises UsageError for layers that no
+    stage can build.
     """
     found = requested_layers(loaded, target)
     if not found.sources:
@@ -250,7 +253,7 @@ def _layers(
 
 
 def _unlocked(loaded: LoadedRecipe, target: Target, base: str) -> ImageLock:
-    """A base that no lock pins; a digest in its name does."""
+    """Return an image as a base without a lock; only a digest in its name pins it."""
     return ImageLock(loaded.recipe.name, target.name, loaded.digest, OciLock(base, ""))
 
 
@@ -267,7 +270,7 @@ def _default_base(loaded: LoadedRecipe, target: Target) -> str:
 
 
 def _mirrored(base: str, site: Site) -> str:
-    """`base` at the site's first mirror of its registry, if it has one."""
+    """Return the name of `base` at the site's first mirror of its registry, or `base` without a mirror."""
     reference = parse_reference(base)
     mirrors = site.registry(reference.registry).mirrors
     if not mirrors:

@@ -1,4 +1,4 @@
-"""Environments in a folder of this host, of any kind: from a recipe to one that is verified and in its place."""
+"""Environments in a folder of this host, of any kind: from a recipe to a verified environment at its path."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def prepare_folder(
     here: bool = True,
     **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
-    """The plan of an environment of `kind`, and its trainer; see `prepare`.
+    """Return the plan of an environment of `kind`, and its trainer; see `prepare`.
 
-    Raises UsageError where there is none of this kind of the recipe, HostError where it is to be built `here` and this
-    host cannot.
+    Raises UsageError when this kind cannot be built from the recipe, HostError when it is to be built `here`
+    and this host cannot build it.
     """
     if here:
         check_host(kind.module().TITLE, target)
@@ -82,10 +82,10 @@ def make_environment(
     verify: bool = True,
     faults: bool = False,
 ) -> Result:
-    """Build and verify the environment of `plan` at `path`; what is current already is left alone.
+    """Build and verify the environment of `plan` at `path`, unless the existing one is current.
 
-    The new environment takes its place only after it passed. When it fails, the old one stays, the
-    failed one is kept beside it as NAME.failed with its receipt, and VerificationError is raised.
+    The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed
+    one is kept as NAME.failed with its receipt, and VerificationError is raised.
     """
     from envbuild.verify.receipt import receipt_path
 
@@ -106,7 +106,7 @@ def make_environment(
             path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
         )
 
-    if path.is_symlink():  # the folder that it names is replaced, not the link
+    if path.is_symlink():  # replace the folder that the link names, not the link
         path = path.resolve()
     check_place(path)
     with place.exclusive(path, say):
@@ -144,8 +144,11 @@ def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
 def _layers(
     plan: Plan, environment: Environment, say: Say, offline: bool
 ) -> Callable[[Path], Sequence[LayerFolder]]:
-    """What gives the layers of `plan` to an environment whose interpreter it is told: Python projects are compiled
-    against its packages. All others are built now, so that what fails does so early."""
+    """Return a function from a new environment's interpreter to the source layers of `plan`.
+
+    Python projects are compiled against the packages of that environment. All other layers are built now, so
+    that their errors come early.
+    """
     requested = RequestedLayers(plan.sources, plan.host_layers)
     first = build_layers(
         before_environment(requested), plan.folder, environment, say, offline=offline

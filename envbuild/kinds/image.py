@@ -1,4 +1,4 @@
-"""From a recipe to verified images: assembled in the store, then loaded, written or pushed."""
+"""Verified images from a recipe: assembled in the store, then loaded, written or pushed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One image to be made: its plan, the trainer, the interpreter for its bytecode, and the lock of what builds its
-    source-built layers, None where there are none."""
+    """One image to build.
+
+    It has the plan, the trainer, the interpreter that compiles its bytecode, and the lock of the builder image
+    for its source layers, None without source layers.
+    """
 
     plan: Plan
     trainer: Trainer
@@ -49,15 +52,17 @@ class Prepared:
     builder: ImageLock | None = None
 
     def layers(self, environment: Environment, say: Say, *, offline: bool) -> list[LayerFolder]:
-        """The source-built layers of the image, from the store or built now. Raises BuildError and HostError."""
+        """Return the source layers of the image, from the store or built now. Raises BuildError and HostError."""
         wanted = RequestedLayers(self.plan.sources, self.plan.host_layers, self.builder)
         return build_layers(wanted, self.plan.folder, environment, say, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """What is to become of the images: names in a daemon, a file or folder, a registry. They are pushed in `form`,
-    one of docker.FORMATS."""
+    """Outputs requested for images: a name in a daemon, a file or folder, a registry.
+
+    Images are pushed in `form`, one of docker.FORMATS.
+    """
 
     tag: str
     out: docker.Out | None
@@ -68,7 +73,7 @@ class ImageOptions:
 
     @property
     def load(self) -> bool:
-        """Whether the image's place is the docker daemon."""
+        """Whether the image goes to the docker daemon."""
         return self.out is None and not self.push
 
 
@@ -81,10 +86,10 @@ def prepare_image(
     here: bool = True,
     **use: Unpack[LockUse],
 ) -> Prepared:
-    """The plan of an image, from locks that are made when they are missing or stale. Raises HostError for source-built
-    layers that can neither be built `here` nor are in the store.
+    """Return the plan of an image; missing or stale locks are updated first.
 
-    The recipe says whether its environment is made of wheels or of conda packages.
+    The recipe says whether its environment consists of wheels or of conda packages. Raises HostError for source
+    layers that are not in the store and cannot be built `here`.
     """
     layers = for_image(loaded, target, environment, **use)
     base = ensure_image_lock(loaded, target, environment, **use)
@@ -94,15 +99,15 @@ def prepare_image(
         loaded, target, environment, artifact=IMAGE, image=inputs,
         conda=loaded.recipe.environment == "conda", layers=layers, **use,
     )  # fmt: skip
-    if here:  # last: what is wrong with recipe or locks is wrong everywhere
+    if here:  # last: errors in the recipe or its locks are the same on every host
         check_here(layers, environment)
     return Prepared(plan, trainer, compiler, target, layers.builder)
 
 
 def source_date(environment: Environment) -> int:
-    """The time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
+    """Return the time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
 
-    Raises UsageError for a value that is no time after 1980: zipfile refuses older ones inside of images.
+    Raises UsageError for an invalid value and for times before 1980, which zipfile refuses inside of images.
     """
     text = environment.variables.get("SOURCE_DATE_EPOCH", "")
     if not text:
@@ -122,14 +127,14 @@ def make_images(
     *,
     offline: bool,
 ) -> dict[str, Any]:
-    """Assemble the images, verify the one that this host can run, and bring all where they are wanted.
+    """Assemble the images, verify those that this host can run, and write them to the requested outputs.
 
-    Returns what `--json` prints. Raises VerificationError before anything takes its place.
+    Returns the object that `--json` prints. Raises VerificationError before any output is replaced.
     """
     started = time.monotonic()
     check_wish(wish, len(prepared), environment)
     images = []
-    # All of them first: those of another architecture may not be had here.
+    # All layers before the first image: layers of another architecture may be unavailable here.
     built = [one.layers(environment, say, offline=offline) for one in prepared]
     for one, layers in zip(prepared, built, strict=True):
         count = len(one.plan.conda) + len(one.plan.packages)
@@ -171,8 +176,7 @@ def make_images(
 
 
 def check_wish(wish: ImageOptions, count: int, environment: Environment) -> None:
-    """Refuse now what could not end well, for `count` images: an impossible wish, a place that is taken, no daemon to
-    load into."""
+    """Raise early what would fail later for `count` images: invalid options, a taken path, no daemon to load into."""
     from envbuild.image.daemon import connect
 
     if wish.load and count > 1:
@@ -188,7 +192,7 @@ def check_wish(wish: ImageOptions, count: int, environment: Environment) -> None
 
 
 def _beside(plan: Plan, wish: ImageOptions) -> Path:
-    """What the receipt of a wished image of `plan` lies beside."""
+    """Return the path beside which the receipt of an image of `plan` is."""
     return wish.out.path if wish.out else DOCKER.default_path(plan.recipe, plan.target)
 
 
@@ -199,8 +203,10 @@ def _record_push(
     wish: ImageOptions,
     name: str,
 ) -> None:
-    """Note in each image's receipt what nodes pull: its own manifest as it was `sent`, of an index too. A copy lies
-    where jobs look."""
+    """Record in each image's receipt the reference that nodes pull: its own manifest as `sent`, even within an index.
+
+    A copy of the receipt is written where jobs look for it.
+    """
     from envbuild.verify.receipt import record_push
 
     for one, image, pushed in zip(prepared, images, sent, strict=True):
@@ -213,7 +219,7 @@ def _record_push(
 def _verified(
     one: Prepared, image: AssembledImage, wish: ImageOptions, environment: Environment, say: Say
 ) -> str | None:
-    """The receipt of `image`, None where it cannot be verified here; then why is said."""
+    """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.image.daemon import connect
     from envbuild.verify.receipt import receipt_path
 
@@ -249,7 +255,7 @@ def verify_image(
     environment: Environment,
     say: Say,
 ) -> None:
-    """Verify an image that `client`'s daemon has, and write its receipt. Raises VerificationError."""
+    """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     from envbuild.verify.image_subject import image_subject
     from envbuild.verify.receipt import pushed_as
 

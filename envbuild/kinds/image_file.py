@@ -1,4 +1,4 @@
-"""Image files that were made beside their places: each is verified, then takes its place."""
+"""Image files written beside their final paths: each is verified, then moved to its path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An artifact to be written: the name of its kind and its place."""
+    """An image file to write: the name of its kind, and its path."""
 
     kind: str
     path: Path
@@ -41,9 +41,11 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class ImageFileOptions:
-    """What is to become of an image: files in the order of their writing, compressed by `codec`. `runtime`
-    launches them for verification, None for the best that this host has; `engine` is who writes them, "native"
-    or "apptainer"."""
+    """Outputs requested for an image: files in the order in which they are written, compressed by `codec`.
+
+    `runtime` starts them for verification, None for the best one on this host; `engine`, "native" or
+    "apptainer", writes them.
+    """
 
     files: tuple[File, ...]
     codec: Codec
@@ -55,9 +57,9 @@ class ImageFileOptions:
 
 @dataclass(frozen=True, slots=True)
 class FileBuild:
-    """What the files were made of: the architecture (x86_64, aarch64) and when that began (time.monotonic()).
+    """The build of image files: their architecture (x86_64, aarch64) and its start (time.monotonic()).
 
-    `state` and `plan` are None where an existing image was converted: then the file itself tells.
+    `state` and `plan` are None for the conversion of an existing image: the state is then read from the file.
     """
 
     arch: str
@@ -68,12 +70,12 @@ class FileBuild:
 
 @contextmanager
 def places(wish: ImageFileOptions, say: Say) -> Iterator[None]:
-    """Hold the places of all files, which must be free or hold what may be replaced. Raises UsageError."""
+    """Hold the locks for the paths of all files, which must be free or replaceable. Raises UsageError."""
     check_files(wish)
     with ExitStack() as stack:
         held: set[Path] = set()
         for path in (file.path.absolute() for file in wish.files):
-            if path.parent in held:  # a second flock of ours would wait for the first
+            if path.parent in held:  # a second flock of this process would wait for the first
                 place.recover(path)
             else:
                 stack.enter_context(place.exclusive(path, say))
@@ -82,7 +84,7 @@ def places(wish: ImageFileOptions, say: Say) -> Iterator[None]:
 
 
 def check_files(wish: ImageFileOptions) -> None:
-    """Raise UsageError where a file's place holds something that may not be replaced."""
+    """Raise UsageError when the path of a file holds something that must not be replaced."""
     for path in (file.path for file in wish.files):
         if path.is_dir():
             raise UsageError(f"{path} is a folder", "name a file with --out")
@@ -100,9 +102,9 @@ def accept(
     environment: Environment,
     say: Say,
 ) -> list[Result]:
-    """Verify each of the `staged` files, in the order of `wish.files`, and put it in its place.
+    """Verify each of the `staged` files, in the order of `wish.files`, and move it to its path.
 
-    Raises VerificationError after keeping what failed as FILE.failed, with its receipt.
+    Raises VerificationError after keeping the failed file as FILE.failed, with its receipt.
     """
     results = []
     for file, path in zip(wish.files, staged, strict=True):
@@ -148,7 +150,7 @@ def _verified(
     environment: Environment,
     say: Say,
 ) -> dict[str, Any] | None:
-    """The receipt of the file at `path`, verified; None where that cannot be done here, then why is said."""
+    """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.verify.file_subject import file_subject
 
     if state is None:

@@ -1,4 +1,4 @@
-"""From a recipe to a plan and its trainer, with locks that are made when they are missing or stale."""
+"""The plan of an artifact from its recipe; missing or stale locks are updated first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def prepare(
     layers: RequestedLayers | None = None,
     **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
-    """The plan of `artifact`, from a lock that is made when it is missing or stale, and its trainer.
+    """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
-    `conda` tells that it is made of the recipe's conda packages; `layers` are its source-built ones where this host
-    does not build them.
+    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None
+    for those that this host builds.
     """
     layers = layers or for_host(loaded, target, environment)
     lock: Lock | CondaLock

@@ -1,4 +1,4 @@
-"""Build the source-built layers of an artifact: on this host or in the builder image."""
+"""Builds of an artifact's source layers, on this host or in the builder image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
-# In the folder it is told, the command; a shell ends with 127 where there is no such program.
+# Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
 
@@ -34,14 +34,15 @@ def build_layers(
     offline: bool,
     python: Path | None = None,
 ) -> list[LayerFolder]:
-    """Every source-built layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
+    """Return every source layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
 
-    `python` is the interpreter of the finished environment that Python projects among them are compiled against.
-    Raises BuildError for a build that fails, HostError where none can run, UsageError for what cannot be built.
+    `python` is the interpreter of the finished environment against which Python projects are compiled. Raises
+    BuildError for a build that fails, HostError when no build can run here, UsageError for a layer that cannot
+    be built.
     """
     if not layers.sources:
         return []
-    # Imported here: a recipe without layers, the usual one, needs none of it.
+    # Imported here: most recipes have no source layers and need none of this.
     from envbuild.artifacts.layers_in import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
@@ -64,7 +65,7 @@ def build_layers(
 def workshops(
     layers: RequestedLayers, folder: Path, environment: Environment, say: Say, *, offline: bool
 ) -> Workshops:
-    """Where `layers` are built; what it gives raises HostError when that cannot be here."""
+    """Return a function that opens the build host of `layers`; it raises HostError when that cannot run here."""
     arch = Target.parse(layers.sources[0].target).arch
     if arch != host_arch():
         return lambda work: _nowhere(layers.sources, arch)
@@ -91,15 +92,17 @@ def image_workshop(
     *,
     offline: bool,
 ) -> Iterator[Workshop]:
-    """The builder of `layers`, started by enroot where that is installed, else in namespaces of our own; `work` is the
-    folder that it shares with this host. Raises HostError when neither can."""
+    """Start the builder image of `layers` as the build host: by enroot if it is installed, else in own namespaces.
+
+    `work` is the folder that it shares with this host. Raises HostError when neither can start it.
+    """
     from envbuild.artifacts.builder import builder_file
     from envbuild.verify.image_file import open_image_file, passed
     from envbuild.verify.runtimes import runtime_for
 
     assert layers.builder is not None
     path = builder_file(layers.builder, folder, environment, say, offline=offline)
-    # What the caller has set for a job's programs is nothing that a build may depend on.
+    # A build must not depend on variables that the caller has set for the programs of a job.
     kept = environment.variables.keys() - passed(environment.variables).keys()
     plain = replace(environment, variables={name: environment.variables[name] for name in kept})
     runtime = runtime_for(open_image_file(path), None, plain)
@@ -110,7 +113,7 @@ def image_workshop(
 
 @dataclass(frozen=True, slots=True)
 class _InImage:
-    """See `Workshop`. `launch` is that of the runtime (verify/host.py)."""
+    """A `Workshop` in the builder image. `launch` is that of the runtime (verify/host.py)."""
 
     work: Path
     inside: PurePath

@@ -1,4 +1,4 @@
-"""From a recipe or an image to verified .sqsh and .sif files: one squashfs, written once."""
+"""Verified .sqsh and .sif files from a recipe or an image: both contain one squashfs, which is written once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def imported_file(kind: str, source: ImageSource) -> File:
-    """As `enroot import` and `apptainer pull` call what they make of an image."""
+    """Return the file that `enroot import` or `apptainer pull` would write for an image."""
     joint = "+" if kind == ENROOT else "_"
     words = source.words if kind == ENROOT else source.words[-2:]
     return File(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].place).suffix))
@@ -43,8 +43,11 @@ def imported_file(kind: str, source: ImageSource) -> File:
 def make_from_recipe(
     one: Prepared, wish: ImageFileOptions, environment: Environment, say: Say, *, offline: bool
 ) -> list[Result]:
-    """Build and verify the files of a recipe. A file takes its place after it passed; the old one stays
-    until then. Raises BuildError, LockError, and VerificationError after keeping what failed."""
+    """Build and verify the image files of a recipe.
+
+    Each file replaces the old one only after it passed. Raises BuildError, LockError, and VerificationError
+    after keeping the failed file.
+    """
     plan, arch = one.plan, one.target.arch
     say(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with places(wish, say):
@@ -79,9 +82,9 @@ def make_from_recipe(
 def make_from_image(
     source: ImageSource, target: Target, wish: ImageFileOptions, environment: Environment, say: Say
 ) -> list[Result]:
-    """Convert an existing image for `target`'s architecture. One that envbuild built is verified.
+    """Convert an existing image for `target`'s architecture; one that envbuild built is also verified.
 
-    Raises BuildError for an image that is damaged, not there or for another architecture.
+    Raises BuildError for an image that is damaged, missing, or for another architecture.
     """
     with places(wish, say):
         environment.store.clean_stale()
@@ -114,7 +117,7 @@ def make_from_image(
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
-    """The image, read where it lies if that is a file or folder, else from the store."""
+    """Return the image: read in place from a file or folder if possible, else fetched into the store."""
     if source.form == "oci":
         folder, tag = source.place
         return layout_at(folder, tag, arch)
@@ -126,7 +129,7 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
 
 
 def _check_user(source: ImageSource, environment: Environment) -> None:
-    """Raise UsageError where credentials of the user that `source` names are not what would be used."""
+    """Raise UsageError when `source` names a user and the credentials found are not those of that user."""
     from envbuild.image.credentials import PLACES, find_credentials
     from envbuild.image.reference import parse_reference
 
@@ -153,7 +156,7 @@ def _natively(
 
 
 def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say) -> list[Path]:
-    """The files, each in a folder beside its place; a SIF takes the squashfs that was written before it."""
+    """Write each file into a folder beside its path; a SIF reuses the squashfs of a .sqsh file written before it."""
     staged: list[Path] = []
     squashfs: Path | None = None
     for file in files:
@@ -166,7 +169,7 @@ def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say
                     squashfs = path
                 else:
                     write_sif(root, out, moved, squashfs)
-            # A SIF can be executed, as those of Apptainer.
+            # A SIF is executable, as Apptainer's own are.
             path.chmod(0o644 if file.kind == ENROOT else 0o755)
         say(f"  {file.path.name}: {human_size(path.stat().st_size)}")
         staged.append(path)
@@ -174,7 +177,7 @@ def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say
 
 
 def _beside(file: File, stack: ExitStack) -> Path:
-    """Where to write what will be moved to the file's place: its name in a folder that goes at the end."""
+    """Return a path for writing a file before it is moved: its name in a folder that `stack` removes."""
     wanted = file.path.absolute()
     return stack.enter_context(place.staged(wanted)) / wanted.name
 
@@ -187,13 +190,13 @@ def _by_engine(
     environment: Environment,
     say: Say,
 ) -> list[Result]:
-    """Have the installed Apptainer build the SIF from an OCI layout of the same layers."""
+    """Build the SIF with the installed Apptainer, from an OCI layout of the same layers."""
     from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 
-    find_engine(environment.variables)  # before a layout is made
+    find_engine(environment.variables)  # raises before a layout is written
     with ExitStack() as stack:
         staged = _beside(wish.files[0], stack)
-        # Beside the blobs, so that they are linked and not copied.
+        # Beside the blobs, so that they are hard-linked and not copied.
         layout = stack.enter_context(environment.store.working("layouts"))
         fill_layout(layout, blobs, [(manifest, "image")])
         build_with_apptainer(f"oci:{layout}", staged, environment, say, arch=made.arch)

@@ -8,5 +8,5 @@ VENV = FolderArtifact(
     place="venv",
     sources=("package index",),
     imports=("requests",),
-    states=("image",),  # that of an image, seen from inside
+    states=("image",),  # the state of an image, seen from inside it
 )

@@ -1,4 +1,4 @@
-"""Verify an artifact again, whatever its kind."""
+"""Verification of an existing artifact, of any kind."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ Say = Callable[[str], None]
 def open_subject(
     path: Path, environment: Environment | None = None, runtime: str | None = None
 ) -> Subject:
-    """The artifact at `path` as the subject of a verification, see `Artifact.subject`. Raises UsageError when there is
-    none."""
+    """Return the artifact at `path` as the subject of a verification, see `Artifact.subject`.
+
+    Raises UsageError when there is none.
+    """
     kind = kind_at(path)
     if kind is None:
         if runtime is not None:
@@ -44,10 +46,10 @@ def verify_artifact(
     overrides: dict[str, Any],
     runtime: str | None = None,
 ) -> tuple[State, dict[str, Any]]:
-    """Verify the artifact at `path` again and write its receipt, passing or not. `runtime` launches an image
-    file, None for the best that this host has.
+    """Verify the artifact at `path` again, and write its receipt, passing or not.
 
-    Returns the artifact's state and the receipt. Raises UsageError when nothing of ours is there.
+    `runtime` starts an image file, None for the best one on this host. Returns the artifact's state and the
+    receipt. Raises UsageError when there is no artifact of envbuild's.
     """
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
