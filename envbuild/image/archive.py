@@ -1,8 +1,10 @@
-"""Image archives: the tar that `docker save` writes, old form and new, and OCI layouts in a tar.
+"""Image archives: tar files from `docker save`, in the old and the new form, and OCI layouts in a tar.
 
 Sources: Docker image specification 1.2, "Combined Image JSON + Filesystem Changeset Format" (manifest.json,
-<id>/layer.tar), as Docker since 25 writes it (blobs/sha256/<hex>), OCI image specification 1.1 "Image Layout".
-An archive is read in one go, forward only, so that a daemon's answer needs no file in between.
+<id>/layer.tar); the form that Docker writes since version 25 (blobs/sha256/<hex>); OCI image specification 1.1, "Image
+Layout".
+
+An archive is read in one forward pass, so a daemon's response needs no temporary file.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ _TAG_HINT = "name one of its tags"
 
 
 def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
-    """The image `tag` of an archive (None: its only one), which may be compressed as a whole.
+    """Read the image `tag` from an archive, which may be compressed as a whole; with None, the archive's only image.
 
-    Layers become blobs as they are stored and are checked against the configuration's diff_ids. The
-    manifest is made here from them, the same bytes each time. `arch` is x86_64 or aarch64, None for
-    whatever it is. Raises BuildError.
+    Layers are stored as blobs in the form in which the archive has them, and checked against the configuration's
+    diff_ids. The manifest is generated from the layers and has the same bytes each time. `arch` is x86_64 or aarch64;
+    None accepts any architecture. Raises BuildError.
     """
     try:
         stream = path.open("rb")
@@ -60,7 +62,7 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
 def read_daemon(
     reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None
 ) -> Pulled:
-    """The image that a Docker daemon has under `reference`, a name or an id. Raises BuildError."""
+    """Read the image `reference`, a name or an ID, from a Docker daemon. Raises BuildError."""
     import docker.errors
     import requests
 
@@ -79,7 +81,7 @@ def read_daemon(
 def read_stream(
     stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None
 ) -> Pulled:
-    """As `read_archive`, from a stream that need not seek; `where` names it in messages."""
+    """Read an image from a stream that need not be seekable, as `read_archive` does; `where` names it in messages."""
     found = ArchiveContents(where, blobs)
     source = PositionedStream(decompressed(stream, where), where)
     for member in members(source):
@@ -109,10 +111,10 @@ def write_archive(
 ) -> None:
     """Write an archive that `docker load` and skopeo read, the same bytes each time.
 
-    `config` is the image's configuration, `layers` its blobs, lowest first. Layers are written
-    uncompressed, which each daemon reads, or with `unpack=False` as they are. Those whose diff_id is in
-    `without` are named and left out: a daemon that has them below the same layers does not ask for them.
-    Raises BuildError when a layer is not what the configuration says.
+    `config` is the image's configuration; `layers` are its blobs, lowest first. Layers are written uncompressed, a form
+    that every daemon reads, or with `unpack=False` as they are stored. A layer whose diff_id is in `without` is listed
+    in the manifest but left out: a daemon does not need it when it has it on top of the same lower layers. Raises
+    BuildError when a layer does not match the configuration.
     """
     ids = parse_config(config, "image configuration")["rootfs"]["diff_ids"]
     if len(ids) != len(layers):
@@ -138,7 +140,7 @@ def _write_layer(
     if not path.exists():
         raise BuildError(f"{path}: the blob of a layer is missing")
     if unpack:
-        # The header comes before the data: a first reading finds the size and checks the layer.
+        # The header with the size precedes the data, so a first pass measures and checks the layer.
         digest, size = _unpacked(path, layer.digest)
         if digest != diff_id:
             raise BuildError(f"{path}: not the layer {diff_id} of the configuration")
@@ -160,7 +162,7 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _unpacked(path: Path, name: str) -> tuple[str, int]:
-    """Digest and size, in bytes, of a layer's tar."""
+    """Return the digest and the size, in bytes, of a layer's uncompressed tar."""
     seen = hashlib.sha256()
     size = 0
     with open_layer(path, name) as stream:
@@ -198,7 +200,7 @@ def _from_manifest_json(found: ArchiveContents, tag: str | None, arch: str | Non
 
 @dataclass(frozen=True, slots=True)
 class ManifestItem:
-    """An item of manifest.json."""
+    """An image in manifest.json."""
 
     config: str
     tags: tuple[str, ...]
@@ -206,7 +208,7 @@ class ManifestItem:
 
 
 def listed_images(raw: bytes, where: str) -> list[ManifestItem]:
-    """The items of a manifest.json. Raises BuildError, naming `where`, when it is none."""
+    """Parse a manifest.json. Raises BuildError, naming `where`, when it is malformed."""
     try:
         listed = json.loads(raw)
         return [
@@ -228,11 +230,14 @@ def _string(value: object) -> str:
 
 
 def pick_image(images: list[ManifestItem], where: str, tag: str | None) -> ManifestItem:
-    """The image that has `tag`, or with None the only one. Raises BuildError, naming what there is."""
+    """Return the image with `tag`, or with None the only image.
+
+    Raises BuildError, listing the archive's tags, when no image or more than one matches.
+    """
     meant = [
         image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)
     ]
-    # One image is listed twice when it was saved under two names.
+    # An image that was saved under two names is listed twice.
     if len({image.config for image in meant}) == 1:
         return meant[0]
     has = ", ".join(sorted({name for image in images for name in image.tags})) or "none with a tag"
@@ -256,14 +261,14 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 
 
 class Chunks:
-    """An iterator of bytes, as the Docker SDK gives them, read as a stream."""
+    """A stream over an iterator of bytes, the form in which the Docker SDK returns archives."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._rest = b""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Some bytes, `size` at most; none at the end only."""
+        """Return at least one and at most `size` bytes; b"" only at the end."""
         while not self._rest:
             data = next(self._chunks, None)
             if data is None:

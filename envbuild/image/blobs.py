@@ -1,4 +1,4 @@
-"""Blobs by digest in one folder, laid out as an OCI image layout has them: sha256/<hex>."""
+"""A folder of blobs named by digest in the form of an OCI image layout: sha256/<hex>."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from envbuild.image.model import Descriptor, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Blobs:
-    """The blobs below `root`. A blob appears whole, by rename, or not at all."""
+    """The blobs below `root`. A blob appears complete, by rename, or not at all."""
 
     root: Path
 
     def path(self, digest: str) -> Path:
-        """Where the blob lies or would lie."""
+        """Return the path of the blob, whether it exists or not."""
         algorithm, _, value = digest.partition(":")
         return self.root / algorithm / value
 
     def has(self, blob: Descriptor) -> bool:
-        """Whether the blob is here with the right size. Its content was checked when it came."""
+        """Return whether the blob exists with the right size. Its content was checked when it was stored."""
         try:
             return self.path(blob.digest).stat().st_size == blob.size
         except OSError:
             return False
 
     def add(self, data: bytes) -> str:
-        """Keep a small blob, and return its digest."""
+        """Store a small blob, and return its digest."""
         digest = digest_of(data)
         if not self.path(digest).exists():
             with self.new() as (stream, place):
@@ -44,7 +44,7 @@ class Blobs:
         return digest
 
     def read(self, digest: str) -> bytes:
-        """A small blob's content. Raises BuildError when it is not here or is damaged."""
+        """Return the content of a small blob. Raises BuildError when it is missing or damaged."""
         try:
             data = self.path(digest).read_bytes()
         except OSError as error:
@@ -54,13 +54,13 @@ class Blobs:
         return data
 
     def partial(self, digest: str) -> Path:
-        """A file for a download under way, which a later run goes on with; then `adopt` it."""
+        """Return the file of a partial download, which a later run can resume; `adopt` stores it when complete."""
         folder = self.root / "partial"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / digest.partition(":")[2]
 
     def adopt(self, file: Path, digest: str) -> Path:
-        """Move a finished file, whose digest was checked, into its place."""
+        """Move a complete file, whose digest was checked, to the blob's path."""
         place = self.path(digest)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, place)
@@ -68,7 +68,11 @@ class Blobs:
 
     @contextlib.contextmanager
     def new(self) -> Iterator[tuple[BinaryIO, _BlobPlace]]:
-        """A file for a blob whose digest is known only once it is written, and what puts it in place."""
+        """Open a temporary file for a blob whose digest is not known yet.
+
+        Yields the file and a function that moves it to the blob's path, given the digest. A file that is not moved is
+        deleted.
+        """
         folder = self.root / "sha256"
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
@@ -91,6 +95,6 @@ class _BlobPlace:
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a file's content."""
+    """Return the digest of a file's content."""
     with path.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()

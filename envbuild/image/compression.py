@@ -1,7 +1,7 @@
-"""Layers read uncompressed, whichever way they are stored: the first bytes tell, not the media type.
+"""Decompression of layers. The first bytes decide the format, not the media type.
 
-Sources: RFC 1952 (gzip; several members follow one another), RFC 8878 (zstd; several frames, and frames
-to be skipped). A stream that ends before its last member or frame does is an error, never a short layer.
+Sources: RFC 1952 (gzip; a file may have several members), RFC 8878 (zstd; several frames, and skippable frames). A
+stream that ends within a member or a frame is an error, never a short layer.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
-# zstd yields at most 128 KiB from four bytes. Its decoder cannot be told to stop, so it gets little at a
-# time: no input makes it hold more than 128 MiB, and these steps cost nothing measurable.
+# Four bytes of zstd decompress to at most 128 KiB, and the decoder cannot be told to stop. Small input chunks limit its
+# output to 128 MiB for any input, at no measurable cost.
 _ZSTD_CHUNK = 4096
 
 
 def kind_of(head: bytes) -> str:
-    """`gzip`, `zstd` or `none`, from the first four bytes of a layer or more."""
+    """Return `gzip`, `zstd` or `none`, given at least the first four bytes of a layer."""
     if head.startswith(_GZIP):
         return "gzip"
-    # A zstd stream may begin with a frame to be skipped: 0x184D2A50 to 0x184D2A5F, little-endian.
+    # A zstd stream may begin with a skippable frame: magic number 0x184D2A50 to 0x184D2A5F, little-endian.
     if head.startswith(_ZSTD) or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
         return "zstd"
     return "none"
 
 
 def open_layer(path: Path, name: str) -> BinaryIO:
-    """A layer's blob opened for reading its tar; seekable when it is stored uncompressed.
+    """Open a layer's blob to read its tar; the stream is seekable when the blob is stored uncompressed.
 
     Reading raises BuildError, naming `name`, when the blob is truncated or corrupt.
     """
@@ -55,9 +55,9 @@ def open_layer(path: Path, name: str) -> BinaryIO:
 
 
 def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
-    """What `stream`, which need not seek, holds when it is uncompressed; closing it closes `stream`.
+    """Return a stream of the uncompressed content of `stream`, which need not be seekable; closing it closes `stream`.
 
-    Reading raises BuildError, naming `name`, when it is truncated or corrupt.
+    Reading raises BuildError, naming `name`, when the data is truncated or corrupt.
     """
     head = b""
     while len(head) < 4 and (data := stream.read(4 - len(head))):
@@ -66,9 +66,9 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
 
 
 class Hashed:
-    """A stream that cannot seek, so that each of its bytes is seen once and goes into a digest.
+    """A stream that computes a digest of all its bytes. It cannot seek, so each byte is read exactly once.
 
-    A thread hashes, behind the reader by a few MiB at most; it ends with `close`.
+    A thread computes the digest, a few MiB behind the reader at most; `close` ends it.
     """
 
     def __init__(self, stream: Readable) -> None:
@@ -80,7 +80,7 @@ class Hashed:
         self._pending: deque[Answer[None]] = deque()
 
     def seekable(self) -> bool:
-        """Whether there is seeking: never."""
+        """Return False: the digest needs every byte in order."""
         return False
 
     def read(self, size: int = -1, /) -> bytes:
@@ -93,7 +93,7 @@ class Hashed:
         return data
 
     def finish(self) -> str:
-        """Read on to the end, and return the digest of the whole."""
+        """Read to the end, and return the digest of the whole stream."""
         while self.read(_CHUNK):
             pass
         self._hand_over()
@@ -114,7 +114,7 @@ class Hashed:
 
 
 class _Decoder(Protocol):
-    """One gzip member or one zstd frame."""
+    """A decoder of one gzip member or one zstd frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -123,7 +123,7 @@ class _Decoder(Protocol):
 
 
 class _Decompressed(io.RawIOBase):
-    """Reads forward only. Holds one chunk of input and what it yields."""
+    """A forward-only stream of decompressed data. It holds one chunk of input and its output."""
 
     def __init__(self, stream: Readable, kind: str, name: str, head: bytes = b"") -> None:
         self._stream, self._kind, self._name = stream, kind, name
@@ -146,7 +146,7 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes, less only at the end; everything when negative."""
+        """Return `size` bytes, fewer only at the end; everything when `size` is negative."""
         left = len(self._ready) - self._used
         if 0 <= size <= left:
             start, self._used = self._used, self._used + size
@@ -172,9 +172,10 @@ class _Decompressed(io.RawIOBase):
         return len(data)
 
     def _more(self) -> bytes:
-        """The next uncompressed bytes, empty at the end."""
+        """Return the next uncompressed bytes, b"" at the end."""
         while True:
-            # A decoder can hold back output without wanting input; gzip's keeps its input instead.
+            # A zstd decoder can hold back output while it needs no input; a gzip decoder leaves its input unconsumed
+            # instead.
             if not self._input:
                 self._input = self._stream.read(_CHUNK if self._kind != "zstd" else _ZSTD_CHUNK)
                 if not self._input:
@@ -195,11 +196,11 @@ class _Decompressed(io.RawIOBase):
         from isal import isal_zlib
 
         if self._decoder is None:
-            # Writers to tapes and some tools pad the last member with zeros.
+            # Tape writers and some tools pad the last member with zeros.
             data = data.lstrip(b"\0")
             if not data:
                 return b""
-            if not data.startswith(_GZIP[: len(data)]):  # isal waits for more
+            if not data.startswith(_GZIP[: len(data)]):  # isal waits for more input
                 raise BuildError(f"{self._name}: the gzip data is corrupt: no gzip header")
             # isal inflates twice as fast as zlib.
             self._decoder = isal_zlib.decompressobj(wbits=31)

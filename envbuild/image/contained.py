@@ -1,4 +1,4 @@
-"""The files that an image holds, seen from its blobs."""
+"""The files of an image, read from its blobs without unpacking."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MOST_LINKS = 40
 
 
 def open_image(pulled: Pulled) -> Merged:
-    """The final tree of an image. Raises BuildError for layers that cannot be merged."""
+    """Return the final tree of an image. Raises BuildError when its layers cannot be merged."""
     return merge([layer_source(blob, pulled.blobs) for blob in pulled.manifest.layers])
 
 
 def layer_source(blob: Descriptor, blobs: Blobs) -> LayerSource:
-    """A layer's name for messages, and what opens its tar."""
+    """Return a layer's name for messages and a function that opens its tar."""
     return blob.digest, partial(_open, blobs, blob.digest)
 
 
 def has_file(tree: Merged, path: str) -> bool:
-    """Whether `path` leads to a regular file, symbolic links of the image followed inside of it."""
+    """Return whether `path` leads to a regular file; symbolic links are resolved within the image."""
     for _ in range(_MOST_LINKS):
         found = _resolve_parents(tree, path)
         entry = tree.entries.get(found)
@@ -40,7 +40,7 @@ def has_file(tree: Merged, path: str) -> bool:
 
 
 def _resolve_parents(tree: Merged, path: str) -> str:
-    """`path` with links among its parent folders followed."""
+    """Return `path` with symbolic links among its parent folders resolved."""
     done = ""
     for _ in range(_MOST_LINKS):
         parts = path.split("/")
@@ -59,7 +59,7 @@ def _resolve_parents(tree: Merged, path: str) -> str:
 
 
 def _target(link: str, text: str) -> str:
-    """Where a link at `link` leads, as a path from the image's root; it cannot lead above it."""
+    """Return the target of a link at `link`, as a path from the image's root; it cannot lead above the root."""
     start = "/" if text.startswith("/") else f"/{posixpath.dirname(link)}"
     return posixpath.normpath(posixpath.join("/", start, text)).lstrip("/")
 

@@ -1,4 +1,4 @@
-"""What an image archive holds, taken from it in one go: each file becomes a blob."""
+"""The files of an image archive, stored as blobs in one forward pass."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from envbuild.image.tar_stream import Member, PositionedStream
 
 _CHUNK = 1 << 20
 _LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
-# Written by `docker save` for daemons before 1.10; nothing reads them now.
+# Written by `docker save` for daemons before 1.10; no current reader uses them.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
 _MAX_LINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveContents:
-    """The files of the archive that `where` names, as blobs, by their names in it.
+    """The files of the archive `where`, as blobs, by their names in the archive.
 
-    Layers can only be told from configurations by manifest.json, which may come last; so all are kept.
+    Only manifest.json, which may come last, tells layers from configurations; so every file is stored.
     """
 
     where: str
@@ -40,7 +40,7 @@ class ArchiveContents:
     links: dict[str, str] = field(default_factory=dict)
 
     def take(self, member: Member, source: PositionedStream) -> None:
-        """Keep what `member` is: a file as a blob, a link as a link."""
+        """Store a regular file as a blob, and remember a link."""
         name = normal(member.name)
         self.files.pop(name, None)
         self.links.pop(name, None)
@@ -52,21 +52,21 @@ class ArchiveContents:
             self.files[name] = self._store(name, member.stored, source)
 
     def get(self, name: str) -> Descriptor:
-        """The blob that `name`, as manifest.json spells it, leads to."""
+        """Return the blob of the file `name`, as manifest.json spells it, with links resolved."""
         path = followed(name, self.links)
         if path not in self.files:
             raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
         return self.files[path]
 
     def small(self, name: str) -> bytes:
-        """The JSON that `name` leads to. Raises BuildError when it is absurdly large."""
+        """Return the content of the JSON file `name`. Raises BuildError when it is larger than MAX_MANIFEST."""
         blob = self.get(name)
         if blob.size > MAX_MANIFEST:
             raise BuildError(f"{self.where}: {name}: {blob.size} bytes where JSON is expected")
         return self.blobs.read(blob.digest)
 
     def bring(self, blob: Descriptor) -> None:
-        """Raise BuildError when `blob` was not in the archive."""
+        """Raise BuildError when the archive did not contain `blob`."""
         if not self.blobs.has(blob):
             raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
 
@@ -91,19 +91,19 @@ class ArchiveContents:
 
 
 def normal(name: str) -> str:
-    """A name in an archive, as a path without leading slash or dots."""
+    """Return a name in an archive as a normalized path, without leading slash or dot parts."""
     return posixpath.normpath("/" + name).lstrip("/")
 
 
 def link_target(member: Member) -> str:
-    """The name in the archive that a link leads to."""
+    """Return the name in the archive that a link leads to."""
     if member.kind == HARDLINK:
         return normal(member.link)
     return normal(posixpath.join(posixpath.dirname(normal(member.name)), member.link))
 
 
 def followed(name: str, links: Mapping[str, str]) -> str:
-    """Where `name`, as manifest.json spells it, leads by way of `links`."""
+    """Return the path that `name`, as manifest.json spells it, leads to through `links`."""
     path = normal(name)
     for _ in range(_MAX_LINKS):
         if path not in links:

@@ -1,7 +1,7 @@
-"""Programs that keep registry credentials: `docker-credential-NAME get`.
+"""Credential helpers: programs that keep registry credentials, run as `docker-credential-NAME get`.
 
-Source: github.com/docker/docker-credential-helpers: the server's name on standard input, a JSON object
-with Username and Secret on standard output, or a message there and an exit code other than 0.
+Source: github.com/docker/docker-credential-helpers. A helper reads the server's name from standard input. It writes a
+JSON object with Username and Secret to standard output, or a message and exits with a code other than 0.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NONE = ("credentials not found", "no credentials", "not found in native keychai
 def ask_helper(
     name: str, server: str, env: Mapping[str, str], named_by: Path
 ) -> tuple[str, str] | None:
-    """(user, secret) that helper `name` keeps for `server`; None when it has none, or is not installed.
+    """Return the (user, secret) that the helper `name` has for `server`, or None when it has none or is not installed.
 
-    Raises RecipeError, naming the file that names it, for what is no helper's name; HostError when the
-    helper fails, answers in another form, or does not answer within half a minute.
+    `named_by` is the file that names the helper. Raises RecipeError, naming that file, when `name` is not a valid
+    helper name; HostError when the helper fails, writes a malformed answer, or does not answer within 30 seconds.
     """
     if not _NAME.fullmatch(name):
         raise RecipeError(f"{named_by}: {name!r} is not the name of a credential helper")
@@ -74,7 +74,7 @@ def _run(program: str, server: str, env: Mapping[str, str]) -> tuple[int, str]:
             "it may wait for a keyring that is locked",
         ) from None
     finally:
-        if child.poll() is None:  # with all that it started, which may hold our pipe
+        if child.poll() is None:  # also kill its children, which may hold our pipe open
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -82,5 +82,5 @@ def _run(program: str, server: str, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _first_line(out: str) -> str:
-    """What the helper says in one line; nothing of an answer, which would hold the secret."""
+    """Return the first line of a helper's message; "" for JSON, which would contain the secret."""
     return "" if "{" in out else out.partition("\n")[0][:200]

@@ -1,7 +1,7 @@
-"""Credentials for registries, from where other tools keep them.
+"""Registry credentials from the files of other tools.
 
 Sources: Docker's documentation of `docker login` (config.json, credential helpers and their protocol),
-containers-auth.json(5) for Podman's, Buildah's and Skopeo's file of the same shape, and netrc(5).
+containers-auth.json(5) for the file of the same form of Podman, Buildah and Skopeo, and netrc(5).
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from envbuild.errors import RecipeError
 from envbuild.image.credential_helper import ask_helper
 from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, same_registry
 
-# What a user may do about missing or refused credentials.
+# The hint about missing or refused credentials.
 PLACES = (
     "read are ENVBUILD_REGISTRY with ENVBUILD_REGISTRY_USER and ENVBUILD_REGISTRY_PASSWORD, docker's "
     "config.json with its credential helpers, containers/auth.json, and netrc"
 )
-# The key under which `docker login` keeps Docker Hub's credentials.
+# `docker login` stores Docker Hub's credentials under this key.
 _HUB_KEY = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A user with a password, or an identity token in place of both. `source` names where they were found."""
+    """A user with a password, or an identity token in place of both.
+
+    `source` names the file or program they came from.
+    """
 
     username: str
     password: str
@@ -40,11 +43,11 @@ class Credentials:
 
 
 def find_credentials(registry: str, env: Mapping[str, str]) -> Credentials | None:
-    """The credentials for `registry` (host[:port]), None when there are none: then ask as nobody.
+    """Return the credentials for `registry` (host[:port]), or None for anonymous access.
 
-    The first place that has some wins: ENVBUILD_REGISTRY_*, docker's config.json, $REGISTRY_AUTH_FILE,
-    $XDG_RUNTIME_DIR/containers/auth.json, netrc. Raises RecipeError, naming the file, for one that cannot
-    be read; HostError for a credential helper that fails.
+    The first source with credentials wins: ENVBUILD_REGISTRY_*, docker's config.json, $REGISTRY_AUTH_FILE,
+    $XDG_RUNTIME_DIR/containers/auth.json, netrc. Raises RecipeError, naming the file, for a file that cannot be read or
+    parsed; HostError when a credential helper fails.
     """
     named = env.get("ENVBUILD_REGISTRY", "")
     password = env.get("ENVBUILD_REGISTRY_PASSWORD", "")
@@ -100,7 +103,7 @@ def _load(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        # Not str(error) of a decoding error: it quotes bytes, which may be a secret's.
+        # Not str(error) of a decoding error: it quotes bytes, which may be part of a secret.
         where = f":{error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
         raise RecipeError(
             f"{path}{where}: not JSON", "correct it, or make it again with docker login"
@@ -118,7 +121,7 @@ def _table(data: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
 
 
 def _entry(table: Mapping[str, Any], registry: str) -> Any:
-    """The entry for `registry`, whose key may be a host or, as old docker wrote them, a URL of its API."""
+    """Return the entry for `registry`; its key is a host or, from old docker versions, a URL of its API."""
     if registry in table:
         return table[registry]
     for key, value in table.items():
@@ -142,9 +145,9 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
     user, password = entry.get("username") or "", entry.get("password") or ""
     if coded := entry.get("auth"):
         try:
-            # docker pads some of them with NUL
+            # docker pads some values with NUL
             text = base64.b64decode(coded, validate=True).decode().rstrip("\0")
-        except ValueError:  # its message quotes the text
+        except ValueError:  # the exception's message quotes the secret
             text = ""
         user, colon, password = text.partition(":")
         if not colon:
@@ -168,11 +171,11 @@ def _from_netrc(registry: str, env: Mapping[str, str]) -> Credentials | None:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except netrc.NetrcParseError as error:
-        # Not its message: it may quote a password.
+        # Not the error's message: it may quote a password.
         raise RecipeError(f"{path}:{error.lineno or 1}: not what netrc(5) describes") from None
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not text") from None
-    # An entry `default` is for any host at all: no registry is sent that.
+    # The entry `default` applies to any host. It is ignored, so that its password is sent to no registry.
     names = (registry, *(DOCKER_HUB_NAMES if registry == DOCKER_HUB else ()), _hostname(registry))
     for name in names:
         if found := hosts.get(name):

@@ -1,8 +1,8 @@
-"""Give an image to a Docker daemon over its API: only the layers that it lacks are sent.
+"""Loading of images into a Docker daemon over its API; only the layers that the daemon lacks are sent.
 
-A load archive may leave out layers when the daemon has them in the same chain (docker's image
-specification v1.2 names layers by position; the daemon looks a chain up before it opens the file). Daemons
-that keep images in containerd's store want whole archives.
+A load archive may omit layers that the daemon has in the same chain: docker's image specification v1.2 names layers by
+position, and the daemon looks a chain up before it opens the layer's file. Daemons that keep images in containerd's
+store need complete archives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An image in the daemon: its id there, how many layers and bytes were sent, whether it was there."""
+    """An image in the daemon: its ID there, the number of layers and bytes sent, whether it existed before.
+
+    `bytes_sent` is the size of the layers' blobs as they are stored.
+    """
 
     image_id: str
     layers_sent: int
@@ -38,7 +41,7 @@ class Loaded:
 
 @contextmanager
 def connect(env: Mapping[str, str]) -> Iterator[Any]:
-    """A client for the daemon that DOCKER_HOST names, else the usual socket.
+    """Connect to the daemon at DOCKER_HOST, or at the default socket, and yield the client.
 
     Raises HostError when no daemon answers.
     """
@@ -68,9 +71,10 @@ def load(
     blobs: Blobs,
     moved: Callable[[int], None],
 ) -> Loaded:
-    """Load an image, `config` being its configuration and `image_id` that one's digest, and tag it.
+    """Load an image, and tag it. `config` is its configuration, and `image_id` the digest of the configuration.
 
-    Raises BuildError when the daemon refuses it.
+    `moved` is called with the number of bytes of each piece that is sent. Raises BuildError when the daemon refuses the
+    image, or has it afterwards under another ID or with other layers.
     """
     from docker.errors import APIError, ImageNotFound
 
@@ -119,14 +123,14 @@ def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:
 
 
 def _known_prefix(client: Any, diff_ids: Sequence[str]) -> int:
-    """How many of the lowest layers the daemon holds as one chain."""
+    """Return the number of the lowest layers that the daemon has as one chain."""
     from docker.errors import APIError
 
     best = 0
     for listed in client.api.images(all=True):
         try:
             has = client.api.inspect_image(listed["Id"])["RootFS"].get("Layers") or []
-        except APIError:  # removed meanwhile
+        except APIError:  # removed in the meantime
             continue
         count = 0
         for mine, theirs in zip(diff_ids, has, strict=False):
@@ -150,7 +154,7 @@ def _archive(
     blobs: Blobs,
     moved: Callable[[int], None],
 ) -> Iterator[bytes]:
-    """The load archive: configuration, the layers to send as they are stored, manifest.json."""
+    """Yield the load archive: the configuration, the layers in `sent`, manifest.json."""
     name = f"{image_id.partition(':')[2]}.json"
     manifest: list[dict[str, Any]] = [
         {"Config": name, "RepoTags": None, "Layers": [_member(layer) for layer in layers]}
@@ -170,8 +174,11 @@ def _archive(
 
 
 def _readable(layer: Layer, blobs: Blobs) -> Path:
-    """The layer's file in a form that every daemon reads: Docker 20.10 refuses zstd, so such a layer is kept
-    uncompressed, too. Raises BuildError when it is not what the configuration says."""
+    """Return the layer's file in a compression that every daemon reads.
+
+    Docker 20.10 refuses zstd, so an uncompressed copy of such a layer is added to the blobs. Raises BuildError when its
+    content does not match the configuration's diff_id.
+    """
     if COMPRESSION.get(layer.blob.media_type) != "zstd":
         return blobs.path(layer.blob.digest)
     plain = blobs.path(layer.diff_id)

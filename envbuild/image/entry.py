@@ -1,4 +1,4 @@
-"""One path of a filesystem tree, as layers, packages and merged images describe it."""
+"""A path in a file system tree: the common form for layers, packages and merged images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHAR, BLOCK, FIFO = "char", "block", "fifo"
 
 
 class Readable(Protocol):
-    """The content of a file, read once from its start to its end."""
+    """The content of a file, read once from start to end."""
 
     def read(self, size: int = -1, /) -> bytes: ...
 
@@ -21,10 +21,10 @@ class Readable(Protocol):
 class Entry:
     """A path with its metadata.
 
-    `path` is relative to the root, without "." or ".." parts and without a slash at either end; the root
-    itself is "". `mode` holds permission bits with setuid, setgid and sticky (0o7777). `size` is in bytes.
-    `target` is a symbolic link's text as it is, or for a hard link the path it names, in the form of
-    `path`. `mtime` is in seconds since 1970.
+    `path` is relative to the root, without "." or ".." parts and without a slash at either end; the root is "". `mode`
+    holds permission bits with setuid, setgid and sticky (0o7777). `size` is in bytes. `target` is the text of a
+    symbolic link, unchanged, or the path that a hard link names, in the form of `path`. `mtime` is in seconds since
+    1970.
     """
 
     path: str
@@ -39,17 +39,18 @@ class Entry:
     xattrs: tuple[tuple[str, bytes], ...] = ()
 
 
-# What fills a layer: entries in order, parents first, with the content of each file. The content is read
-# before the next item is asked for, so that archives can be streamed.
+# The content of a layer: entries in order, parents first, each file with its content. The consumer reads the content
+# before it asks for the next item, so that archives can be streamed.
 Tree = Iterable[tuple[Entry, Readable | None]]
 
 
 @contextlib.contextmanager
 def closing(tree: Tree) -> Iterator[Tree]:
-    """`tree`, closed at the end of the block, not when it is collected: it may hold archives and processes.
+    """Close `tree` at the end of the block rather than when it is garbage-collected.
 
-    Whoever walks a tree within a generator needs this: an exception there leaves the tree half read, and the
-    exception's traceback keeps it, its threads and its processes alive until Python ends, which waits for them.
+    A tree may hold archives and processes. A generator that iterates over a tree needs this. An exception leaves the
+    tree half read, and the exception's traceback keeps its threads and processes alive until Python exits, which waits
+    for them.
     """
     try:
         yield tree

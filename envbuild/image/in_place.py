@@ -1,4 +1,4 @@
-"""Local images read where they lie: a layer is opened in the archive or layout, and copied nowhere."""
+"""Local images read in place: a layer is opened inside the archive or the layout, without a copy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envbuild.image.untar import members
 
 @dataclass(frozen=True, slots=True)
 class LayerAt:
-    """A layer by the digest of its tar, and what opens it as it is stored, compressed or not."""
+    """A layer: the digest of its tar, and a function that opens it as it is stored, compressed or not."""
 
     diff_id: str
     opens: Callable[[], BinaryIO]
@@ -32,7 +32,7 @@ class LayerAt:
 
 @dataclass(frozen=True, slots=True)
 class ImageAt:
-    """An image's configuration, and its layers from the lowest. `image_id` is the digest of its configuration."""
+    """An image's configuration and layers, lowest first. `image_id` is the digest of the configuration."""
 
     image_id: str
     config: dict[str, Any]
@@ -40,7 +40,7 @@ class ImageAt:
 
 
 def of_pulled(pulled: Pulled) -> ImageAt:
-    """An image whose blobs are at hand."""
+    """Return the `ImageAt` of an image whose blobs exist locally."""
     ids = pulled.config["rootfs"]["diff_ids"]
     paths = [pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers]
     layers = tuple(
@@ -50,7 +50,7 @@ def of_pulled(pulled: Pulled) -> ImageAt:
 
 
 def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
-    """The image `tag` (None: the only one) for `arch` of the OCI layout in `folder`. Raises BuildError."""
+    """Return the image `tag` for `arch` in the OCI layout `folder`; with None, the only image. Raises BuildError."""
     blobs = Blobs(folder / "blobs")
 
     def bring(blob: Descriptor) -> None:
@@ -68,10 +68,10 @@ def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
 
 
 def archive_at(path: Path, arch: str) -> ImageAt | None:
-    """The only image of an archive by `docker save`, which must be for `arch`.
+    """Return the only image of a `docker save` archive, which must be for `arch`.
 
-    None for an archive that is compressed as a whole or has no manifest.json: its layers cannot be read in
-    place. Raises BuildError for one that makes no sense.
+    Returns None for an archive that is compressed as a whole or has no manifest.json: its layers cannot be read in
+    place. Raises BuildError for a malformed archive.
     """
     try:
         with path.open("rb") as stream:
@@ -105,13 +105,13 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A blob's file, as it is stored."""
+    """Open a blob's file as it is stored."""
     return path.open("rb")
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Where the files of an archive lie: (offset, size) in bytes, by their names."""
+    """The positions of an archive's files, by name: (offset, size) in bytes."""
 
     where: str
     ranges: dict[str, tuple[int, int]]
@@ -149,7 +149,7 @@ def _index(stream: BinaryIO, where: str) -> _Index:
 
 
 class _Range(io.RawIOBase):
-    """A part of a file as a stream; closing it closes the file."""
+    """A range of a file as a stream; closing it closes the file."""
 
     def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
         self._stream, self._left = stream, size

@@ -1,9 +1,9 @@
-"""Write a tree as one compressed tar layer, the same bytes each time, in bounded memory.
+"""Writer of a tree as one compressed tar layer, with the same bytes each time and bounded memory.
 
-Format: POSIX.1-2001 pax as OCI image-spec "Image Layer Filesystem Changeset" wants it. The gzip stream is a
-row of members (RFC 1952 section 2.2) of 4 MiB each: they are compressed by several threads and do not
-depend on how many there are. libdeflate comes with its package, so the bytes do not depend on the zlib
-that Python was built with either.
+Format: POSIX.1-2001 pax, as the OCI image specification, "Image Layer Filesystem Changeset", requires. The gzip stream
+is a sequence of members (RFC 1952, section 2.2), each from 4 MiB of the tar. Several threads compress them, and the
+bytes do not depend on the number of threads. libdeflate comes with its Python package, so the bytes do not depend on
+the zlib of the Python build either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _BLOCK = 512
 _PIECE = 1 << 18
 _CHUNK = 4 << 20
 _MOST_WORKERS = 8
-# 1: a third larger than level 6 at most, several times faster; torch's libraries gain 8 % from more.
+# Level 1 is several times faster than level 6, and its output is at most a third larger. Higher levels make torch's
+# libraries 8 % smaller.
 _LEVEL = 1
 _TYPES = {
     FILE: tarfile.REGTYPE,
@@ -54,7 +55,7 @@ Compress = Callable[[bytes], bytearray]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that was written: its compressed blob, and digest and size of the tar inside (bytes)."""
+    """A written layer: its compressed blob, and the digest and size (bytes) of its tar."""
 
     blob: Descriptor
     diff_id: str
@@ -62,10 +63,10 @@ class Layer:
 
 
 def write_layer(tree: Tree, blobs: Blobs) -> Layer:
-    """Write `tree` into `blobs`.
+    """Write `tree` to a layer in `blobs`.
 
-    Raises BuildError when a file is not as long as its entry says, or a path comes twice: runtimes differ in
-    what they make of that.
+    Raises BuildError when a file's length differs from its entry, or when a path occurs twice: runtimes treat
+    duplicates differently.
     """
     seen: set[str] = set()
     with blobs.new() as (stream, place), closing(tree):
@@ -91,7 +92,7 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
 
 
 def header(entry: Entry) -> bytes:
-    """The tar header blocks of `entry`."""
+    """Return the tar header blocks of `entry`."""
     info = tarfile.TarInfo(entry.path + "/" if entry.kind == DIR else entry.path)
     info.type = _TYPES[entry.kind]
     info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime
@@ -122,15 +123,15 @@ def _gzip() -> Compress:
 
 
 class _Writer:
-    """Collects chunks, has them compressed by a pool, and writes the results in order."""
+    """A writer that collects chunks, compresses them in a pool, and writes the results in order."""
 
     def __init__(self, out: BinaryIO, compress: Compress) -> None:
-        # Whoever reads the tree keeps no more of them busy, and each holds a chunk.
+        # The single reader of the tree keeps no more threads busy, and each thread holds a chunk.
         workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         self.unpacked = 0
         self._out, self._compress = out, compress
         self._pool = Workers(workers)
-        self._hasher = Workers(1)  # one thread: chunks are hashed in their order
+        self._hasher = Workers(1)  # one thread, so that chunks are hashed in order
         self._pieces: list[bytes | memoryview] = []
         self._room = _CHUNK
         self._pending: deque[tuple[Answer[bytearray], Answer[None]]] = deque()
@@ -148,7 +149,7 @@ class _Writer:
         self._room -= len(rest)
 
     def finish(self) -> tuple[str, str]:
-        """(digest of the compressed stream, digest of the tar)."""
+        """Write the rest, and return (digest of the compressed stream, digest of the tar)."""
         if self._room < _CHUNK:
             self._submit()
         while self._pending:
@@ -178,7 +179,7 @@ class _Writer:
 
 
 def with_parents(tree: Tree, mtime: int) -> Tree:
-    """`tree` with the directories above each path before it, and each directory once."""
+    """Yield `tree` with each path preceded by its missing parent directories, and each directory once."""
     seen = {""}
     with closing(tree):
         for entry, content in tree:

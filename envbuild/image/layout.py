@@ -1,6 +1,6 @@
 """OCI image layouts: folders with `oci-layout`, `index.json` and blobs by digest.
 
-Source: OCI image specification 1.1, "Image Layout". An image's tag is the annotation
+Source: OCI image specification 1.1, "Image Layout". The tag of an image is the annotation
 `org.opencontainers.image.ref.name` of its entry in `index.json`.
 """
 
@@ -32,19 +32,21 @@ from envbuild.image.model import (
 from envbuild.image.pulled import Pulled, check_image
 
 REF_NAME = "org.opencontainers.image.ref.name"
-# containerd and BuildKit write the whole reference here and only its tag above
+# containerd and BuildKit write the full reference here, and only its tag to REF_NAME
 _IMAGE_NAME = "io.containerd.image.name"
 _VERSION = "1.0.0"
 _CHUNK = 1 << 20
 _DEPTH = 4
-# How a blob gets into `Blobs`, if it is not there: raises BuildError when it cannot, or is not what it should be.
+# A function that adds a blob to `Blobs` when it is missing. It raises BuildError when the blob is not available or does
+# not match its descriptor.
 Bring = Callable[[Descriptor], None]
 
 
 def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
-    """The image `tag` of a layout (None: its only one), for `arch` (x86_64, aarch64; None: whatever it is).
+    """Read the image `tag` of a layout for `arch`.
 
-    Its blobs are copied into `blobs`, each checked against its digest and size. Raises BuildError.
+    `tag` None means the layout's only image; `arch` is x86_64 or aarch64, None for any. The image's blobs are copied
+    into `blobs`, and each is checked against its digest and size. Raises BuildError.
     """
     marker = _small_file(folder / "oci-layout")
     version = json_object(marker, str(folder / "oci-layout")).get("imageLayoutVersion")
@@ -61,7 +63,7 @@ def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -
 def from_index(
     raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None
 ) -> Pulled:
-    """The image that `index.json`, whose bytes are `raw`, has under `tag`. Raises BuildError."""
+    """Return the image with `tag` in an `index.json` with the bytes `raw`. Raises BuildError."""
     index = parse(raw, f"{where}: index.json", OCI_INDEX)
     if not isinstance(index, ImageIndex):
         raise BuildError(f"{where}: index.json is not an image index")
@@ -88,11 +90,11 @@ def from_index(
 def fill_layout(
     folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, str | None]]
 ) -> None:
-    """Make `folder`, which is empty, a layout of `images`: manifests or indexes in `blobs`, with their tags.
+    """Turn the empty `folder` into a layout of `images`: manifests or indexes in `blobs`, with their tags.
 
-    Blobs are hard links where the file system allows, else copies. The caller makes the folder beside its
-    place and moves it in when it is filled. Raises BuildError when a blob is missing or of another size,
-    OSError when the folder cannot be written.
+    Blobs are hard links if the file system allows, else copies. The caller creates the folder beside its destination
+    and moves it there once it is filled. Raises BuildError when a blob is missing or has another size, OSError when the
+    folder cannot be written.
     """
     listed = []
     for image, tag in images:
@@ -112,7 +114,7 @@ def fill_layout(
 
 
 def same_tag(wanted: str, name: str) -> bool:
-    """Whether `wanted` means the image called `name`: all of it, its end after a slash, or its tag alone."""
+    """Return whether `wanted` matches the image name `name`: the full name, its end after a slash, or its tag alone."""
     short, asked = _short(name), _short(wanted)
     return asked in (short, short.rpartition(":")[2]) or f"{asked}:latest" == short
 
@@ -122,7 +124,7 @@ def _short(name: str) -> str:
 
 
 def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> Descriptor:
-    """The entry of `index.json` that is meant."""
+    """Return the entry of `index.json` for `tag` and `arch`."""
     named = index.manifests
     if tag is not None:
         named = tuple(item for item in named if _called(item, tag))
@@ -154,7 +156,7 @@ def _called(item: Descriptor, tag: str) -> bool:
 def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
     if arch is not None:
         return choose(index, arch, where)
-    # Attestations are listed beside images, for a platform that is unknown.
+    # Attestations are listed beside images, with the platform "unknown".
     images = [item for item in index.manifests if item.arch != "unknown"]
     if len(images) == 1:
         return images[0]
@@ -183,7 +185,7 @@ def _small_file(path: Path) -> bytes:
 
 
 def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
-    """A copy, not a link: what is changed in somebody's folder must not change in the store."""
+    """Copy a blob. It is not linked: a change in the user's folder must not change the store."""
     if blobs.has(blob):
         return
     file = Blobs(folder / "blobs").path(blob.digest)
@@ -194,7 +196,7 @@ def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
         raise BuildError(f"{file}: {error.strerror}") from error
     with stream, blobs.new() as (out, place):
         size = 0
-        # One byte more than there should be tells a longer file from a whole one.
+        # One extra byte distinguishes a longer file from a complete one.
         while data := stream.read(min(blob.size + 1 - size, _CHUNK)):
             seen.update(data)
             out.write(data)
@@ -206,7 +208,7 @@ def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
 
 
 def _link_all(folder: Path, blobs: Blobs, image: Descriptor) -> None:
-    """Put `image` and everything below it into the layout."""
+    """Link `image` and every blob that it refers to into the layout."""
     todo = [image]
     while todo:
         blob = todo.pop()

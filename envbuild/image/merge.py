@@ -1,6 +1,6 @@
-"""Layers merged into the tree that a container sees, without unpacking any.
+"""Merge of layers into the tree that a container sees, without unpacking them.
 
-`merge` reads headers only; the content of files is streamed from their layers when it is asked for.
+`merge` reads headers only; file content is streamed from the layers on request.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.tree import MergedTree, Node
 from envbuild.image.untar import Slice, members
 
-# A layer's name, for messages, and what opens its uncompressed tar at the start; it is closed after use.
+# A layer's name for messages, and a function that opens its uncompressed tar at the start; the stream is closed after
+# use.
 LayerSource = tuple[str, Callable[[], BinaryIO]]
 _ID_END = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class MergedEntry:
-    """A path of the final tree, and the layer (0 is the lowest) and member that it and its data come from.
+    """A path of the final tree, with the layer (0 is the lowest) and the member that its metadata and data come from.
 
-    Of several names of one file the first by order is the file and the others are hard links to it,
-    whatever the layers called them. `layer` and `member` are -1 for a directory that no layer describes.
+    When a file has several names, the first in order is the file and the others are hard links to it, regardless of the
+    layers' choice. `layer` and `member` are -1 for a directory that no layer describes.
     """
 
     entry: Entry
@@ -36,19 +37,19 @@ class MergedEntry:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The final tree: its paths in order, so parents and link targets first, the root "" included."""
+    """The final tree: its paths in order, so parents and link targets come first. The root "" is included."""
 
     entries: dict[str, MergedEntry]
     _sources: Sequence[LayerSource] = field(repr=False)
     _members: dict[tuple[int, int], Member] = field(repr=False)
 
     def read(self, wanted: Collection[str]) -> Iterator[tuple[str, Entry, Readable]]:
-        """The content of the files among `wanted`, with their paths and entries.
+        """Yield the path, the entry and the content of each file in `wanted`.
 
-        Each layer that is needed is read once, in the order of layers and members. A hard link gives the
-        content of its file; a layer is opened again only where both names are wanted. The content must be
-        read before the next item is asked for. Raises KeyError for a path that is not in the tree, and
-        BuildError for a layer that has changed or is cut short.
+        Each layer with a wanted file is read once, in the order of layers and members. A hard link yields the content
+        of its file; a layer is opened again only when two names of one file are wanted. The content must be read before
+        the next item is requested. Raises KeyError for a path that is not in the tree, and BuildError for a layer that
+        has changed or is truncated.
         """
         rounds: list[dict[tuple[int, int], str]] = []
         for path in sorted(wanted):
@@ -79,9 +80,9 @@ class Merged:
 
 
 def merge(layers: Sequence[LayerSource]) -> Merged:
-    """The tree that `layers`, lowest first, make together. Raises BuildError, naming layer and path.
+    """Return the merged tree of `layers`, lowest first. Raises BuildError, naming layer and path.
 
-    A layer that can seek costs a seek for each member; any other is read through once.
+    A seekable layer costs one seek per member; any other layer is read completely, once.
     """
     merging = Merging()
     for name, start in layers:
@@ -91,26 +92,26 @@ def merge(layers: Sequence[LayerSource]) -> Merged:
 
 
 class Merging:
-    """Layers that are merged one after another, the lowest first."""
+    """A merge in progress: layers are added one after another, lowest first."""
 
     def __init__(self) -> None:
         self._root = MergedTree()
         self.files: dict[tuple[int, int], Member] = {}
-        """After `entries`: the members that files come from, by layer and number."""
+        """The members with the files' content, by layer and member number; filled by `entries`."""
 
     def add(self, name: str, members: Iterable[Member]) -> None:
-        """Put one layer on top; `name` is for messages. Raises BuildError."""
+        """Add a layer on top; `name` is for messages. Raises BuildError."""
         self._root.begin()
         for ordinal, member in enumerate(members):
             _check_numbers(member, name)
             self._root.apply(member, ordinal, name)
 
     def has(self, path: str) -> bool:
-        """Whether the tree so far has something at `path`, links among its folders followed."""
+        """Return whether the tree so far has an entry at `path`; links among its parent folders are resolved."""
         return self._root.has(path)
 
     def entries(self) -> dict[str, MergedEntry]:
-        """The paths of the tree in order."""
+        """Return the paths of the tree in order."""
         entries: dict[str, MergedEntry] = {}
         first: dict[int, str] = {}
         for path, node in self._root.walk():

@@ -1,7 +1,7 @@
-"""Image manifests and indexes, as registries, layouts and archives hold them.
+"""Image manifests and indexes of registries, layouts and archives.
 
-Sources: OCI image specification 1.1 (descriptor, manifest, index, config), Docker image manifest V2
-schema 2. Both are JSON of one shape; they differ in media types.
+Sources: OCI image specification 1.1 (descriptor, manifest, index, config), Docker image manifest V2, schema 2. Both
+have the same JSON structure and differ in media types.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOCKER_FOREIGN_GZIP = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip
 
 INDEXES = (OCI_INDEX, DOCKER_INDEX)
 MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
-# media type of a layer → how it is compressed
+# media type of a layer → its compression
 COMPRESSION = {
     OCI_LAYER: "none",
     OCI_LAYER_GZIP: "gzip",
@@ -39,23 +39,23 @@ COMPRESSION = {
     DOCKER_LAYER_GZIP: "gzip",
     DOCKER_LAYER_ZSTD: "zstd",
 }
-# media type of OCI → Docker's for the same bytes
+# OCI media type → Docker's for the same bytes
 _DOCKERS = {
     OCI_CONFIG: DOCKER_CONFIG,
     OCI_LAYER: DOCKER_LAYER,
     OCI_LAYER_GZIP: DOCKER_LAYER_GZIP,
     OCI_LAYER_ZSTD: DOCKER_LAYER_ZSTD,
 }
-# architecture as targets spell it → as images do (GOARCH)
+# architecture in targets → in images (GOARCH)
 GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
-# No manifest of a real image is larger; a registry must not fill our memory.
+# The limit protects our memory from a hostile registry; no manifest of a real image is larger.
 MAX_MANIFEST = 8 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a manifest or index says of one blob. `size` is in bytes; `arch` is GOARCH, "" if not said."""
+    """A reference to a blob in a manifest or index. `size` is in bytes; `arch` is a GOARCH, "" if not given."""
 
     media_type: str
     digest: str
@@ -65,7 +65,7 @@ class Descriptor:
     annotations: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The descriptor as an OCI manifest or index holds it."""
+        """Return the descriptor as JSON for an OCI manifest or index."""
         data: dict[str, Any] = {
             "mediaType": self.media_type,
             "digest": self.digest,
@@ -80,7 +80,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class ImageManifest:
-    """An image for one platform; `raw` are its bytes as they were published."""
+    """The manifest of an image for one platform; `raw` holds its bytes as they were published."""
 
     raw: bytes
     media_type: str
@@ -98,7 +98,7 @@ class ImageManifest:
 
 @dataclass(frozen=True, slots=True)
 class ImageIndex:
-    """The manifests of a multi-platform image."""
+    """The index of a multi-platform image."""
 
     raw: bytes
     media_type: str
@@ -114,30 +114,30 @@ class ImageIndex:
 
 
 def digest_of(data: bytes) -> str:
-    """`sha256:` and the hexadecimal digest of `data`."""
+    """Return `sha256:` and the hexadecimal digest of `data`."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def is_digest(text: str) -> bool:
-    """Whether `text` is a sha256 digest; no other algorithm is in use by registries."""
+    """Return whether `text` is a sha256 digest; registries use no other algorithm."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def canonical(value: Any) -> bytes:
-    """`value` as JSON, the same bytes each time."""
+    """Return `value` as JSON, with the same bytes each time."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # A lone surrogate, which JSON may hold as an escape and UTF-8 may not, becomes that escape again.
+    # A lone surrogate is possible in JSON, as an escape, but not in UTF-8: write it as the escape again.
     return text.encode("utf-8", "backslashreplace")
 
 
 def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifest | ImageIndex:
-    """A manifest or an index from its bytes; `media_type` is what the server called it, if it said so.
+    """Parse a manifest or an index; `media_type` is the server's Content-Type, if it sent one.
 
-    Raises BuildError, naming `where`, for anything that is neither, or that is not what it says it is.
+    Raises BuildError, naming `where`, when the data is neither, or contradicts itself.
     """
     data = json_object(raw, where)
     if "manifests" in data and ("layers" in data or "config" in data):
-        # CVE-2021-41190: two readers would see two images under one digest.
+        # CVE-2021-41190: two readers would see different images under one digest.
         raise BuildError(f"{where}: it is both an image index and an image manifest")
     kind = data.get("mediaType") or (media_type or "").partition(";")[0].strip()
     if kind not in INDEXES + MANIFESTS:
@@ -157,7 +157,10 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
 
 
 def docker_manifest(manifest: ImageManifest) -> ImageManifest:
-    """`manifest` in Docker's form (image manifest V2 schema 2), which has no annotations; its blobs stay the same."""
+    """Return `manifest` in Docker's form: image manifest V2, schema 2.
+
+    The form has no annotations; the blobs stay the same.
+    """
 
     def named(blob: Descriptor) -> Descriptor:
         return Descriptor(_DOCKERS.get(blob.media_type, blob.media_type), blob.digest, blob.size)
@@ -175,12 +178,12 @@ def docker_manifest(manifest: ImageManifest) -> ImageManifest:
 
 
 def choose(index: ImageIndex, arch: str, where: str) -> Descriptor:
-    """The manifest of `index` for linux on `arch` (x86_64, aarch64). Raises BuildError when it has none."""
+    """Return the manifest in `index` for linux on `arch` (x86_64, aarch64). Raises BuildError when there is none."""
     wanted = GOARCH[arch]
     for item in index.manifests:
         if item.arch == wanted and item.os in ("linux", ""):
             return item
-    # Attestations are listed beside images, for "unknown/unknown".
+    # Attestations are listed beside images, with the platform "unknown/unknown".
     images = [item for item in index.manifests if item.arch not in ("", "unknown")]
     has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images})
     raise BuildError(
@@ -190,7 +193,7 @@ def choose(index: ImageIndex, arch: str, where: str) -> Descriptor:
 
 
 def parse_config(raw: bytes, where: str) -> dict[str, Any]:
-    """An image's configuration. Raises BuildError when it is not one with `rootfs.diff_ids`."""
+    """Parse an image's configuration. Raises BuildError when it has no valid `rootfs.diff_ids`."""
     data = json_object(raw, where)
     rootfs = data.get("rootfs")
     ids = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
@@ -200,7 +203,7 @@ def parse_config(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _guess(data: dict[str, Any]) -> str | None:
-    """OCI allows mediaType to be left out: the keys tell."""
+    """Return the media type that the keys suggest: OCI allows mediaType to be omitted."""
     if data.get("schemaVersion") != 2:
         return None
     if "manifests" in data:
@@ -209,7 +212,7 @@ def _guess(data: dict[str, Any]) -> str | None:
 
 
 def json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object from its bytes. Raises BuildError, naming `where`."""
+    """Parse a JSON object. Raises BuildError, naming `where`."""
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:

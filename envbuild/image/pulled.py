@@ -1,4 +1,4 @@
-"""An image for one platform whose blobs are at hand, wherever it came from."""
+"""An image for one platform whose blobs exist locally, regardless of its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envbuild.image.model import GOARCH, ImageManifest
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """An image that was read: `config` is its configuration, `blobs` hold every blob it names."""
+    """An image that was read: `config` is its configuration, and `blobs` contains every blob that it refers to."""
 
     manifest: ImageManifest
     config: dict[str, Any]
@@ -22,8 +22,10 @@ class Pulled:
 def check_image(
     manifest: ImageManifest, config: dict[str, Any], arch: str | None, where: str
 ) -> None:
-    """Raise BuildError when the image is for another architecture than `arch` (x86_64, aarch64; None:
-    any), or when its configuration counts other layers than its manifest."""
+    """Raise BuildError when the image does not match `arch` or itself.
+
+    `arch` is x86_64 or aarch64, None for any. The configuration must list as many layers as the manifest.
+    """
     check_architecture(config, arch, where)
     layers, ids = len(manifest.layers), len(config["rootfs"]["diff_ids"])
     if layers != ids:

@@ -1,7 +1,7 @@
 """Names of images in registries.
 
-Source: the grammar in github.com/distribution/reference, and the rules by which Docker completes a short
-name: no host means docker.io, one part on docker.io lies in `library`, no tag means `latest`.
+Source: the grammar in github.com/distribution/reference, and Docker's rules for a short name: no host means docker.io,
+a single part on docker.io is in `library`, no tag means `latest`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from envbuild.errors import UsageError
 from envbuild.image.model import is_digest
 
 DOCKER_HUB = "docker.io"
-# Every name under which Docker Hub is known; credentials are kept under any of them.
+# All names of Docker Hub; credentials may be stored under any of them.
 DOCKER_HUB_NAMES = (DOCKER_HUB, "index.docker.io", "registry-1.docker.io")
 _MAX_NAME = 255
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
@@ -25,7 +25,7 @@ _EXAMPLE = "write it as ubuntu:24.04, pytorch/pytorch:2.7, host:5000/name:tag or
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An image in a registry. `registry` is host[:port]; a tag, a digest or both say which image."""
+    """The name of an image in a registry. `registry` is host[:port]; a tag, a digest or both select the image."""
 
     registry: str
     repository: str
@@ -34,12 +34,12 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """Registry and repository."""
+        """The registry and the repository."""
         return f"{self.registry}/{self.repository}"
 
     @property
     def pointer(self) -> str:
-        """What a registry is asked for: the digest when there is one, for it cannot move."""
+        """The digest if there is one, because it cannot move, else the tag."""
         return self.digest or self.tag or "latest"
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """`text` completed as Docker does. Raises UsageError, saying which part is wrong."""
+    """Parse an image name and complete it as Docker does. Raises UsageError, naming the invalid part."""
     rest = text.removeprefix("docker://")
     if not rest or rest != rest.strip():
         raise UsageError(f"image {text!r}: not the name of an image", _EXAMPLE)
@@ -80,17 +80,17 @@ def parse_reference(text: str) -> Reference:
 
 
 def same_registry(one: str, other: str) -> bool:
-    """Whether two hosts name one registry; Docker Hub has several names."""
+    """Return whether two hosts are the same registry; Docker Hub has several names."""
     return _canonical_host(one) == _canonical_host(other)
 
 
 def api_host(registry: str) -> str:
-    """The host that serves a registry's API."""
+    """Return the host of a registry's API."""
     return "registry-1.docker.io" if registry == DOCKER_HUB else registry
 
 
 def _is_host(part: str) -> bool:
-    """Docker's rule for whether the first of several parts is a host."""
+    """Return whether the first of several parts is a host, by Docker's rule."""
     return "." in part or ":" in part or part == "localhost"
 
 

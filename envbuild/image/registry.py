@@ -1,6 +1,6 @@
-"""Images in registries: a repository to pull from, by way of its mirrors, and to push to.
+"""Repositories in registries: pull from a registry or its mirrors, and push to the registry.
 
-Own code over requests: oras and python-dxf neither resume nor check what they pull, know no mirrors, and
+This module uses requests directly: oras and python-dxf neither resume nor check downloads, do not support mirrors, and
 read credentials from fewer places.
 """
 
@@ -31,16 +31,16 @@ from envbuild.progress import Advance
 from envbuild.workers import each
 
 _WORKERS = 4
-# A mirror is a help: one that falters must not hold up the registry itself.
+# A mirror is an optimization: a failing one must not delay the request to the registry.
 _MIRROR_RETRIES = 1
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The repository of `reference`: pulls ask `mirrors` in their order, then `endpoint`; pushes `endpoint`.
+    """The repository of `reference`: pulls try `mirrors` in order, then `endpoint`; pushes use `endpoint`.
 
-    Every method raises BuildError for what registries answer, RecipeError or HostError for credentials
-    that cannot be read. Tags and digests are those of the repository.
+    Every method raises BuildError when a request fails, and RecipeError or HostError when credentials cannot be read.
+    Tags and digests refer to this repository.
     """
 
     reference: Reference
@@ -48,49 +48,54 @@ class Registry:
     mirrors: tuple[Endpoint, ...] = ()
 
     def manifest(self, pointer: str | None = None) -> tuple[bytes, str]:
-        """The manifest or index of a tag or digest (the reference's), and its media type as served.
+        """Return the manifest or index of `pointer`, and its media type as served.
 
-        One that is asked for by digest is checked; a tag is the word of the source that answers.
+        `pointer` is a tag or a digest, by default that of the reference. A manifest requested by digest is checked; for
+        a tag the source's response is trusted.
         """
         pointer = pointer or self.reference.pointer
         return registry_pull.get_manifest(self._sources, pointer, self._named(pointer))
 
     def head_manifest(self, pointer: str | None = None) -> str | None:
-        """The digest that a tag or digest stands for, None when the registry has no such manifest."""
+        """Return the digest of the manifest of a tag or digest, by default the reference's.
+
+        Returns None when the registry has no such manifest.
+        """
         pointer = pointer or self.reference.pointer
         return registry_pull.head_manifest(self._sources, pointer, self._named(pointer))
 
     def fetch_blob(self, blob: Descriptor, blobs: Blobs, moved: Advance) -> Path:
-        """The blob's file in `blobs`, fetched if it is not there: resumed, checked, then put in place.
+        """Download a blob with resume, check its digest, and return its path in `blobs`.
 
-        `moved` is told how many bytes came; a negative count takes back such as must come again.
+        A blob that exists is not downloaded again. `moved` is called with the number of received bytes; a negative
+        count takes back bytes that must be downloaded again.
         """
         return self._fetch(blob, threading.Event(), blobs=blobs, moved=moved)
 
     def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, moved: Advance) -> list[Path]:
-        """The files of several blobs, fetched at the same time; `moved` is called from several threads."""
+        """Download several blobs in parallel, and return their paths; `moved` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
         each(unique, partial(self._fetch, blobs=blobs, moved=moved), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
 
     def has_blob(self, digest: str) -> bool:
-        """Whether the registry itself has the blob in this repository."""
+        """Return whether the registry itself, not a mirror, has the blob in this repository."""
         with _told(self, f"{self.reference.name}: blob {digest}"):
             return registry_upload.has_blob(self.endpoint, digest, threading.Event())
 
     def mount(self, digest: str, from_repository: str) -> bool:
-        """Take a blob over from another repository of the registry; False when it must be sent."""
+        """Mount a blob from another repository of the registry; return False when it must be uploaded instead."""
         with _told(self, f"{self.reference.name}: mounting blob {digest}"):
             stop = threading.Event()
             return registry_push.mount(self.endpoint, digest, from_repository, stop)
 
     def push_blob(self, blob: Descriptor, path: Path, moved: Advance, chunk: int = CHUNK) -> None:
-        """Send one blob, whether or not the registry has it. `moved` as for `fetch_blob`."""
+        """Upload one blob without asking whether the registry has it. `moved` is called as by `fetch_blob`."""
         with _told(self, f"{self.reference.name}: pushing blob {blob.digest}"):
             registry_upload.push_blob(self.endpoint, blob, path, moved, threading.Event(), chunk)
 
     def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> str:
-        """Publish a manifest or index whose blobs the registry has; returns its digest."""
+        """Publish a manifest or index whose blobs the registry has, and return its digest."""
         with _told(self, f"publishing {self._named(pointer)}"):
             stop = threading.Event()
             return registry_push.put_manifest(self.endpoint, raw, media_type, pointer, stop)
@@ -106,10 +111,10 @@ class Registry:
         mount_from: Sequence[str] = (),
         moved: Advance = lambda _count: None,
     ) -> Pushed:
-        """Publish `manifest` under tag or digest `pointer`, after the blobs that the registry lacks.
+        """Upload the blobs that the registry lacks, then publish `manifest` under the tag or digest `pointer`.
 
-        Blobs are taken from `mount_from`, other repositories of the registry, where these have them, and
-        else sent, several at once. `moved` is told the size of every blob, sent or not.
+        Blobs are mounted from `mount_from`, other repositories of the registry, if these have them, and else uploaded,
+        several in parallel. `moved` is called with the size of every blob, uploaded or not.
         """
         what = f"pushing {self._named(pointer)}"
         pushed = registry_push.push(self.endpoint, blobs, descriptors, mount_from, moved, what)
@@ -117,7 +122,7 @@ class Registry:
         return pushed
 
     def close(self) -> None:
-        """Close the connections that are kept open."""
+        """Close the open connections."""
         for endpoint in self._sources:
             endpoint.http.close()
 
@@ -137,7 +142,7 @@ class Registry:
 
 @contextlib.contextmanager
 def _told(registry: Registry, what: str) -> Iterator[None]:
-    """A failure inside becomes an error for a user."""
+    """Turn a RequestFailed inside the block into a BuildError for the user."""
     try:
         yield
     except RequestFailed as error:
@@ -150,12 +155,12 @@ def open_registry(
     env: Mapping[str, str],
     mirrors: Sequence[str] = (),
 ) -> Registry:
-    """The repository of `image`; nothing is asked yet.
+    """Return the repository of `image`; no request is sent yet.
 
-    `mirrors` are hosts or URLs, tried in their order before the registry for pulls alone. A path in one
-    goes before the repository's name, as Harbor, Artifactory and Nexus have it: mirror.site/hub serves
-    docker.io/library/ubuntu as hub/library/ubuntu. Credentials are looked for (find_credentials) when a
-    server asks, for its own host. Raises UsageError for what is no image and no mirror.
+    `mirrors` are hosts or URLs, tried in order before the registry, for pulls only. A path in a mirror's URL precedes
+    the repository's name, as in Harbor, Artifactory and Nexus: mirror.site/hub serves docker.io/library/ubuntu as
+    hub/library/ubuntu. Credentials are looked up (find_credentials) for a server's own host when it requires them.
+    Raises UsageError when an image or a mirror is invalid.
     """
     reference = parse_reference(image) if isinstance(image, str) else image
     host = reference.registry
@@ -170,11 +175,11 @@ def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, 
     url = text if "://" in text else f"https://{text}"
     try:
         parts = urlsplit(url)
-        _ = parts.port  # checks it
+        _ = parts.port  # validates the port
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        shown = text.rpartition("@")[2]  # the user part may be a password's
+        shown = text.rpartition("@")[2]  # the user part may contain a password
         raise UsageError(
             f"mirror {shown!r}: neither a host nor a URL", "https://mirror.site/prefix"
         )

@@ -1,7 +1,7 @@
-"""Authorization at a registry: what it asks for, and the tokens got for that.
+"""Authorization at a registry: challenges and tokens.
 
-Sources: RFC 9110 §11 (challenges), RFC 7617 (Basic), and Docker's "Token Authentication Specification"
-with "Oauth2 Token Authentication" (Bearer), which all registries follow.
+Sources: RFC 9110, section 11 (challenges), RFC 7617 (Basic), and Docker's "Token Authentication Specification" with
+"Oauth2 Token Authentication" (Bearer), which all registries follow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from envbuild.image.credentials import Credentials
 
 _MAX_TOKEN = 1 << 20
 _CLIENT = "envbuild"
-# The specification's, for a token that does not say how long it is good.
+# The specification's default for a token without an expiry.
 _DEFAULT_LIFE_S = 60
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _ITEM = re.compile(rf'[\s,]*({_TOKEN})(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*)))?')
@@ -29,14 +29,14 @@ _ITEM = re.compile(rf'[\s,]*({_TOKEN})(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """One scheme that a server accepts, in lower case, with its parameters."""
+    """An authentication scheme that a server accepts, in lower case, with its parameters."""
 
     scheme: str
     parameters: dict[str, str] = field(default_factory=dict)
 
 
 def parse_challenges(header: str) -> list[Challenge]:
-    """The challenges of a WWW-Authenticate header, or of several joined by commas."""
+    """Parse a WWW-Authenticate header, or several joined by commas."""
     found: list[Challenge] = []
     position = 0
     while match := _ITEM.match(header, position):
@@ -52,9 +52,9 @@ def parse_challenges(header: str) -> list[Challenge]:
 
 @dataclass
 class Login:
-    """What is sent as Authorization to one registry. Used by several threads.
+    """The Authorization headers for one registry. Used by several threads.
 
-    `find` looks for credentials; it is asked once, and only when the registry wants to know who we are.
+    `find` looks up credentials; it is called once, and only when the registry requires authentication.
     """
 
     find: Callable[[], Credentials | None] = field(repr=False)
@@ -64,7 +64,7 @@ class Login:
     _found: list[Credentials | None] = field(default_factory=list, repr=False)
     _basic: str | None = field(default=None, repr=False)
     _bearer: Challenge | None = field(default=None, repr=False)
-    # scopes → the header, and the time from which it is no longer good
+    # scopes → the header, and the time.monotonic() at which it expires
     _tokens: dict[tuple[str, ...], tuple[str, float]] = field(default_factory=dict, repr=False)
 
     @property
@@ -76,7 +76,10 @@ class Login:
             return self._found[0]
 
     def header(self, scopes: Sequence[str], stop: threading.Event) -> str | None:
-        """The Authorization for `scopes`, None before the registry has asked. Raises RequestFailed."""
+        """Return the Authorization header for `scopes`, or None before the registry has sent a challenge.
+
+        Raises RequestFailed when no token is granted.
+        """
         with self._lock:
             if self._bearer is None:
                 return self._basic
@@ -88,7 +91,10 @@ class Login:
             return header
 
     def refused(self, header: str | None, asked: str) -> bool:
-        """Note that `header` got 401 with the challenges `asked`; whether another try may help."""
+        """Record that a request with `header` got a 401 with the challenges `asked`.
+
+        Returns whether another attempt may succeed.
+        """
         challenges = {
             challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))
         }
@@ -155,7 +161,7 @@ class Login:
 
 
 def _token(data: bytes, server: str) -> tuple[str, float]:
-    """The header of a token server's answer, and until when it is good, by time.monotonic()."""
+    """Return the header for a token server's response, and the time.monotonic() at which it expires."""
     try:
         answer = json.loads(data)
         token = answer.get("token") or answer.get("access_token")
@@ -164,7 +170,7 @@ def _token(data: bytes, server: str) -> tuple[str, float]:
         token, life = None, 0.0
     if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable():
         raise RequestFailed(f"the answer of {server} holds no token")
-    # A little less than it says, for the time that a request is under way.
+    # Expire the token a little early, because a request takes time.
     return f"Bearer {token}", time.monotonic() + max(life, 10.0) * 0.9
 
 

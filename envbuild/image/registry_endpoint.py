@@ -1,4 +1,4 @@
-"""One repository at one server, a registry or a mirror of it: requests with authorization and redirects."""
+"""Requests to one repository on one server, a registry or a mirror, with authorization and redirects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
-# A token may have ended since it was cached, and another thread may have cached one that did, too.
+# A cached token may have expired, and so may one that another thread has cached since.
 _RENEWALS = 2
 
 
 @dataclass
 class Endpoint:
-    """`repository` at the server `base` (scheme://host). `name` is how messages call the server."""
+    """The repository `repository` on the server `base` (scheme://host). `name` is the server's name in messages."""
 
     name: str
     base: str
@@ -33,15 +33,15 @@ class Endpoint:
     http: HttpClient
     login: Login
     retries: int
-    # Why no request can succeed; set for a mirror that does not answer, so that it is asked once only.
+    # Set when a mirror is unreachable, so that it is tried only once: the reason why no request can succeed.
     dead: RequestFailed | None = None
 
     def url(self, path: str) -> str:
-        """The URL of `path` below the repository."""
+        """Return the URL of `path` below the repository."""
         return f"{self.base}/v2/{self.repository}/{path}"
 
     def scope(self, actions: str, repository: str | None = None) -> str:
-        """What a token is asked for; `actions` are pull or pull,push."""
+        """Return the scope of a token for `actions`: pull or pull,push."""
         return f"repository:{repository or self.repository}:{actions}"
 
     def request(
@@ -56,9 +56,9 @@ class Endpoint:
         body: Callable[[], Body | bytes] | None = None,
         retries: int | None = None,
     ) -> requests.Response:
-        """An answer with a status of `ok`, its body not read yet; close it.
+        """Send a request, and return the response with a status in `ok`, its body unread; the caller closes it.
 
-        `body` is called for each time that the body must be sent. Raises RequestFailed.
+        `body` is called each time the body is sent. Raises RequestFailed.
         """
         return patiently(
             lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
@@ -67,15 +67,15 @@ class Endpoint:
         )
 
     def follow(self, response: requests.Response) -> str:
-        """The URL that an answer's Location names. Raises RequestFailed when it has none."""
+        """Return the URL in a response's Location header. Raises RequestFailed when it has none."""
         location = response.headers.get("Location")
         if not location:
             raise RequestFailed(f"its answer HTTP {response.status_code} lacks a Location")
-        split(location)  # urljoin has errors of its own for what is none
+        split(location)  # validates the URL: urljoin raises other exceptions for an invalid one
         target = split(urljoin(response.url, location))
         own = split(self.base)
         if (target.scheme, own.scheme) == ("http", "https") and target.hostname == own.hostname:
-            # A registry behind a proxy that does TLS for it may not know that it is spoken to in TLS.
+            # A registry behind a proxy that terminates TLS may not know that clients use https.
             target = target._replace(scheme="https", netloc=own.netloc)
         return urlunsplit(target)
 
@@ -110,7 +110,10 @@ class Endpoint:
         header: str | None,
         body: Callable[[], Body | bytes] | None,
     ) -> requests.Response:
-        """Authorization goes to the registry alone: its object store has its own in the URL."""
+        """Send a request and follow redirects.
+
+        The Authorization header goes to the registry only: its object store's URLs contain their own credentials.
+        """
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers
@@ -126,7 +129,10 @@ class Endpoint:
 
 
 def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
-    """The error for a user, who wanted `what`: what each source answered, and what to do about the last."""
+    """Return the error for the failed operation `what`.
+
+    The error lists the answer of each source, and has a hint about the last one.
+    """
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
     return BuildError(f"{what}: {answers}", _hint(endpoint, last))

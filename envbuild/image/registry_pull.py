@@ -1,4 +1,4 @@
-"""Download manifests and blobs from a registry or its mirrors with resume, and check their digests.
+"""Download of manifests and blobs from a registry or its mirrors, with resume and a check of their digests.
 
 Source: OCI distribution specification 1.1, "Pull".
 """
@@ -35,9 +35,9 @@ _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 
 
 def get_manifest(sources: Sequence[Endpoint], pointer: str, what: str) -> tuple[bytes, str]:
-    """The manifest or index that tag or digest `pointer` names, and what the server calls its type.
+    """Return the manifest or index of the tag or digest `pointer`, and its media type as served.
 
-    Raises BuildError, which says what each of `sources` answered.
+    Raises BuildError with the answer of each source in `sources`.
     """
 
     def get(source: Endpoint) -> tuple[bytes, str]:
@@ -47,7 +47,7 @@ def get_manifest(sources: Sequence[Endpoint], pointer: str, what: str) -> tuple[
 
 
 def head_manifest(sources: Sequence[Endpoint], pointer: str, what: str) -> str | None:
-    """The digest of what `pointer` names, None when the registry itself has no such manifest.
+    """Return the digest of the manifest of `pointer`, or None when the registry itself has no such manifest.
 
     Raises BuildError when no source answers.
     """
@@ -61,7 +61,7 @@ def head_manifest(sources: Sequence[Endpoint], pointer: str, what: str) -> str |
             if answer.status_code == 404:
                 return None
             digest = answer.headers.get("Docker-Content-Digest", "")
-        # The header may be left out: then the content tells.
+        # The header is optional; without it, compute the digest from the content.
         return digest if is_digest(digest) else digest_of(_manifest(source, pointer, stop)[0])
 
     return _first(sources, head, what)
@@ -75,17 +75,18 @@ def fetch_blob(
     stop: threading.Event,
     what: str,
 ) -> Path:
-    """The blob's file in `blobs`, fetched from the first of `sources` that serves it right.
+    """Download a blob from the first of `sources` that serves it correctly, and return its path in `blobs`.
 
-    `moved` is told bytes as they come, those of an earlier cut run too, and a negative count for such
-    as must come again. Raises BuildError; then what was got is kept for a later run, unless it is wrong.
+    `moved` is called with the number of received bytes, including those of an earlier, interrupted run; a negative
+    count takes back bytes that must be downloaded again. Raises BuildError; the partial download is then kept for a
+    later run, unless it is wrong.
     """
     wanted = f"{what}: blob {blob.digest}"
     hashes = frozenset({blob.digest.partition(":")[2]})
     try:
         if not blobs.has(blob):
             with locked_partial(blobs.partial(blob.digest), stop) as partial:
-                if not blobs.has(blob):  # else another process has got it meanwhile
+                if not blobs.has(blob):  # another process may have downloaded it in the meantime
                     with open_download(partial, hashes, blob.size, moved, stop) as download:
                         _first(sources, lambda one: _download(one, blob, download, stop), wanted)
                     return blobs.adopt(partial, blob.digest)
@@ -107,7 +108,7 @@ def _download(source: Endpoint, blob: Descriptor, download: Download, stop: thre
 
 
 def _first(sources: Sequence[Endpoint], get: Callable[[Endpoint], T], what: str) -> T:
-    """What the first source gives that gives anything. The last one is the registry itself."""
+    """Return the result of the first source that succeeds. The last source is the registry itself."""
     failures = []
     for source in sources:
         try:
@@ -125,7 +126,7 @@ def _manifest(source: Endpoint, pointer: str, stop: threading.Event) -> tuple[by
     url = source.url(f"manifests/{pointer}")
     scopes, headers = (source.scope("pull"),), {"Accept": _ACCEPT}
 
-    def get() -> tuple[bytes, str]:  # the body may be cut, too
+    def get() -> tuple[bytes, str]:  # retried as a whole, because the body may be truncated, too
         with source.request("GET", url, stop, scopes=scopes, headers=headers, retries=0) as answer:
             return read_all(answer, MAX_MANIFEST, stop), answer.headers.get("Content-Type", "")
 

@@ -1,4 +1,4 @@
-"""Blobs and manifests into a registry; nothing is sent that it has.
+"""Upload of an image's blobs and manifest to a registry. A blob that the registry has is not sent.
 
 Source: OCI distribution specification 1.1, "Push" and "Mounting a blob from another repository".
 """
@@ -25,7 +25,10 @@ _WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many blobs were sent, with how many bytes; mounted from other repositories; there before."""
+    """The result of a push.
+
+    It counts the blobs that were uploaded (with their bytes), mounted from other repositories, and present before.
+    """
 
     uploaded_bytes: int
     uploaded: int
@@ -34,20 +37,23 @@ class Pushed:
 
 
 def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
-    """Take the blob from repository `source` of the same registry; False when it gives none. Raises RequestFailed."""
+    """Mount the blob from the repository `source` of the same registry.
+
+    Returns False when the registry does not mount it. Raises RequestFailed.
+    """
     scopes = (endpoint.scope("pull,push"), endpoint.scope("pull", source))
     url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
     try:
         with endpoint.request("POST", url, stop, scopes=scopes, ok=(201, 202)) as answer:
             if answer.status_code == 201:
                 return True
-            location = endpoint.follow(answer)  # it began an upload in place of a mount
+            location = endpoint.follow(answer)  # an upload has begun instead
     except RequestFailed as error:
         if error.status in (400, 401, 403, 404, 405):
             return False
         raise
     ok = (204, 202, 200)
-    with contextlib.suppress(RequestFailed):  # the registry forgets it after a while
+    with contextlib.suppress(RequestFailed):  # the registry discards it after a while
         endpoint.request("DELETE", location, stop, scopes=scopes[:1], ok=ok, retries=0).close()
     return False
 
@@ -55,7 +61,10 @@ def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -
 def put_manifest(
     endpoint: Endpoint, raw: bytes, media_type: str, pointer: str, stop: threading.Event
 ) -> str:
-    """Publish a manifest or index under tag or digest `pointer`; returns its digest. Raises RequestFailed."""
+    """Publish a manifest or index under the tag or digest `pointer`, and return its digest.
+
+    Raises RequestFailed.
+    """
     with endpoint.request(
         "PUT",
         endpoint.url(f"manifests/{pointer}"),
@@ -79,7 +88,7 @@ def push(
     moved: Advance,
     what: str,
 ) -> Pushed:
-    """Bring all of `descriptors` into the repository, several at once. Raises BuildError."""
+    """Make every blob of `descriptors` present in the repository, several in parallel. Raises BuildError."""
     unique = list({blob.digest: blob for blob in descriptors}.values())
 
     def bring(blob: Descriptor, stop: threading.Event) -> str:

@@ -1,7 +1,7 @@
-"""One blob sent to a registry, gone on with where a try was cut.
+"""Upload of one blob to a registry, with resume.
 
-Source: OCI distribution specification 1.1, "Pushing blobs": POST begins an upload, PATCH adds a chunk,
-GET says how far it is, PUT ends it, alone or with all of the content.
+Source: OCI distribution specification 1.1, "Pushing blobs": POST begins an upload, PATCH adds a chunk, GET returns the
+number of bytes received, PUT ends the upload, with or without the complete content.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import requests
 
 CHUNK = 16 << 20
-# What a registry answers that cannot, or must not, take chunks.
+# Statuses from registries that do not support chunks, or must not accept them.
 _NO_CHUNKS = frozenset({400, 403, 404, 405, 411, 413, 415, 416, 501})
 _OCTETS = "application/octet-stream"
 
 
 def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
-    """Whether the repository has the blob. Raises RequestFailed."""
+    """Return whether the repository has the blob. Raises RequestFailed."""
     scopes = (endpoint.scope("pull,push"),)
     url = endpoint.url(f"blobs/{digest}")
     with endpoint.request("HEAD", url, stop, scopes=scopes, ok=(200, 404)) as answer:
@@ -46,10 +46,10 @@ def push_blob(
     stop: threading.Event,
     chunk: int = CHUNK,
 ) -> None:
-    """Send the file `path`, whose content is `blob`, in chunks of `chunk` bytes.
+    """Upload the file `path` with the content `blob`, in chunks of `chunk` bytes.
 
-    `moved` is told bytes as they go, and a negative count for such as must go again. Raises RequestFailed, and
-    BuildError when the file is not what `blob` says.
+    `moved` is called with the number of sent bytes; a negative count takes back bytes that must be sent again. Raises
+    RequestFailed, and BuildError when the file's size differs from that in `blob`.
     """
     size = path.stat().st_size
     if size != blob.size:
@@ -65,17 +65,17 @@ class _Upload:
     moved: Advance
     stop: threading.Event
     chunk: int
-    location: str = ""  # "" before an upload is begun
-    offset: int = 0  # how much of it the registry has
-    told: int = 0  # how much of it `moved` was told
-    unsure: bool = False  # the last request was cut: the registry may have another offset
-    troubled: bool = False  # some request was cut
-    refusals: int = 0  # uploads that the registry gave up
-    whole: bool = False  # send it in one piece: the registry takes no chunks
+    location: str = ""  # "" before an upload has begun
+    offset: int = 0  # bytes that the registry has
+    told: int = 0  # bytes that were reported to `moved`
+    unsure: bool = False  # the last request was interrupted: the registry's offset is unknown
+    troubled: bool = False  # some request was interrupted
+    refusals: int = 0  # uploads that the registry has discarded
+    whole: bool = False  # send the blob in one piece: the registry accepts no chunks
     done: bool = False
 
     def run(self) -> None:
-        """Send all. Tries that bring the registry more than it ever had do not count as retries."""
+        """Upload the blob. The count of retries restarts when the registry has more bytes than ever before."""
         most, tries = 0, 0
         while not self.done:
             try:
@@ -101,20 +101,20 @@ class _Upload:
             self._send_chunk()
 
     def _is_last(self) -> bool:
-        """Whether the next request is the last: all was sent, or all goes at once."""
+        """Return whether the next request is the last: all bytes are sent, or the blob goes in one piece."""
         small = self.offset == 0 and self.blob.size <= self.chunk
         return self.whole or small or self.offset == self.blob.size
 
     def _in_another_way(self, error: RequestFailed) -> bool:
-        """Set right what `error` leaves behind; raises it when trying again will not help.
+        """Recover from `error`, or raise it when a retry cannot help.
 
-        Returns whether to go on at once, since it was not a fault but a way that the registry lacks.
+        Returns True to continue at once, without counting a retry: the registry does not support chunks.
         """
         if self.location and error.passing:
             self.unsure = self.troubled = True
         elif error.passing:
             pass
-        elif self.unsure:  # it knows no such upload: it is whole there, or lost
+        elif self.unsure:  # unknown to the registry: complete, or lost
             self.done = has_blob(self.endpoint, self.blob.digest, self.stop)
             self._give_up(self.blob.size if self.done else 0)
         elif not self.location:
@@ -193,7 +193,7 @@ class _Upload:
         )
 
     def _moved_to(self, answer: requests.Response) -> None:
-        """An upload may change its address with each answer."""
+        """Update the upload's URL, which may change with each response."""
         if answer.headers.get("Location"):
             self.location = self.endpoint.follow(answer)
 
@@ -205,7 +205,7 @@ class _Upload:
 
 @dataclass
 class _Part:
-    """The bytes of a file from `start` up to `end`, as a request's body."""
+    """A request body: the bytes of a file from `start` up to `end`."""
 
     upload: _Upload
     start: int
@@ -230,7 +230,10 @@ class _Part:
 
 
 def _received(header: str | None, otherwise: int) -> int:
-    """How many bytes a Range header of an upload speaks of. `0-0` stands for none, and for one: say none."""
+    """Return the number of bytes in the Range header of an upload.
+
+    Registries send `0-0` for no bytes as well as for one; it is taken as none.
+    """
     match = re.search(r"0-(\d+)$", header or "")
     if match is None:
         return otherwise

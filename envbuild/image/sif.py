@@ -1,8 +1,8 @@
-"""SIF, the file format of Apptainer and Singularity: written around a squashfs, and read.
+"""Reader and writer of SIF, the file format of Apptainer and Singularity, around a squashfs.
 
-Source: the Singularity Image Format, header version 01 (github.com/apptainer/sif, pkg/sif). Numbers are
-little-endian and packed. A header of 128 bytes is followed, from 4096, by 48 descriptors of 585 bytes, and
-from 32176 by the objects that they describe; a partition begins at a multiple of 4096.
+Source: the Singularity Image Format, header version 01 (github.com/apptainer/sif, pkg/sif). Numbers are little-endian
+and packed. The layout is a header of 128 bytes, 48 descriptors of 585 bytes from offset 4096, and the described objects
+from offset 32176; a partition begins at a multiple of 4096.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ _ARCHITECTURES = {
     "07": "mips", "08": "mipsle", "09": "mips64", "10": "mips64le", "11": "s390x", "12": "riscv64",
 }  # fmt: skip
 _CODES = {name: code.encode() + b"\0" for code, name in _ARCHITECTURES.items()}
-# More descriptors than any SIF has: what is read to find them is bounded.
+# A bound for reading a damaged file; no real SIF has as many descriptors.
 _MAX_SLOTS = 4096
 # No definition or JSON object of a real SIF is larger.
 _MAX_OBJECT = 16 << 20
-# The name space of images' identifiers (RFC 9562, version 5).
+# The namespace of image identifiers (RFC 9562, version 5).
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "sif.org.envbuild")
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """One object of a SIF: `offset` and `size` in bytes of the file. For a partition `fs` is its file
-    system, `primary` whether it is the image's root, and `arch` its architecture; else they are empty."""
+    """An object of a SIF: `offset` and `size` are in bytes of the file.
+
+    For a partition `fs` is its file system, `primary` whether it is the image's root, and `arch` its architecture; else
+    they are empty.
+    """
 
     kind: str
     name: str
@@ -64,8 +67,11 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Sif:
-    """A SIF's objects in their order. `partition` is the squashfs that is the image's root; `arch` is its
-    architecture (x86_64, aarch64, or another name; "" if not said). `mtime` is in seconds since 1970."""
+    """The objects of a SIF in file order.
+
+    `partition` is the squashfs that is the image's root; `arch` is its architecture (x86_64, aarch64, or another name;
+    "" if not given). `mtime` is in seconds since 1970.
+    """
 
     arch: str
     objects: tuple[Object, ...]
@@ -75,17 +81,17 @@ class Sif:
 
 
 def is_sif(head: bytes) -> bool:
-    """Whether a file that begins with `head`, 42 bytes or more, is a SIF."""
+    """Return whether a file that begins with `head`, at least 42 bytes, is a SIF."""
     return head[_MAGIC_AT : _MAGIC_AT + len(_MAGIC)] == _MAGIC
 
 
 def write_sif_front(
     out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str
 ) -> int:
-    """Write the objects before the partition into the empty file `out`: the definition, then each of
-    `jsons`, (name, content). Header and descriptors are left to `finish_sif`.
+    """Write the objects before the partition into the empty file `out`.
 
-    Returns the offset where the squashfs for `arch` (x86_64, aarch64) is to be written; `out` stands there.
+    These are the definition and each of `jsons`, (name, content). `finish_sif` writes the header and the descriptors.
+    Returns the offset for the squashfs of `arch` (x86_64, aarch64); `out` is at that position.
     """
     if arch not in _CODES:
         raise BuildError(f"SIF has no code for the architecture {arch!r}")
@@ -110,10 +116,10 @@ def finish_sif(
     partition_size: int,
     mtime: int,
 ) -> None:
-    """Write header and descriptors, once the squashfs lies in its place. `out` is left at its end.
+    """Write the header and the descriptors after the squashfs. `out` is left at its end.
 
-    The first arguments are those of `write_sif_front`. The bytes depend on the arguments alone: the image's
-    identifier is derived from them, and every time is `mtime`.
+    The first arguments are those of `write_sif_front`. The bytes depend on the arguments alone: the image's identifier
+    is derived from them, and every timestamp is `mtime`.
     """
     end = partition_offset + partition_size
     front = _front(definition, jsons)
@@ -141,9 +147,9 @@ def finish_sif(
 
 
 def read_sif(stream: BinaryIO, where: str) -> Sif:
-    """What the SIF in `stream`, which can seek, holds.
+    """Return the objects of the SIF in the seekable `stream`.
 
-    Raises BuildError, naming `where`, when it is damaged, or has no root that is a plain squashfs.
+    Raises BuildError, naming `where`, when it is damaged, or its root is not a plain squashfs.
     """
     size = stream.seek(0, 2)
     head = _read(stream, 0, _HEADER.size, size, where)
@@ -180,7 +186,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
 
 
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
-    """The content of a definition or JSON object. Raises BuildError when it is absurdly large."""
+    """Return the content of a definition or JSON object. Raises BuildError when it is larger than 16 MiB."""
     if item.size > _MAX_OBJECT:
         raise BuildError(f"{where}: {item.size} bytes where a {item.kind} object is expected")
     return _read(stream, item.offset, item.size, item.offset + item.size, where)
@@ -227,7 +233,7 @@ def _object(row: tuple[int | bytes, ...], end: int, where: str) -> Object:
 
 
 def _read(stream: BinaryIO, at: int, size: int, end: int, where: str) -> bytes:
-    """`size` bytes at `at` of a file of `end` bytes."""
+    """Read `size` bytes at `at` from a file of `end` bytes."""
     if at < 0 or at + size > end:
         raise BuildError(f"{where}: cut short: {size} bytes at {at} are not there")
     stream.seek(at)

@@ -1,4 +1,4 @@
-"""An image to be converted, as users of enroot, Apptainer and skopeo spell it.
+"""Names of images to convert, in the syntax of enroot, Apptainer and skopeo.
 
 Sources: enroot's doc/cmd/import.md (`docker://[USER@][REGISTRY#]IMAGE[:TAG]`, `dockerd://IMAGE[:TAG]`), and
 containers-transports(5) (`oci:`, `docker-archive:`, `docker-daemon:`).
@@ -20,8 +20,11 @@ _USER = re.compile(r"[^@/#:\s]+(?=@)")
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image: `form` is docker (a registry's), docker-daemon, docker-archive or oci; `rest` is what
-    follows it. `user` is whose credentials are to be used, "" for whoever's are found."""
+    """An image to convert.
+
+    `form` is docker (an image in a registry), docker-daemon, docker-archive or oci; `rest` is the text after it. `user`
+    selects the user whose credentials are sent, "" for any.
+    """
 
     form: str
     rest: str
@@ -29,13 +32,14 @@ class ImageSource:
 
     @property
     def name(self) -> str:
-        """As bases are named in recipes: a registry's image by its name alone."""
+        """The name in the form of a recipe's base: without a prefix for an image in a registry."""
         return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
 
     def provenance(self, image_id: str) -> str:
-        """What an image made of this one says of it: a registry's image by its whole name, another by its digest.
+        """Return the provenance that a converted image records.
 
-        Not the path or name here, which are of this host and can be spelled in several ways.
+        It is the full name of an image in a registry, else the image's ID. A local path or name is not recorded: it is
+        specific to this host and has several spellings.
         """
         if self.form == "docker":
             return f"docker://{parse_reference(self.rest)}"
@@ -43,17 +47,17 @@ class ImageSource:
 
     @property
     def url(self) -> str:
-        """For people; without the user."""
+        """The image's URL for messages, without the user."""
         return f"docker://{self.rest}" if self.form == "docker" else self.name
 
     @property
     def place(self) -> tuple[Path, str | None]:
-        """A layout's folder and the tag of the image in it, which both may have colons."""
+        """The folder of a layout and the tag of the image in it; both may contain colons."""
         return folder_and_tag(self.rest)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a file made of it is called: the image's path and tag, or the stem of the archive."""
+        """The parts of an output file's name: the image's path and tag, or the stem of the archive's file name."""
         if self.form in ("docker", "docker-daemon"):
             reference = parse_reference(self.rest)
             path = reference.repository.removeprefix("library/")
@@ -64,7 +68,7 @@ class ImageSource:
 
 
 def parse_source(text: str) -> ImageSource:
-    """The image that `text` spells. Raises UsageError, saying how it should be written."""
+    """Parse the name of an image to convert. Raises UsageError with a hint about the syntax."""
     scheme, slashes, rest = text.partition("://")
     if not slashes:
         form, colon, path = text.partition(":")
@@ -100,7 +104,10 @@ def _of_form(form: str, rest: str, text: str) -> ImageSource:
 
 
 def folder_and_tag(text: str) -> tuple[Path, str | None]:
-    """The path, which may hold colons, and the tag, which may too: the longest path that exists."""
+    """Split `text` into a path and a tag, which both may contain colons.
+
+    The path is the longest one that exists.
+    """
     parts = text.split(":")
     for count in range(len(parts), 0, -1):
         path = Path(":".join(parts[:count]))
@@ -112,7 +119,7 @@ def folder_and_tag(text: str) -> tuple[Path, str | None]:
 def _of_registry(rest: str, text: str) -> ImageSource:
     user = ""
     match = _USER.match(rest)
-    # A digest has an @ too, but behind a colon or a slash it never is a user.
+    # A digest also follows an @; a name with a colon or a slash before the @ has no user.
     if match and not rest.partition("@")[2].startswith("sha256:"):
         user, rest = match[0], rest[match.end() + 1 :]
     registry, hash_, image = rest.partition("#")

@@ -1,4 +1,4 @@
-"""Sparse files in tar archives: where the stored bytes belong; all else reads as zeros.
+"""Sparse files in tar archives: maps of the stored bytes; the holes between them read as zeros.
 
 Source: GNU tar manual, appendix "Storing Sparse Files": the old GNU form (S), pax versions 0.0, 0.1, 1.0.
 """
@@ -14,7 +14,7 @@ from envbuild.image.tar_stream import Member, Pieces, PositionedStream
 _MAX_PIECES = 1 << 20
 _MAX_SIZE = (
     16 << 40
-)  # the largest file of ext4: holes cost an archive nothing, so a bound is needed
+)  # ext4's largest file; a bound is needed because holes take no space in an archive
 _DIGITS = 18
 _CHUNK = 1 << 20
 
@@ -25,7 +25,7 @@ def gnu_pieces(
     name: str,
     number: Callable[[bytes, PositionedStream], int],
 ) -> tuple[int, Pieces]:
-    """The real size and the map of an S member, whose map may go on in the blocks that follow."""
+    """Return the real size and the map of an S member; the map may continue in the blocks that follow."""
     size = number(block[483:495], source)
     stored = number(block[124:136], source)
     numbers: list[int] = []
@@ -49,7 +49,7 @@ def gnu_pieces(
 def pax_pieces(
     member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream, name: str
 ) -> bytes | None:
-    """Put the map and the real size that pax records tell into `member`; returns the real name if told."""
+    """Set the map and the real size of `member` from its pax records, and return its real name if they contain one."""
     values = dict(pairs)
     major, minor = values.get("GNU.sparse.major"), values.get("GNU.sparse.minor")
     if (major, minor) == (b"1", b"0"):
@@ -61,7 +61,7 @@ def pax_pieces(
         text = values.get("GNU.sparse.map")
         if text is None:
             keys = ("GNU.sparse.offset", "GNU.sparse.numbytes")
-            # An offset and a length take turns.
+            # Offsets and lengths alternate.
             turns = [(key, value) for key, value in pairs if key in keys]
             if any(key != keys[i % 2] for i, (key, _) in enumerate(turns)):
                 raise _damaged(source, name)
@@ -77,7 +77,7 @@ def pax_pieces(
 
 
 class Unpacked:
-    """A sparse file's content, from the stored bytes in `stream`."""
+    """The content of a sparse file, read from the stored bytes in `stream`."""
 
     def __init__(self, stream: Readable, size: int, pieces: Pieces) -> None:
         self._chunks = _chunks(stream, size, pieces)
@@ -116,7 +116,11 @@ def _chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
 
 
 def _stored_map(stored: int, source: PositionedStream, name: str) -> tuple[list[int], int]:
-    """pax 1.0: the map stands before the data, one number a line, filled up to whole blocks."""
+    """Read a map in the form of pax 1.0.
+
+    It precedes the data, one number per line, padded to whole blocks. Returns the numbers after the count, and the
+    number of bytes read.
+    """
     numbers: list[int] = []
     text, taken, wanted = b"", 0, 1
     while len(numbers) < wanted:
@@ -131,7 +135,7 @@ def _stored_map(stored: int, source: PositionedStream, name: str) -> tuple[list[
                 wanted = 1 + 2 * numbers[0]
                 if numbers[0] > _MAX_PIECES:
                     raise _damaged(source, name)
-        # The first line told how many follow: take those of the same block too.
+        # The first line is the count of pairs; the rest of the same block may hold the first numbers.
         if len(numbers) == 1:
             numbers += [_natural(line, source, name) for line in lines[1:wanted]]
         if len(numbers) < wanted and len(text) > _DIGITS:

@@ -1,4 +1,4 @@
-"""A tar archive's stream, and what its headers say of one member."""
+"""The stream of a tar archive, and the metadata of one member."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SKIP = 1 << 20
 
 @dataclass(slots=True)
 class Member:
-    """One member as its headers describe it; names are as they stand there, in surrogate-escaped UTF-8.
+    """The metadata of a tar member; names are unchanged, in surrogate-escaped UTF-8.
 
-    `size` is what a reader of the file sees, in bytes; `stored` bytes lie in the archive at `offset`.
-    They differ for sparse files, of which `pieces` tells where the stored bytes belong.
+    `size` is the file's logical size in bytes; `stored` is the number of its bytes in the archive, at `offset`. They
+    differ for sparse files, for which `pieces` maps the stored bytes to offsets in the file.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Member:
 
 
 class PositionedStream:
-    """A stream with its position: seeks where it can, else reads and discards."""
+    """A stream with a position: it seeks if possible, else it reads and discards."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self.where = where
@@ -47,7 +47,7 @@ class PositionedStream:
             stream.seek(0)
 
     def read(self, size: int) -> bytes:
-        """`size` bytes, or less at the end."""
+        """Return `size` bytes, fewer only at the end."""
         data = self._stream.read(size)
         while len(data) < size and (more := self._stream.read(size - len(data))):
             data += more
@@ -61,7 +61,7 @@ class PositionedStream:
         return data
 
     def go(self, position: int) -> None:
-        """Pass over what lies before `position`. Raises BuildError when the stream ends sooner."""
+        """Skip to `position`. Raises BuildError when the stream ends earlier."""
         if self._end is not None:
             if position > self._end:
                 raise self.cut()
@@ -71,7 +71,7 @@ class PositionedStream:
             self.exactly(min(position - self.position, _SKIP))
 
     def finish(self) -> None:
-        """Read on to the end where there is no seeking: a checksum of the compressed data stands there."""
+        """Read an unseekable stream to the end, so that the checksum of compressed data is verified."""
         while self._end is None and self.read(_SKIP):
             pass
 

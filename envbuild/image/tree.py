@@ -1,7 +1,7 @@
-"""A file system tree in memory, without data, to which layers are applied one after another.
+"""A file system tree in memory, without data, to which layers are applied in order.
 
-Rules: OCI image specification 1.1, "Image Layer Filesystem Changeset". Where it is silent, a member does
-what `umoci unpack` does with it, in the order of the archive; nothing ever leads out of the root.
+Rules: OCI image specification 1.1, "Image Layer Filesystem Changeset". For cases that it does not specify, members are
+applied as by `umoci unpack`, in the order of the archive. No path ever leads out of the root.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from envbuild.image.tar_stream import Member
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
 _AUFS = ".wh..wh."
-_LINKS = 255  # as many symbolic links may be followed on the way to one path
+_LINKS = 255  # maximum number of symbolic links followed in one path
 _PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A file, under one name or several. `member` is None for a directory that no layer describes."""
+    """A file of any kind, with one or several names. `member` is None for a directory that no layer describes."""
 
     member: Member | None
     layer: int
@@ -32,42 +32,42 @@ class Node:
 
     @property
     def target(self) -> str | None:
-        """Where a symbolic link points; None for anything else."""
+        """The target of a symbolic link; None for any other kind."""
         member = self.member
         return member.link if member is not None and member.kind == SYMLINK else None
 
 
 class MergedTree:
-    """The tree as the layers so far have made it."""
+    """The merged tree of the layers so far."""
 
     def __init__(self) -> None:
         self.node = _directory()
         self._layer = -1
-        # Paths that the layer under way has made, and what is above them: its whiteouts spare them.
+        # The paths that the current layer has added, and their parents: its own whiteouts do not remove them.
         self._upper: set[str] = set()
 
     def begin(self) -> None:
-        """What follows belongs to the next layer."""
+        """Begin the next layer."""
         self._layer += 1
         self._upper = set()
 
     def apply(self, member: Member, ordinal: int, layer: str) -> None:
-        """Do what one member says. Raises BuildError, naming `layer` and the path, when it makes no sense."""
+        """Apply one member. Raises BuildError, naming `layer` and the path, when the member is invalid."""
         parts = _clean(member.name)
         if parts and parts[0].startswith(_AUFS) and parts[0] != _OPAQUE:
-            return  # aufs' own bookkeeping, as in layers of old daemons
+            return  # aufs's own bookkeeping, in layers from old daemons
         try:
             self._apply(member, parts, ordinal)
         except _Refused as error:
             raise BuildError(f"{layer}: {'/'.join(parts) or '/'}: {error}") from None
 
     def has(self, path: str) -> bool:
-        """Whether something is at `path`; links among its folders are followed, it itself is not."""
+        """Return whether an entry exists at `path`; links among its parents are resolved, `path` itself is not."""
         parts = _clean(path)
         return self._at(self._resolve(parts[:-1]) + parts[-1:]) is not None
 
     def walk(self) -> Iterator[tuple[str, Node]]:
-        """Each path with its node, in the order of the paths; the root, "", comes first."""
+        """Return an iterator over the paths with their nodes, sorted by path; the root, "", comes first."""
         found = [("", self.node)]
         folders = [("", self.node)]
         while folders:
@@ -132,7 +132,7 @@ class MergedTree:
             assert parent is not None and parent.children is not None
             del parent.children[hidden]
             return
-        # What this layer has made stays, with what is above it; the rest goes.
+        # The paths that this layer has added stay, with their parents; all others are removed.
         folders = [(path, node)]
         while folders:
             path, node = folders.pop()
@@ -145,7 +145,7 @@ class MergedTree:
                     folders.append((below, child))
 
     def _resolve(self, parts: list[str]) -> list[str]:
-        """Follow symbolic links in `parts`, within the root; what does not exist is taken as it is."""
+        """Resolve symbolic links in `parts` within the root; parts that do not exist are kept."""
         nodes = [self.node]  # the nodes of `done` as far as they exist, the root first
         done: list[str] = []
         todo = parts[::-1]
@@ -176,7 +176,7 @@ class MergedTree:
         return done
 
     def _at(self, parts: list[str]) -> Node | None:
-        """The node at a path without symbolic links in it."""
+        """Return the node at a path without symbolic links."""
         node: Node | None = self.node
         for part in parts:
             if node is None or node.children is None:
@@ -185,7 +185,7 @@ class MergedTree:
         return node
 
     def _make(self, folder: list[str]) -> Node:
-        """The directory at a path without symbolic links in it; made, with those above it, if missing.
+        """Return the directory at a path without symbolic links; missing directories are created.
 
         A lower layer's file in the way is replaced, as a mounted overlay would hide it.
         """
@@ -209,7 +209,7 @@ class MergedTree:
 
 
 class _Refused(Exception):
-    """What is wrong with a member, without its name."""
+    """The fault of a member, without the member's name."""
 
 
 def _directory() -> Node:
@@ -217,7 +217,7 @@ def _directory() -> Node:
 
 
 def _clean(name: str) -> list[str]:
-    """The parts of a path below the root; ".." at the root stays there."""
+    """Return the parts of a path below the root; ".." at the root has no effect."""
     parts: list[str] = []
     for part in name.split("/"):
         if part == "..":

@@ -1,9 +1,8 @@
-"""The members of a tar archive: headers only, the data is passed over and stays where it is.
+"""Reader of the members of a tar archive. It reads headers only and skips the data.
 
-Sources: POSIX.1-2001 "pax Interchange Format" (ustar headers, x and g records), GNU tar manual "Basic Tar
-Format" (L and K names, base-256 numbers, S sparse members) and "Storing Sparse Files" (pax 0.0, 0.1, 1.0),
-star's SCHILY.xattr records. Where writers differ from the letter, what Go's archive/tar accepts is accepted,
-since every container tool reads with it.
+Sources: POSIX.1-2001 "pax Interchange Format" (ustar headers, x and g records), GNU tar manual "Basic Tar Format" (L
+and K names, base-256 numbers, S sparse members) and "Storing Sparse Files" (pax 0.0, 0.1, 1.0), star's SCHILY.xattr
+records. Deviations from these that Go's archive/tar accepts are accepted, because every container tool uses it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _KINDS = {
 }
 _XATTR = "SCHILY.xattr."
 _ZEROS = bytes(512)
-# A name or a pax header is at most this long (bytes), as in Go's archive/tar.
+# The maximum length of a name or a pax header in bytes, as in Go's archive/tar.
 _MAX_SPECIAL = 1 << 20
 _MAX_SIZE = 1 << 62
 
 
 @dataclass(slots=True)
 class _Records:
-    """What extended headers say of the next member; `pairs` keeps the order for sparse maps."""
+    """The extended headers before a member; `pairs` keeps the order of records for sparse maps."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     pairs: list[tuple[str, bytes]] = field(default_factory=list)
@@ -46,9 +45,9 @@ class _Records:
 
 
 def members(source: PositionedStream) -> Iterator[Member]:
-    """The members in their order; a member's data may be read from `source` before the next is asked for.
+    """Yield the members in order; a member's data can be read from `source` before the next member is requested.
 
-    Raises BuildError for what is not a tar archive, is cut short or holds members of unknown kinds.
+    Raises BuildError when the data is not a tar archive, is truncated or has a member of an unknown kind.
     """
     shared: dict[str, bytes] = {}
     records = _Records()
@@ -77,7 +76,7 @@ def members(source: PositionedStream) -> Iterator[Member]:
         end = member.offset + member.stored
         source.go(end)
         if end % 512:
-            source.read(-end % 512)  # the last padding may be missing: the data is whole
+            source.read(-end % 512)  # the last padding may be missing: the data is complete
         records = _Records()
     if block:
         after = source.read(512)
@@ -99,7 +98,7 @@ def _member(
     name, link = _text(block[0:100]), _text(block[157:257])
     posix = block[257:263] == b"ustar\0"
     if posix:
-        # star's own format has times where ustar has the end of the prefix
+        # star's own format has times in the last bytes of ustar's prefix
         prefix = _text(block[345 : 476 if block[508:512] == b"tar\0" else 500])
         name = prefix + b"/" + name if prefix else name
     name, link = pax.get("path", name), pax.get("linkpath", link)
@@ -140,7 +139,7 @@ def _member(
     if pax:
         xattrs = {k[len(_XATTR) :]: v for k, v in pax.items() if k.startswith(_XATTR)}
         member.xattrs = tuple(sorted(xattrs.items()))
-    # What reading the sparse map took from the stored bytes is taken off already.
+    # The bytes of a sparse map are already read, and subtracted from the stored bytes.
     member.offset = source.position
     return member
 
@@ -154,7 +153,7 @@ def _special(source: PositionedStream, size: int) -> bytes:
 
 
 def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
-    """The `length key=value` records of a pax header; a record without value says nothing."""
+    """Parse the `length key=value` records of a pax header; a record with an empty value is ignored."""
     found: list[tuple[str, bytes]] = []
     position = 0
     while position < len(data):
@@ -174,7 +173,7 @@ def _check_sum(block: bytes, source: PositionedStream) -> None:
     said = _number(block[148:156], source)
     rest = block[:148] + b" " * 8 + block[156:]
     if said != sum(rest):
-        # Some old writers added up signed bytes.
+        # Some old writers summed signed bytes.
         if said == sum(rest) - 256 * sum(byte > 127 for byte in rest):
             return
         raise BuildError(f"{source.where}: not a tar archive, or damaged: a wrong header checksum")
@@ -185,7 +184,7 @@ def _text(raw: bytes) -> bytes:
 
 
 def _number(raw: bytes, source: PositionedStream) -> int:
-    """A header's number: octal digits with spaces and NULs around them, or base 256."""
+    """Parse a number of a header: octal digits with spaces and NULs around them, or base 256."""
     if raw[0] & 0x80:
         bits = 8 * len(raw) - 1
         value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
@@ -202,7 +201,7 @@ def _number(raw: bytes, source: PositionedStream) -> int:
 
 
 def _decimal(raw: bytes, source: PositionedStream) -> int:
-    """A pax record's number; of a time its whole seconds, rounded down."""
+    """Parse a number of a pax record; a time is rounded down to whole seconds."""
     whole, _, fraction = raw.partition(b".")
     digits = whole.removeprefix(b"-")
     if not digits.isdigit() or len(digits) > 20 or (fraction and not fraction.isdigit()):

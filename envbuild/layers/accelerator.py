@@ -1,6 +1,6 @@
-"""The wheels of a plan against its target, before anything is built: their processor, and torch's accelerator.
+"""Check of a plan's wheels against its target before a build: their processor, and torch's accelerator.
 
-Locks are checked when they are made; one that was edited or made elsewhere is only as good as what it names.
+Locks are checked when they are written, but a lock may have been edited or written elsewhere.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from envbuild.recipe.torch_build import (
 
 
 def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
-    """Raise BuildError for a wheel of another processor than `target`'s, and for a torch of another accelerator.
+    """Raise BuildError for a wheel for another processor than `target`'s, and for a torch for another accelerator.
 
-    Of torch's wheel the list of members and one small file are read.
+    Only the list of members and one small file of torch's wheel are read.
     """
     for wheel in wheels:
         other = wheel_arch(wheel.path.name)
@@ -45,14 +45,17 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
 
 
 def wheel_arch(name: str) -> str | None:
-    """The processor that the wheel file `name` is for, by its platform tag (PEP 425); None: any, or unknown."""
+    """Return the processor in the platform tag (PEP 425) of the wheel file `name`.
+
+    Returns None for a wheel that is for any processor, or for an unknown one.
+    """
     platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
     found = {arch for arch in ARCHES for platform in platforms if platform.endswith(f"_{arch}")}
     return found.pop() if len(found) == 1 else None
 
 
 def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Return what the torch in a wheel is built for, and its libraries of accelerators."""
+    """Return the accelerators that the torch in a wheel is built for, and its accelerator libraries."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.NameToInfo

@@ -1,4 +1,4 @@
-"""What an image is built on: Debian packages as one layer, or the layers of an existing image."""
+"""Base of an image: Debian packages as one layer, or the layers of an existing image."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.store.store import Store
 
-# What a layer of another family is called in an OCI manifest: the bytes are the same.
+# The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 
 
 @dataclass(frozen=True)
 class BaseImage(Generic[M]):
-    """The lowest layers of an image and what they come with.
+    """The lowest layers of an image and their properties.
 
-    `interpreter` is an absolute path inside, `python_version` as exact as is known without running it; where
-    conda brings Python they are that one's. `config` is the `config` object of an existing image's configuration.
-    `system_packages` tells whether the environment sees what the base has installed for its interpreter.
+    `interpreter` is an absolute path in the image, `python_version` as exact as is known without running it; with conda
+    packages, they are those of conda's Python. `config` is the `config` object of an existing image's configuration.
+    `system_packages` is whether the environment sees the packages that the base has installed for its interpreter.
     """
 
     name: str
@@ -57,7 +57,7 @@ def base_image(
     *,
     offline: bool,
 ) -> BaseImage[M]:
-    """The base of `plan` in the store. Raises BuildError when no source has a part of it."""
+    """Return the base of `plan`, with its layers in the store. Raises BuildError when a part of it is not available."""
     assert plan.base is not None
     if isinstance(plan.base.base, OciLock):
         return _existing(plan, plan.base.base, environment, maker)
@@ -76,7 +76,7 @@ def _debian(
 
     interpreter = f"python{plan.python}"
     if plan.conda:
-        compiler = None  # whatever makes the environment's bytecode, the base is the same
+        compiler = None  # the base does not depend on the compiler of the environment's bytecode
         path, version = _conda_python(plan)
     else:
         versions = {deb.name: deb.version for deb in lock.packages}
@@ -99,7 +99,7 @@ def _debian(
 
 
 def _conda_python(plan: Plan) -> tuple[str, str]:
-    """(path in the image, version) of the Python among the conda packages of `plan`."""
+    """Return (path in the image, version) of the Python among the conda packages of `plan`."""
     version = next((package.version for package in plan.conda if package.name == "python"), None)
     if version is None:
         raise BuildError("the conda lock has no python", "lock the recipe again")
@@ -107,15 +107,15 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
 
 
 def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
-    """The tree of the Debian packages that `plan` is built on; see `locked_files`."""
+    """Return the tree of the Debian packages in the base of `plan`; see `locked_files`."""
     assert plan.base is not None and isinstance(plan.base.base, DebianLock)
     return locked_files(plan.base.base, plan.mtime, environment, offline=offline)
 
 
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
-    """The tree of the Debian packages in `lock`, fetched when they are not in the store.
+    """Return the tree of the Debian packages in `lock`, which are downloaded if they are not in the store.
 
-    Raises BuildError for one that no archive has.
+    Raises BuildError for a package that no archive has.
     """
     from envbuild.debian.fetch import fetch_debs
     from envbuild.debian.rootfs import debian_tree
@@ -144,7 +144,7 @@ def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[
 
 
 def image_layers(pulled: Pulled, name: str, maker: Maker[M]) -> tuple[M, ...]:
-    """The layers of an existing image, from the lowest. Raises BuildError for one of an unknown kind."""
+    """Return the layers of an existing image, lowest first. Raises BuildError for a layer of an unknown media type."""
     ids = pulled.config["rootfs"]["diff_ids"]
     layers = []
     for number, (blob, diff_id) in enumerate(zip(pulled.manifest.layers, ids, strict=True), 1):
@@ -157,8 +157,10 @@ def image_layers(pulled: Pulled, name: str, maker: Maker[M]) -> tuple[M, ...]:
 
 
 def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store) -> None:
-    """Raise BuildError when the base has no such interpreter. Reading a large base's tree takes a while,
-    so the answer is kept."""
+    """Raise BuildError when the base does not have the interpreter `python`.
+
+    Reading a large base's tree takes a while, so a positive result is stored.
+    """
     note = store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
     with contextlib.suppress(OSError, ValueError):
         if python in json.loads(note.read_text(encoding="utf-8")):

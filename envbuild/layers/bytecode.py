@@ -1,12 +1,12 @@
-"""Compile modules while their tree is streamed, and add the .pyc files behind them.
+"""Compilation of modules while their tree is streamed; the .pyc files follow the tree.
 
-Images are read-only to most who run them, so bytecode that is not in them is made again at each start: with it
-`import torch` takes half the time. The files are of the timestamp kind (PEP 552) with the layer's fixed mtime, so that
-editing a module inside a container takes effect.
+Most users cannot write to images, so missing bytecode would be compiled again at each start: with it, `import torch`
+takes half the time. The files are timestamp-based (PEP 552) with the layer's fixed mtime, so that editing a module
+inside a container takes effect.
 
-Bytecode must not differ from one machine to the next. It is made by processes that import nothing but
-built-in modules, each with a fixed hash seed and a fixed share of the modules, whatever the number of
-processors: marshal's output depends on what else a process holds (python/cpython#78274).
+Bytecode must be the same on every machine, but marshal's output depends on the other objects in its process
+(python/cpython#78274). So processes that import only built-in modules compile it, each with a fixed hash seed and a
+fixed share of the modules, regardless of the number of processors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
 from envbuild.workers import Answer, Workers
 
-# Larger modules are rare, generated tables; they are compiled when imported, as without this.
+# Larger modules are rare, generated tables; they are compiled when they are imported.
 _MAX_SOURCE = 4 << 20
-# Modules in one process: enough to make its start cheap, few enough to keep all processors busy.
+# Modules per process: enough to make its start cheap, few enough to keep all processors busy.
 _SHARE, _SHARE_BYTES = 200, 4 << 20
-_MOST_PROCESSES = 8  # one reader keeps no more busy, and shares under way are held in memory
+_MOST_PROCESSES = 8  # a single reader keeps no more busy, and shares in progress are held in memory
 _IDENTITY = """
 import sys, importlib.util as u
 print(sys.implementation.cache_tag, ".".join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())
@@ -58,7 +58,7 @@ _Compiled = list[tuple[str, int, bytes]]  # (path, size of the source, code)
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A host interpreter that makes bytecode: its path, full version, cache tag and magic number."""
+    """A host interpreter that compiles bytecode: its path, full version, cache tag and magic number."""
 
     python: str
     version: str
@@ -67,12 +67,12 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """What decides the bytecode besides the source."""
+        """The properties that determine the bytecode besides the source."""
         return f"{self.tag} {self.version} {self.magic.hex()}"
 
 
 def find_compiler(python: str) -> Compiler:
-    """Ask the interpreter at `python` what it is. Raises HostError when it does not run."""
+    """Query the version of the interpreter at `python`. Raises HostError when it does not run."""
     done = process.run([python, "-S", "-c", _IDENTITY], check=False, env=_environment())
     words = done.stdout.split()
     if done.returncode != 0 or len(words) != 3:
@@ -81,23 +81,23 @@ def find_compiler(python: str) -> Compiler:
 
 
 def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], mtime: int) -> Tree:
-    """`tree`, then the bytecode of every module under the folders `below`.
+    """Yield `tree`, then the bytecode of every module under the folders `below`.
 
-    Without a compiler, `tree` alone. A module that does not compile (tests of other Python versions, templates) has no
-    bytecode. Raises HostError when the interpreter dies, BuildError when there is no room.
+    Without a compiler, yield `tree` only. A module that does not compile (tests of other Python versions, templates)
+    has no bytecode. Raises HostError when the interpreter dies, BuildError when the temporary file cannot be written.
     """
     if compiler is None:
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
     with closing(tree), _spool() as spool, _Pool(compiler, spool) as pool:
-        own: set[str] = set()  # numpy's wheel has a .pyc of its own, which its RECORD lists
+        own: set[str] = set()  # numpy's wheel contains a .pyc, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):
                 own.add(entry.path)
             if content is not None and _is_module(entry, prefixes):
                 source = _whole(content, entry.size)
-                if len(source) == entry.size:  # else whoever writes the tree refuses it
+                if len(source) == entry.size:  # else the writer of the tree raises an error
                     pool.add(entry.path, source)
                 content = _Joined(source, content)
             yield entry, content
@@ -116,7 +116,7 @@ def _is_module(entry: Entry, prefixes: tuple[str, ...]) -> bool:
 
 
 def _whole(content: Readable, size: int) -> bytes:
-    """`size` bytes, or less where the content is shorter; one read may give less than there is."""
+    """Read `size` bytes, fewer when the content is shorter; a single read may return less than is available."""
     parts = []
     while size and (data := content.read(size)):
         parts.append(data)
@@ -133,7 +133,7 @@ def _spool() -> Iterator[IO[bytes]]:
     try:
         yield stream
     finally:
-        with contextlib.suppress(OSError):  # a full disk was told where it was met
+        with contextlib.suppress(OSError):  # a full disk was already reported by a write
             stream.close()
 
 
@@ -155,7 +155,7 @@ def _compiled(pool: _Pool, compiler: Compiler, mtime: int) -> Tree:
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of the spool, read from its start to its end."""
+    """A part of the spool, read from start to end."""
 
     spool: IO[bytes]
     at: int
@@ -171,7 +171,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Joined:
-    """Bytes, then the rest of a content."""
+    """Bytes, followed by the rest of a content."""
 
     head: bytes
     rest: Readable
@@ -185,7 +185,7 @@ class _Joined:
 
 
 class _Pool:
-    """Shares of modules on their way through compiling processes; results lie in `spool`."""
+    """A pool of compiling processes that receive the modules in shares; the results are in `spool`."""
 
     def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
         self._compiler, self._spool, self._end = compiler, spool, 0
@@ -201,7 +201,7 @@ class _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._children.stop()  # none is left unless this is an error or a Ctrl-C
+        self._children.stop()  # none is left except after an error or Ctrl-C
         self._threads.close()
 
     def add(self, path: str, source: bytes) -> None:
@@ -213,7 +213,7 @@ class _Pool:
             self._collect()
 
     def results(self) -> Iterator[tuple[str, int, _Piece]]:
-        """(path, size of the source, compiled code) of each module, in the order they came."""
+        """Yield (path, size of the source, compiled code) of each module, in the order of submission."""
         self._send()
         while self._waiting:
             self._collect()
@@ -239,7 +239,7 @@ class _Pool:
 
 
 class _Children:
-    """The compiling processes that run now. Once stopped, none is started any more."""
+    """The running compiling processes. After `stop`, none is started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -247,12 +247,12 @@ class _Children:
         self._stopped = False
 
     def run(self, command: list[str], data: bytes) -> tuple[int, bytes]:
-        """(exit status, output) of `command` that reads `data`. Raises HostError when it cannot start."""
+        """Run `command` with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
         with self._lock:
             if self._stopped:
                 return -signal.SIGKILL, b""
             try:
-                # In a session of its own a Ctrl-C is ours to handle; when we die, its input ends.
+                # In its own session the child gets no Ctrl-C, which we handle; when we die, its input ends.
                 child = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                     env=_environment(), cwd="/", start_new_session=True,
@@ -295,6 +295,6 @@ def _compile(compiler: Compiler, share: _Share, children: _Children) -> _Compile
 
 
 def _environment() -> dict[str, str]:
-    # A Python from a module tree may find libpython only by this variable.
+    # A Python from a module tree may need this variable to find libpython.
     libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
     return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}

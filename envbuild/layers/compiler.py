@@ -1,4 +1,4 @@
-"""Which interpreter of this host makes an image's bytecode."""
+"""Choice of the host's interpreter that compiles an image's bytecode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envbuild.layers.bytecode import Compiler, find_compiler
 
 
 def compiler_for(python: str, environment: Environment) -> Compiler:
-    """An interpreter of version `python` ("3.11"): envbuild's own, else one that uv finds.
+    """Return an interpreter of version `python` ("3.11"): envbuild's own, else one that uv finds.
 
     Raises HostError when there is none.
     """

@@ -1,6 +1,6 @@
-"""What an image's layers hold, in which order, and what each is called.
+"""Content, order and titles of an image's layers.
 
-Order and grouping, with the reason: docs/reference/layering.md.
+docs/reference/layering.md explains the order and the grouping.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_tree
 
-# Raise it when the bytes of layers change though their inputs do not.
+# Increase it when the bytes of layers change although their inputs do not.
 FORMAT = 1
 PREFIX = "opt/env"
-# 2020-01-01, as the trainer's wheel; zipfile refuses times before 1980 inside of images.
+# 2020-01-01, as in the trainer's wheel; zipfile inside an image refuses times before 1980.
 FIXED_TIME = 1577836800
-# A folder in a layer replaces the base's mode of it: these keep what every distribution gives them.
+# A directory in a layer overrides the mode that it has in the base; these directories keep the modes that every
+# distribution gives them.
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
-# A wheel or conda package of this size (bytes, as published) or more has a layer of its own, but no more than so
-# many of them: overlayfs takes 127 layers with those of the base.
+# A wheel or conda package of at least LARGE bytes, as published, has a dedicated layer, up to MOST_LARGE of them:
+# overlayfs supports 127 layers, including those of the base.
 LARGE = 100_000
 MOST_LARGE = 60
 
@@ -37,7 +38,7 @@ Frame = list[tuple[Entry, BytesIO | None]]
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A located wheel: its distribution, its file and the file's sha256 and size."""
+    """A located wheel: its distribution, its file, and the file's sha256 and size in bytes."""
 
     name: str
     version: str
@@ -48,7 +49,7 @@ class WheelFile:
 
 @dataclass(frozen=True, slots=True)
 class LayerRequest:
-    """One layer to be made: its title, a digest of all that decides its bytes, and its content."""
+    """A request for one layer: its title, a digest of all inputs that determine its bytes, and its content."""
 
     title: str
     key: str
@@ -56,7 +57,7 @@ class LayerRequest:
 
 
 class Sized(Protocol):
-    """A located package of any kind; `size` is that of its file, in bytes."""
+    """A located package of any kind; `size` is that of its file in bytes."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +69,7 @@ S = TypeVar("S", bound=Sized)
 
 
 def alone(*kinds: Sequence[Sized]) -> list[int]:
-    """How many packages of each kind have a layer of their own: the largest of all kinds together."""
+    """Return the number of packages of each kind with a dedicated layer: the largest ones across all kinds."""
     large = [
         (-package.size, package.name, number)
         for number, packages in enumerate(kinds)
@@ -80,14 +81,18 @@ def alone(*kinds: Sequence[Sized]) -> list[int]:
 
 
 def groups(packages: Sequence[S], alone: int) -> list[list[S]]:
-    """The packages of each layer: each of the `alone` largest, largest first, then the others by name."""
+    """Return the packages of each layer.
+
+    Each of the `alone` largest packages has its own layer, largest first; the others share the last one, sorted by
+    name.
+    """
     by_size = sorted(packages, key=lambda package: (-package.size, package.name))
     small = sorted(by_size[alone:], key=lambda package: package.name)
     return [[package] for package in by_size[:alone]] + ([small] if small else [])
 
 
 def title_of(packages: Sequence[tuple[str, str]]) -> str:
-    """What the layer of these packages (name, version) is called."""
+    """Return the title of the layer with these packages (name, version)."""
     names = [f"{name} {version}" for name, version in packages]
     return names[0] if len(names) == 1 else f"{len(names)} packages: {', '.join(names)}"
 
@@ -99,7 +104,10 @@ def wheel_parts(
     mtime: int,
     most: int = MOST_LARGE,
 ) -> list[LayerRequest]:
-    """The layers of `wheels`: each large one but no more than `most`, largest first, then the others together."""
+    """Return the layers of `wheels`.
+
+    Each large wheel has its own layer, but at most `most` of them, largest first; the others share the last one.
+    """
     large = sum(wheel.size >= LARGE for wheel in wheels)
     return [
         _wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, min(large, most))
@@ -121,7 +129,7 @@ def _wheel_part(
 
 
 def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> Tree:
-    """The files of the group's wheels; of a path that several have, the last, as installers leave it."""
+    """Yield the files of the group's wheels; when several have a path, only the last one's, as installers leave it."""
     if len(group) == 1:
         yield from wheel_tree(group[0].path, scheme, mtime)
         return
@@ -146,14 +154,14 @@ def environment_part(
     conda: bool = False,
     folders: Sequence[str] = (),
 ) -> LayerRequest:
-    """The last layer: the environment's frame, the trainer and the record of what was built.
+    """Return the last layer: the environment's frame, the trainer and envbuild.json with the content `state`.
 
-    `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's
-    python; a `conda` environment has its own, so that conda's mark is all it needs. `folders` are made if the
-    base lacks them.
+    `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's Python; a
+    `conda` environment contains its own Python and needs only conda's marker file. `folders` are created if the base
+    lacks them.
     """
     if conda:
-        # conda, mamba and pixi take a folder with this file for an environment.
+        # conda, mamba and pixi treat a folder with this file as an environment.
         history = Entry(f"{scheme.prefix}/conda-meta/history", FILE, 0o644, mtime=mtime)
         frame: Frame = [(history, None)]
     else:
@@ -218,5 +226,5 @@ def _frame(
 
 
 def key_of(kind: str, inputs: object) -> str:
-    """The digest of a layer's inputs (hexadecimal)."""
+    """Return the digest of a layer's inputs (hexadecimal)."""
     return hashlib.sha256(json.dumps([FORMAT, kind, inputs]).encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""A conda package as a tree: every file where conda puts it, streamed from the archive, and its record.
+"""A conda package as a tree: every file at its installed path, streamed from the archive, and the package's record.
 
-Sources: conda's "Package specification"; conda enhancement proposal 17 (where noarch Python packages go); the records
-in conda-meta as conda and rattler write them. rattler's own installation is the oracle in the tests.
+Sources: conda's "Package specification"; conda enhancement proposal 17 (paths of noarch Python packages); the records
+in conda-meta as conda and rattler write them. The tests compare with an installation by rattler.
 
-Other than there: modes are 0644 and 0755, times fixed, and bytecode in `__pycache__` is left out: it names the times
-of the sources. The record lists what is there, so it has neither those nor files that another package replaces.
+Differences from conda: modes are 0644 and 0755, times are fixed, and bytecode in `__pycache__` is left out, because it
+contains the times of the sources. The record lists the installed files, so neither this bytecode nor files that another
+package replaces.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from envbuild.lock.conda import CondaPackage
 
 META = "conda-meta"
 _STEP = 1 << 18
-# A text file with another prefix is held until its length is known: small ones in memory, others on disk.
+# A text file with a replaced prefix is spooled until its length is known: a small one in memory, a larger one on disk.
 _IN_MEMORY = 4 << 20
 
 
 def conda_tree(
     file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str] = frozenset()
 ) -> Tree:
-    """The files of a package under `scheme`, in the order of its archive, then scripts and its record.
+    """Yield the files of a package under `scheme`, in the order of its archive, then scripts and its record.
 
-    `without` are paths relative to the prefix that another package has in its place. Raises BuildError, here
-    or where content is read, for a package that is damaged, is another one or does not hold what it lists.
+    `without` are paths, relative to the prefix, that another package provides instead. Raises BuildError, here or when
+    content is read, for a package that is damaged, is not the locked one, or lacks files that it lists.
     """
     yield from _Tree(file, scheme, mtime, without).tree()
 
 
 class _Checked:
-    """A file's content, hashed while it is read; at its end its digest must be the one that is listed."""
+    """A file's content, hashed while it is read; at its end the digest must match the listed one."""
 
     def __init__(self, content: Readable, size: int, wanted: str, where: str) -> None:
         self._content, self._left, self._wanted, self._where = content, size, wanted, where
@@ -62,7 +63,7 @@ class _Checked:
         return data
 
     def digest(self) -> str:
-        """Of the whole, what nobody read included."""
+        """Read the rest, and return the digest of the whole content."""
         while self.read(_STEP):
             pass
         return self._sha256.hexdigest()
@@ -73,7 +74,7 @@ class _Checked:
 
 
 class _Pieces:
-    """Pieces of a content as one."""
+    """A stream of the pieces of a content."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._held = pieces, b""
@@ -90,14 +91,14 @@ class _Pieces:
 
 
 class _Tree:
-    """One package on its way into a tree."""
+    """The conversion of one package to a tree."""
 
     def __init__(
         self, file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str]
     ) -> None:
         self._file, self._scheme, self._mtime, self._without = file, scheme, mtime, without
         self._name = file.path.name
-        self._rows: dict[str, dict[str, Any]] = {}  # of the record's paths, by path
+        self._rows: dict[str, dict[str, Any]] = {}  # rows of the record's paths, by path
         self._modes: dict[str, int] = {}
 
     def tree(self) -> Tree:
@@ -107,7 +108,7 @@ class _Tree:
         with contextlib.closing(package_files(self._file.path)) as files:
             for member, content in files:
                 listed = info.paths.get(member.name)
-                if listed is None:  # a folder; or a file that no installer installs
+                if listed is None:  # a folder, or a file that installers ignore
                     continue
                 missing.discard(member.name)
                 yield from self._member(listed, member, content, info)
@@ -160,7 +161,7 @@ class _Tree:
         place: str,
         row: dict[str, Any],
     ) -> Tree:
-        """A file, with the prefix put in where one is due; its row tells the digest that results."""
+        """Yield a file, with its placeholder replaced by the prefix; its row has the resulting digests."""
         where = f"{self._name}: {member.name}"
         original = _Checked(content, member.size, listed.sha256, where)
         mode = self._modes[place] = 0o755 if member.mode & 0o111 else 0o644
@@ -191,7 +192,10 @@ class _Tree:
     def _hard_link(
         self, listed: PackagePath, member: Member, info: Info, place: str, row: dict[str, Any]
     ) -> Tree:
-        """A second name of a file; where that file is not in the tree as it is here, a file of its own."""
+        """Yield a second name of a file as a hard link.
+
+        It is a separate file when the tree has no such file, or the two have different placeholders.
+        """
         name = member.link.removeprefix("./")
         other = info.paths.get(name)
         target = place_of(name, info, self._scheme)
@@ -203,7 +207,7 @@ class _Tree:
             own = ("_path", "path_type", "no_link")
             row |= {k: v for k, v in self._rows[target].items() if k not in own}
             return
-        # Read again to where it stands: rare, for it must have been replaced or be bytecode.
+        # Reread the archive for the target's content. Rare: the target was replaced by another package, or is bytecode.
         with contextlib.closing(package_files(self._file.path)) as files:
             for found, content in files:
                 if found.name == name and content is not None:
@@ -214,7 +218,7 @@ class _Tree:
         )
 
     def _record(self, info: Info) -> bytes:
-        """The package's record in conda-meta; it names nothing of the host that made it."""
+        """Return the package's record in conda-meta; it contains no information about this host."""
         package = self._file.package
         rows = [self._rows[path] for path in sorted(self._rows, key=lambda path: path.split("/"))]
         record = dict(info.index)
@@ -241,7 +245,7 @@ class _Tree:
 
 
 def _check_index(info: Info, package: CondaPackage, where: str) -> None:
-    """Raise BuildError for another package than the one that is locked."""
+    """Raise BuildError for another package than the locked one."""
     names = [str(info.index.get(key)) for key in ("name", "version", "build")]
     if names != [package.name, package.version, package.build]:
         raise BuildError(f"{where}: it is {' '.join(names)}, locked is {package.stem}")
@@ -265,7 +269,7 @@ def _spool(pieces: Iterable[bytes]) -> tempfile.SpooledTemporaryFile[bytes]:
 
 
 def _digests(original: str, result: str) -> dict[str, str]:
-    """A row's digests, as conda has them: the second only where it is another."""
+    """Return a row's digests as conda writes them: the second one only when it differs."""
     rows = {"sha256": original} if original else {}
     return rows if original == result else {**rows, "sha256_in_prefix": result}
 

@@ -1,4 +1,4 @@
-"""Where the locked conda packages of a plan lie on this host."""
+"""Locations of the locked conda packages of a plan on this host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from envbuild.plan.plan import Plan
 def locate_conda(
     plan: Plan, environment: Environment, *, offline: bool
 ) -> list[tuple[CondaPackage, Path]]:
-    """The file of each conda package of `plan`, in its order, each with its locked sha256.
+    """Return the file of each conda package of `plan`, in order, each with its locked sha256.
 
-    Raises BuildError for those that no source has.
+    Raises BuildError for packages that no source has.
     """
     from envbuild.store.conda_fetch import CondaArchive, fetch_archives
 

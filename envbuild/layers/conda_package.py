@@ -1,8 +1,8 @@
-"""A conda package as a stream: what it says of itself, and its files in the order of its archive.
+"""A conda package as a stream: its metadata, and its files in the order of its archive.
 
 Sources: conda's "Package specification" (info/index.json, paths.json, link.json, and files, has_prefix and no_link of
-packages that have no paths.json); conda-package-handling, "The .conda format": a zip whose members metadata.json,
-pkg-NAME.tar.zst and info-NAME.tar.zst are stored; the older .tar.bz2 is one tar.
+packages without paths.json); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
+pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from envbuild.image.entry import DIR, FILE, Readable
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
 
-# They are read whole; torch's paths.json has 4 MiB.
+# These files are read as a whole; torch's paths.json has 4 MiB.
 _MAX_INFO = 64 << 20
 _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix", "no_link")
-# What conda-build wrote before a package could name its placeholder.
+# The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Files = Generator[tuple[Member, Readable | None], None, None]
@@ -39,9 +39,9 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, O
 class PackagePath:
     """A path that a package installs, as its paths.json lists it.
 
-    `kind` is "hardlink", "softlink", "directory", or "" where the package is too old to say. `sha256` is
-    hexadecimal, "" if not said; of a softlink it is that of the file behind it. `placeholder` is what the
-    final prefix replaces in the file, as `mode` ("text" or "binary") says; "" where nothing is replaced.
+    `kind` is "hardlink", "softlink", "directory", or "" for a package too old to declare it. `sha256` is hexadecimal,
+    "" if not given; for a softlink it is that of the target file. `placeholder` is the text in the file that the final
+    prefix replaces, by the rules of `mode` ("text" or "binary"); "" if nothing is replaced.
     """
 
     path: str
@@ -55,8 +55,11 @@ class PackagePath:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What a package says of itself: index.json as it is, the paths that it installs by their name in the
-    archive, and the entry points ("NAME = MODULE:FUNCTION") of a noarch Python package."""
+    """The metadata of a package.
+
+    It consists of index.json unchanged, the installed paths by their names in the archive, and a noarch Python
+    package's entry points ("NAME = MODULE:FUNCTION").
+    """
 
     index: dict[str, Any]
     paths: dict[str, PackagePath]
@@ -64,14 +67,14 @@ class Info:
 
     @property
     def is_python(self) -> bool:
-        """Whether it is `noarch: python`, so that its files go where the environment's Python has them."""
+        """Whether the package is `noarch: python`: its files then go to the folders of the environment's Python."""
         return self.index.get("noarch") == "python"
 
 
 def read_info(package: Path) -> Info:
-    """What `package`, a .conda or .tar.bz2 file, says of itself; its files are not read.
+    """Return the metadata of `package`, a .conda or .tar.bz2 file, without reading its files.
 
-    Raises BuildError, naming the package, when it is no conda package, or is damaged.
+    Raises BuildError, naming the package, when it is not a conda package, or is damaged.
     """
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package, "info")) as items:
@@ -79,7 +82,7 @@ def read_info(package: Path) -> Info:
             name = clean(member.name, package.name)
             folder, _, rest = name.partition("/")
             if folder != "info":
-                # In a .tar.bz2 info/ comes first, or (from old builders) last.
+                # In a .tar.bz2, info/ comes first, or (from old builders) last.
                 if "index.json" in found and ("paths.json" in found or "files" in found):
                     break
             elif rest in _METADATA and content is not None:
@@ -90,10 +93,10 @@ def read_info(package: Path) -> Info:
 
 
 def package_files(package: Path) -> Files:
-    """The files and links of `package`, named as in its paths.json, without those in info/.
+    """Yield the files and links of `package`, named as in its paths.json, without those in info/.
 
-    A file's content is to be read before the next is asked for. Raises BuildError as `read_info` does, also
-    for a name outside of the package and for what is neither file nor link.
+    A file's content must be read before the next file is requested. Raises BuildError as `read_info` does, and for a
+    name that leads outside of the package.
     """
     with contextlib.closing(_members(package, "pkg")) as items:
         for member, content in items:
@@ -104,7 +107,10 @@ def package_files(package: Path) -> Files:
 
 
 def clean(name: str, package: str) -> str:
-    """A path in an archive without "./" before and "/" behind. Raises BuildError for one that leads outside."""
+    """Return a path in an archive without "./" before and "/" after it.
+
+    Raises BuildError for a path that leads outside.
+    """
     path = name.removeprefix("./").rstrip("/")
     if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(path.split("/")):
         if name.rstrip("/") in (".", ""):
@@ -114,7 +120,7 @@ def clean(name: str, package: str) -> str:
 
 
 def damaged(package: str, error: Exception) -> BuildError:
-    """The error for an archive that cannot be read as one."""
+    """Return the error for an archive that cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return BuildError(f"{package}: cannot be read: {error.strerror}")
     return BuildError(
@@ -123,7 +129,7 @@ def damaged(package: str, error: Exception) -> BuildError:
 
 
 def _members(package: Path, part: str) -> Files:
-    """The members of the part `info` or `pkg`; of a .tar.bz2, which is not divided, all."""
+    """Yield the members of the part `info` or `pkg`; all members of a .tar.bz2, which has no parts."""
     name = package.name
     try:
         with contextlib.ExitStack() as stack:
@@ -169,7 +175,7 @@ def _has(archive: zipfile.ZipFile, name: str) -> bool:
 
 
 class _Forward(io.RawIOBase):
-    """A stream that is read from its start to its end; what it raises when it is damaged becomes a BuildError."""
+    """A forward-only stream that turns exceptions from damaged data into BuildError."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self._name = stream, name
@@ -234,7 +240,7 @@ def _listed(row: Any, package: str) -> PackagePath:
 
 
 def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
-    """The paths of a package from before paths.json; shlex reads has_prefix as conda does."""
+    """Return the paths of a package older than paths.json. Like conda, this uses shlex for has_prefix."""
     if "files" not in found:
         raise BuildError(f"{package}: not a conda package: it has no info/paths.json")
     try:
@@ -262,7 +268,7 @@ def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
 
 
 def agrees(listed: PackagePath, member: Member) -> bool:
-    """Whether what stands in the archive is of the kind that the package lists, and of its size."""
+    """Return whether a member of the archive has the listed kind and size."""
     if listed.kind == "directory":
         return member.kind == DIR
     if listed.kind == "softlink":

@@ -1,4 +1,7 @@
-"""The layers of an environment's conda packages, ordered and grouped as wheels are (docs/reference/layering.md)."""
+"""Layers of an environment's conda packages.
+
+They are ordered and grouped like wheels; see docs/reference/layering.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def conda_parts(
     mtime: int,
     alone: int,
 ) -> list[LayerRequest]:
-    """The layers of `files`: the `alone` largest each, largest first, then the others together."""
+    """Return the layers of `files`.
+
+    Each of the `alone` largest packages has its own layer, largest first; the others share the last one.
+    """
     return [_part(group, shared, scheme, compiler, mtime) for group in groups(files, alone)]
 
 
@@ -37,7 +43,7 @@ def _part(
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     for file, lost in zip(group, without, strict=True):
         one = file.package
-        # What the record tells besides the package's own content.
+        # Inputs of the record in conda-meta besides the package's own content.
         told = [one.subdir, one.url, one.md5, one.depends]
         key.append([one.name, one.version, one.build, one.sha256, told, lost])
 
@@ -46,7 +52,7 @@ def _part(
             yield from conda_tree(file, scheme, mtime, frozenset(lost))
 
     def tree() -> Tree:
-        # The standard library as well as site-packages.
+        # The standard library and site-packages.
         modules = [f"{scheme.prefix}/lib/python{scheme.python}"]
         return with_parents(with_bytecode(files(), compiler, modules, mtime), mtime)
 

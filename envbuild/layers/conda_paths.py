@@ -1,7 +1,6 @@
-"""Where the files of a conda package go in an environment.
+"""Paths of a conda package's files in an environment.
 
-Sources: conda's "Package specification" (noarch Python packages); the scripts of entry points as conda and rattler
-write them.
+Sources: conda's "Package specification" (noarch Python packages); the entry point scripts of conda and rattler.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if __name__ == '__main__':
 
 @dataclass(frozen=True, slots=True)
 class CondaFile:
-    """A located conda package: what the lock says of it, its file, and the file's size in bytes."""
+    """A located conda package: its entry in the lock, its file, and the file's size in bytes."""
 
     package: CondaPackage
     path: Path
@@ -47,9 +46,9 @@ class CondaFile:
 
 
 def installed_paths(info: Info, scheme: Scheme, where: str) -> list[str]:
-    """The paths, relative to the prefix, of a package's files and links in an environment, without its record.
+    """Return the paths, relative to the prefix, of a package's files and links in an environment, without its record.
 
-    Raises BuildError, naming `where`, for an entry point that is none.
+    Raises BuildError, naming `where`, for an invalid entry point.
     """
     listed = (path for path, row in info.paths.items() if row.kind != "directory")
     placed = (place_of(path, info, scheme) for path in listed)
@@ -58,7 +57,7 @@ def installed_paths(info: Info, scheme: Scheme, where: str) -> list[str]:
 
 
 def entry_points(info: Info, scheme: Scheme, where: str) -> Iterator[tuple[str, bytes]]:
-    """(path relative to the prefix, content) of the scripts that conda makes of a package's entry points."""
+    """Yield (path relative to the prefix, content) of the scripts that conda creates for a package's entry points."""
     for point in info.entry_points if info.is_python else ():
         match = _POINT.fullmatch(point)
         if not match:
@@ -74,7 +73,7 @@ def entry_points(info: Info, scheme: Scheme, where: str) -> Iterator[tuple[str, 
 
 
 def place_of(path: str, info: Info, scheme: Scheme) -> str:
-    """Where a path of a package goes, relative to the prefix."""
+    """Return the installed path of a package's path, relative to the prefix."""
     first, _, rest = path.partition("/")
     if info.is_python and rest:
         if first == "site-packages":
@@ -85,5 +84,5 @@ def place_of(path: str, info: Info, scheme: Scheme) -> str:
 
 
 def is_bytecode(path: str) -> bool:
-    """Whether it is a module's bytecode, which images have from their own compiler."""
+    """Return whether the path is a module's bytecode, which the compiler of the image provides instead."""
     return _BYTECODE.fullmatch(path) is not None

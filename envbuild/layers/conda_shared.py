@@ -1,7 +1,7 @@
-"""Paths that several packages of a conda environment have, and who keeps them.
+"""Paths that several packages of a conda environment contain, and the choice of the package that keeps each.
 
-As rattler leaves it: of packages with one path, the one that comes last in the order of dependencies, and of a file
-and a folder of one name likewise, with all that is below. rattler itself tells the order.
+The result matches rattler's: the last package in dependency order keeps the path. When a path is a file in one package
+and a folder in another, the last package also decides, for the whole subtree. rattler itself computes the order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _LINK_SCRIPT = re.compile(r"bin/\.[^/]+-(?:pre|post)-link\.sh")
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is known once all paths of an environment are: by package those that another one keeps, and the
-    packages with scripts that conda runs when it activates an environment, or links the package."""
+    """The result of comparing all paths of an environment.
+
+    `without` maps packages to the paths that another package keeps; `activated` are the packages with scripts that
+    conda runs when it activates an environment, `linked` those with scripts that it runs when it links the package.
+    """
 
     without: Mapping[str, tuple[str, ...]]
     activated: tuple[str, ...]
@@ -38,9 +41,10 @@ class Shared:
 def shared_paths(
     files: Sequence[CondaFile], wheels: Sequence[WheelFile], scheme: Scheme, store: Store
 ) -> Shared:
-    """What the conda packages `files` share; the answer is kept, since reading all lists takes a second.
+    """Return the paths that the conda packages `files` share.
 
-    Raises BuildError for a wheel that would replace a file of a conda package, and for damaged packages.
+    The result is stored, because reading all lists takes a second. Raises BuildError for a wheel that would replace a
+    file of a conda package, and for damaged packages.
     """
     inputs: list[object] = [scheme.prefix, scheme.python]
     inputs += [[f.name, f.package.sha256, f.package.depends] for f in files]
@@ -66,7 +70,7 @@ def shared_paths(
 
 
 def losers(paths: Mapping[str, Iterable[str]], order: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By package the paths that others keep; in `order` a package comes after those it depends on."""
+    """Return the paths that each package loses to others; in `order` a package comes after its dependencies."""
     rank = {name: number for number, name in enumerate(order)}
     owners: dict[str, set[str]] = {}
     for name, own in paths.items():
@@ -82,7 +86,7 @@ def losers(paths: Mapping[str, Iterable[str]], order: Sequence[str]) -> dict[str
     folders = {parent for path in owners for parent in _parents(path)}
     for path in sorted(
         folders & owners.keys()
-    ):  # upper ones first: they take what is below with them
+    ):  # upper paths first: the decision includes the paths below them
         if not owners[path]:
             continue
         below = [other for other in owners if other.startswith(f"{path}/")]
@@ -100,7 +104,7 @@ def losers(paths: Mapping[str, Iterable[str]], order: Sequence[str]) -> dict[str
 
 
 def dependency_order(packages: Sequence[CondaPackage]) -> list[str]:
-    """The names of `packages`, each after those it depends on."""
+    """Return the names of `packages`, each after its dependencies."""
     from rattler import PackageRecord
     from rattler.package import BuildString
 

@@ -1,4 +1,4 @@
-"""The scripts that an installer makes of a wheel's entry points.
+"""Scripts that an installer generates for a wheel's entry points.
 
 Source: PyPA "Entry points specification".
 """
@@ -22,10 +22,10 @@ if __name__ == "__main__":
 
 
 def entry_point_scripts(text: str, interpreter: str, where: str) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the console and GUI scripts of an entry_points.txt.
+    """Yield (name, content) of the console and GUI scripts of an entry_points.txt.
 
-    `interpreter` is the path after `#!`. Raises BuildError, naming `where`, for what is no such file, or for a
-    script that would lie in another folder or call nothing.
+    `interpreter` is the path after `#!`. Raises BuildError, naming `where`, for a malformed file, and for a script
+    whose name leads to another folder or whose entry point names no function.
     """
     parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]

@@ -1,4 +1,4 @@
-"""Source builds on this host, with its compilers and modules."""
+"""Source builds on this host, with its compilers and environment modules."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from envbuild.errors import HostError
 if TYPE_CHECKING:
     from envbuild.recipe.sources import SourceLayer
 
-# What a build gets of the caller's variables: where programs are, and what environment modules set for compilers.
-# Tokens, proxies and flags stay out: they would be in logs, or decide the result unseen.
+# The variables of the caller that a build gets: search paths, and the settings of environment modules for compilers.
+# Tokens, proxies and flags are excluded: they would appear in logs, or change the result unnoticed.
 _KEPT = frozenset({
     "PATH", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH",
     "COMPILER_PATH", "GCC_EXEC_PREFIX", "ACLOCAL_PATH", "CUDA_HOME", "CUDA_PATH", "LM_LICENSE_FILE",
     "INTEL_LICENSE_FILE", "NVLOCALRC",
 })  # fmt: skip
 _KEPT_PREFIXES = ("CRAY", "PE_", "PRGENV", "GCC_", "NVHPC", "EBROOT")
-# Of these, what decides which headers and libraries are found.
+# Those that determine which headers and libraries are found.
 _DECIDE = (
     "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH",
     "CRAYPE_VERSION", "CRAY_CPU_TARGET",
 )  # fmt: skip
 
-# An option that has a Python project use the host's MPI.
+# An option that makes a Python project use the host's MPI.
 _MPI = re.compile(r"[A-Z0-9_]*WITH_MPI=1")
 
-# Ends all that a command started when we are killed ourselves: make would tell its children alone, not theirs.
+# Kills a command's whole process group when this process dies: make would forward the signal to its children only, not
+# to theirs.
 _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
 
 def build_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of `variables` a build on this host may see."""
+    """Return the variables that a build on this host gets from `variables`."""
     kept = {
         name: value
         for name, value in variables.items()
@@ -54,9 +55,10 @@ def build_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
-    """What a build of `layer` on this host depends on: compilers, the C library, the processor, modules' folders.
+    """Return the properties of this host that affect a build of `layer`.
 
-    Raises HostError when there is no C compiler.
+    These are the compilers, MPI if an option asks for it, the C library, the processor, and a digest of the variables
+    in `_DECIDE`. Raises HostError when there is no C compiler.
     """
     kept = build_variables(variables)
     parts = [_compiler(layer, kept, "CC", ("cc", "gcc"))]
@@ -75,7 +77,7 @@ def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
 def _compiler(
     layer: SourceLayer, variables: Mapping[str, str], key: str, names: Sequence[str]
 ) -> str:
-    """The first line of what a compiler says about its version."""
+    """Return the first line of a compiler's version message. Raises HostError when no compiler runs."""
     for name in [variables[key]] if variables.get(key) else names:
         words = name.split()
         program = shutil.which(words[0], path=variables["PATH"]) if words else None
@@ -94,7 +96,7 @@ def _compiler(
 
 
 def _mpi(variables: Mapping[str, str]) -> str:
-    """The MPI that is on PATH, by what its launcher says: "mpirun (Open MPI) 4.1.4"."""
+    """Return the MPI on PATH by its launcher's version message: "mpirun (Open MPI) 4.1.4"."""
     program = shutil.which("mpirun", path=variables["PATH"])
     if program is None:
         return "no MPI"
@@ -104,7 +106,7 @@ def _mpi(variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostWorkshop:
-    """This host: commands see folders where we see them."""
+    """This host as the build host: commands see the same paths as this process."""
 
     work: Path
     variables: Mapping[str, str]
@@ -138,5 +140,8 @@ class HostWorkshop:
 
 @contextlib.contextmanager
 def host_workshop(work: Path, variables: Mapping[str, str]) -> Iterator[HostWorkshop]:
-    """This host as a workshop with the folder `work`; of `variables`, builds get what names compilers and modules."""
+    """Yield this host as the build host, with the work folder `work`.
+
+    Builds get only the variables from `variables` that name compilers and modules.
+    """
     yield HostWorkshop(work, build_variables(variables))

@@ -1,8 +1,8 @@
-"""Layers that were made, kept in the store by their inputs, so that each is made once.
+"""Cached layers in the store, identified by their inputs, so that each is written only once.
 
-An image's layers come in one of two forms: compressed tars for daemons and registries (here), or segments
-of a squashfs (`layers/segments.py`). What decides their content is the same, so the rest of the house is
-written for a `Maker` of either.
+An image's layers have one of two forms: compressed tars for daemons and registries (this module), or segments of a
+squashfs (`layers/segments.py`). The same inputs determine the content of both, so other modules use `Maker`, the
+interface of both.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from envbuild.store.store import Store
 
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
-# In a site-packages folder itself, not in one that a package carries inside.
+# Only in a site-packages folder itself, not in one that a package vendors.
 _CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")
 _RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """A layer in the store as a compressed tar, its title and what it installs."""
+    """A layer in the store as a compressed tar, its title, and the distributions that it installs."""
 
     layer: Layer
     title: str
@@ -42,7 +42,7 @@ class CachedLayer:
 
 
 class Installs(Protocol):
-    """A layer in any form."""
+    """A cached layer in any form."""
 
     @property
     def distributions(self) -> Distributions: ...
@@ -53,23 +53,26 @@ M = TypeVar("M", bound=Installs)
 
 
 class Maker(Protocol[M_co]):
-    """Makes layers in one form, or takes them from the store; `say` tells what it does."""
+    """A cache of layers in one form, which writes missing layers; `say` logs its actions."""
 
     @property
     def say(self) -> Callable[[str], None]: ...
 
     def part(self, part: LayerRequest) -> M_co:
-        """The layer of `part`. Raises BuildError when it cannot be made."""
+        """Return the layer of `part`, from the store if it exists there.
+
+        Raises BuildError when it cannot be written.
+        """
         ...
 
     def blob(self, layer: Layer, title: str) -> M_co:
-        """The layer of an existing image, whose blob is in the store."""
+        """Return the layer of an existing image whose blob is in the store."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tars:
-    """The maker of compressed tars."""
+    """The `Maker` of compressed tars."""
 
     store: Store
     say: Callable[[str], None]
@@ -82,7 +85,7 @@ class Tars:
         note = _note(part, self.store)
         try:
             with file_lock(note.with_suffix(".lock"), remove=True):
-                made = known_part(part, self.store)  # another process may just have made it
+                made = known_part(part, self.store)  # another process may have written it
                 if made is not None:
                     return made
                 self.say(f"  layer: {short(part.title)}")
@@ -100,13 +103,16 @@ class Tars:
 
 
 def short(title: str) -> str:
-    """A layer's title for one line."""
+    """Return a layer's title, shortened to one line."""
     return title if len(title) < 90 else title[:88] + " …"
 
 
 def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
-    """`tree` as it is; each distribution whose RECORD passes by goes to `found`, or in a layer of conda packages
-    each of these: their records tell of all that they hold, Python distributions as well."""
+    """Yield `tree` unchanged, and add its distributions to `found`.
+
+    A distribution is a Python distribution with a RECORD. In a layer of conda packages, `found` has the conda packages
+    instead: their records list all of their files, those of Python distributions included.
+    """
     conda: list[tuple[str, str, str]] = []
     with closing(tree):
         for entry, content in tree:
@@ -126,9 +132,9 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
 
 
 def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
-    """A conda package as the survey of an environment finds it by its record."""
+    """Return (name, version, digest) of a conda package from its record, as a survey reports them."""
     rows = [
-        # What is made of an entry point is not in the package.
+        # Scripts of entry points are generated, so the package has no digest of them.
         (row["_path"], "" if row["path_type"].startswith("unix_") else row.get("sha256", ""))
         for row in record["paths_data"]["paths"]
         if not row["_path"].endswith(".pyc")
@@ -151,7 +157,7 @@ def _render(made: CachedLayer) -> str:
 
 
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
-    """The tar of `part` if the store has it whole: what is noted of it is only a cache."""
+    """Return the tar of `part` from the store; None when its index is missing or invalid, or the blob is missing."""
     blobs = store.blobs
     try:
         data = json.loads(_note(part, store).read_text(encoding="utf-8"))
@@ -167,7 +173,7 @@ def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
-    """Distributions as a note holds them. Raises ValueError or TypeError."""
+    """Return the distributions in a layer's JSON index. Raises ValueError or TypeError when they are malformed."""
     return tuple((str(name), str(version), str(record)) for name, version, record in rows)
 
 

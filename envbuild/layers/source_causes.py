@@ -11,13 +11,16 @@ from envbuild.errors import BuildError
 from envbuild.layers.source_job import StepError
 
 TAIL_LINES = 25
-# The end of a log tells why; a compiler's messages may be long.
+# The end of a log has the reason; compilers' messages may be long.
 _TAIL_BYTES = 1 << 16
 _CONFIG_LINES = 15
 
 
 def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
-    """The error for a failed step of the layer `name`: the log's last lines, and where all of it is (`kept`)."""
+    """Return the error for a failed step of the layer `name`.
+
+    It has the log's last lines, and `kept`, the path of the complete log.
+    """
     log = _end(error.log)
     lines = [line for line in log.splitlines() if line.strip()][-TAIL_LINES:]
     shown = [
@@ -37,12 +40,12 @@ def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
 
 
 def config_error(path: Path) -> list[str]:
-    """The last lines of config.log before configure gave up: the test that failed, and what the compiler said."""
+    """Return config.log's last lines before configure gave up: the failed test, and the compiler's message."""
     lines = _end(path, 1 << 20).splitlines()
     ends = [n for n, line in enumerate(lines) if re.match(r"configure:[0-9]+: error:", line)]
     if not ends:
         return []
-    # A program that did not compile is printed between the message and the error: it says little.
+    # The source of the failed test program, printed between the message and the error, is left out: it explains little.
     before = [line for line in lines[: ends[-1]] if not line.startswith("|")]
     return [*before[-_CONFIG_LINES:], lines[ends[-1]]]
 
@@ -57,7 +60,7 @@ def _end(path: Path, most: int = _TAIL_BYTES) -> str:
 
 
 def keep_log(error: StepError, place: Path) -> None:
-    """Copy the log of a failed step, and its other logs below it, to `place`. Raises OSError."""
+    """Copy the log of a failed step, followed by its other logs, to `place`. Raises OSError."""
     logs: Sequence[Path] = [error.log, *error.more]
     with place.open("wb") as out:
         for log in logs:

@@ -1,4 +1,4 @@
-"""What a source build reads, by hash: its archive, and the wheels with CUDA's headers."""
+"""Downloads of a source build, verified by hash: its archive, and the wheels with CUDA's headers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _INDEX = "index:"
 
 
 def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool) -> Path:
-    """The layer's archive: from the store, the site's mirrors, or its URL ("index:NAME": pip's package index).
+    """Return the layer's archive from the store, the site's mirrors, or its URL.
 
-    Raises BuildError naming each place that was asked with what it answered.
+    A URL "index:NAME" means pip's package index. Raises BuildError with each source that was tried and its answer.
     """
     if found := _in_store(layer, environment):
         return found
@@ -61,7 +61,10 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
 def fetch_wheels(
     wheels: Sequence[BuildWheel], environment: Environment, *, offline: bool
 ) -> list[Path]:
-    """Wheels that a build reads or runs, by hash. Raises BuildError naming those that no source has."""
+    """Return the wheels that a build reads or runs, verified by hash.
+
+    Raises BuildError naming the wheels that no source has.
+    """
     if not wheels:
         return []
     from envbuild.store.fetch import WantedWheel, locate_wheels
@@ -91,7 +94,7 @@ def _in_store(layer: SourceLayer, environment: Environment) -> Path | None:
 def _urls(
     layer: SourceLayer, environment: Environment, client: Client, answers: list[str], offline: bool
 ) -> Iterator[str]:
-    """Where the archive may be, in the order to ask."""
+    """Yield the possible URLs of the archive, in the order in which to try them."""
     if not layer.url.startswith(_INDEX):
         yield from environment.site.mirrored(layer.url)
         return

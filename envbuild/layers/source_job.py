@@ -1,4 +1,4 @@
-"""One source layer on its way through the steps of source_steps.py, and where everything lies meanwhile."""
+"""The build of one source layer by the steps of source_steps.py, and the paths that it uses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from envbuild.layers.workshop import Workshop
     from envbuild.recipe.sources import SourceLayer
 
-# Where every layer is told that it will be: what a layer compiles in must not depend on where it is built.
+# Every layer is configured for this prefix: paths that are compiled in must not depend on the build folder.
 PREFIX = "/opt/env"
-# Seconds since 1970 for what writes the time into its output: 1980-01-01, the earliest that zip files know.
+# The time for tools that write one into their output, in seconds since 1970: 1980-01-01, the earliest in zip files.
 EPOCH = 315532800
-# A place in an option; "${x}" is a shell's or a Makefile's.
+# A placeholder in an option; "${x}" belongs to a shell or a Makefile.
 PLACE = re.compile(r"(?<!\$)\{([a-z0-9][a-z0-9_.+-]*)\}")
 _QUIET = ("programs", "strip")
 
 
 class StepError(Exception):
-    """A command that failed: which step, its exit status, what it printed, and logs that say more."""
+    """The failure of a command: its step, its exit status, its output, and logs with details."""
 
     def __init__(
         self, step: str, command: Sequence[str], status: int, log: Path, more: Sequence[Path] = ()
@@ -34,11 +34,10 @@ class StepError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceBuild:
-    """One layer to be made in `workshop`.
+    """The build of one layer in `workshop`.
 
-    `places` says where the layers that it requires, hosts' folders and CUDA ("cuda") are, as commands see them.
-    `patches` are files on this host, in order. `jobs` is how many compilers may run at once. `say` takes one line for
-    the reader.
+    `places` are the paths, as commands see them, of required layers, host layers and CUDA ("cuda"). `patches` are files
+    on this host, in order. `jobs` is the number of parallel compilers. `say` logs one line.
     """
 
     layer: SourceLayer
@@ -51,7 +50,7 @@ class SourceBuild:
 
     @property
     def log(self) -> Path:
-        """What all commands printed."""
+        """The output of all commands."""
         return self.workshop.work / "build.log"
 
     @property
@@ -66,11 +65,11 @@ class SourceBuild:
 
     @property
     def staged(self) -> Path:
-        """What lies below the prefix after the install, as this host sees it."""
+        """The installed files below the prefix, as this host sees them."""
         return self.workshop.work / "stage" / PREFIX.lstrip("/")
 
     def options(self) -> list[str]:
-        """The layer's options with all places filled in."""
+        """Return the layer's options with all placeholders replaced."""
         known = {"prefix": PREFIX, "install": f"{self.stage}{PREFIX}"}
         known |= {name: str(place) for name, place in self.places.items()}
         return [
@@ -85,7 +84,10 @@ class SourceBuild:
         variables: Mapping[str, str] | None = None,
         more: Sequence[str] = (),
     ) -> None:
-        """Run one step in the source's folder. Raises StepError when it fails; `more` names its own logs there."""
+        """Run one step in the source folder. `more` are the step's own log files there.
+
+        Raises StepError when it fails.
+        """
         inside = self.workshop.inside
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n")
@@ -103,7 +105,7 @@ class SourceBuild:
             self.say(f"{self.layer.name} {self.layer.version}: {step} took {seconds:.0f} s")
 
     def variables(self) -> dict[str, str]:
-        """The variables for every command: nothing that differs from build to build gets into the result."""
+        """Return the variables for every command, which keep differences between builds out of the result."""
         inside = self.workshop.inside
         required = [place for name, place in self.places.items() if name != "cuda"]
         return {
@@ -115,7 +117,8 @@ class SourceBuild:
             "CONFIG_SITE": "/dev/null",
             "NOCONFIGURE": "1",
             "CPPFLAGS": f"-ffile-prefix-map={inside}=/usr/src/{self.layer.name}",
-            # It is a digest of what the linker wrote, with the build's folder where relocate.py writes over it.
+            # A build ID is a digest of the linker's output, which still has the build folder that relocate.py
+            # overwrites later.
             "LDFLAGS": "-Wl,--build-id=none",
             "PKG_CONFIG_PATH": ":".join(
                 str(place / folder / "pkgconfig") for place in required for folder in ("lib", "lib64")

@@ -1,4 +1,4 @@
-"""Recipes' [layers] merged with what is known of each source, from data/sources.toml."""
+"""Recipes' [layers], merged with the known sources of data/sources.toml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN_PLACES = frozenset({"prefix", "install"})
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One source of the data; see data/sources.toml for what each means."""
+    """A known source; data/sources.toml explains each field."""
 
     url: str = ""
     system: str = "autotools"
@@ -45,17 +45,17 @@ class Known:
 
 
 def known_versions(name: str) -> Mapping[str, str]:
-    """Version → sha256 of the archives that are known of the source `name`."""
+    """Return version → sha256 of the known archives of the source `name`."""
     return dict(_data()["sources"].get(name, {}).get("versions", {}))
 
 
 def source_layers(
     loaded: LoadedRecipe, target: Target
 ) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
-    """What is built from source for `target`, in an order in which each comes after what it requires, and what its
-    nodes have. Layers of kind "wheel" are left out.
+    """Return the source layers of `target`, each after those it requires, and the host layers of its nodes.
 
-    Raises RecipeError, naming the line of the recipe, for what is missing or does not go together.
+    Layers of kind "wheel" are left out. Raises RecipeError, naming the line of the recipe, for missing values and
+    contradictions.
     """
     tables = {
         name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)
@@ -63,7 +63,7 @@ def source_layers(
     kinds = {name: kind_of(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
     known = {name: _known(name, loaded.recipe.fabric, target) for name in wanted}
-    # What is needed and has a version of its own is added; it may need others.
+    # A required layer with a default version is added; it may require others.
     waiting = list(wanted)
     while waiting:
         name = waiting.pop()
@@ -152,14 +152,17 @@ def _url(known: Known, version: str) -> str:
 
 
 def _key(option: str) -> str:
-    """What an option is about, so that a recipe's own takes the place of a known one: --without-x is about --with-x."""
+    """Return the subject of an option: --without-x has the subject --with-x.
+
+    A recipe's option replaces the known option with the same subject.
+    """
     name = _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
-    # HOROVOD_WITHOUT_MPI=1 is about HOROVOD_WITH_MPI.
+    # HOROVOD_WITHOUT_MPI=1 has the subject HOROVOD_WITH_MPI.
     return _NEGATED_VARIABLE.sub(r"\1WITH_", name)
 
 
 def _replaced(options: Sequence[str], others: Sequence[str]) -> list[str]:
-    """`options` with `others`, each at the position of the one that is about the same, or at the end."""
+    """Return `options` with `others`, each in place of the option with the same subject, or at the end."""
     return list(({_key(o): o for o in options} | {_key(o): o for o in others}).values())
 
 
@@ -169,7 +172,10 @@ def _data() -> dict[str, Any]:
 
 
 def _known(name: str, fabric: str, target: Target) -> Known:
-    """What is known of the source `name`, with what holds for this fabric and target alone; else the defaults."""
+    """Return the known source `name` with the additions for this fabric and target.
+
+    An unknown source has the default values.
+    """
     table = _data()["sources"].get(name)
     if table is None:
         return Known()
@@ -218,7 +224,7 @@ def _patches(loaded: LoadedRecipe, name: str, table: LayerTable) -> tuple[Patch,
 
 
 def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
-    """The wheels with the headers of the target's CUDA."""
+    """Return the wheels with the headers of the target's CUDA."""
     version = target.version if target.family is CUDA else None
     known = _data()["cuda"]
     rows = known.get(version, {}).get(target.arch)
@@ -238,14 +244,14 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
 
 
 def _build_wheels(target: Target) -> tuple[BuildWheel, ...]:
-    """The wheels that the build of a Python project runs on the processor of `target`."""
+    """Return the wheels that the build of a Python project runs on the processor of `target`."""
     known = _data()["build"]
     rows = {**known["any"], **known[target.arch]}
     return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
 
 
 def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:
-    """The names of `graph`, each after those that it requires; by name where that leaves a choice."""
+    """Return the names of `graph`, each after those it requires, sorted by name among equals."""
     done: list[str] = []
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -266,5 +272,5 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
 
 
 def _where(loaded: LoadedRecipe, name: str) -> str:
-    """`FILE:LINE:COL` of the layer, or of the file where the layer was added to it."""
+    """Return `FILE:LINE:COL` of the layer, or only the recipe's path for a layer that was added as a requirement."""
     return loaded.where("layers", name) if name in loaded.recipe.layers else str(loaded.path)

@@ -1,4 +1,7 @@
-"""The list of a built layer's files, beside them in the store: written last, so that a layer without it is none."""
+"""The list of a built layer's files, beside them in the store.
+
+It is written last, so that a layer without it is incomplete.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """`files` are (path, sha256 or "-> target" of a link, size in bytes) in the order of paths; `glibc` is the newest
-    one that they need, "" for none."""
+    """The files of a built layer.
+
+    `files` are (path, sha256 or "-> target" for a link, size in bytes), sorted by path; `glibc` is the newest glibc
+    that they need, "" for none.
+    """
 
     name: str
     version: str
@@ -29,7 +35,7 @@ class SourceManifest:
 
 
 def list_files(tree: Path) -> tuple[tuple[str, str, int], ...]:
-    """What is below `tree`, for a manifest."""
+    """Return the files and links below `tree` for a manifest."""
     found = []
     for here, folders, names in os.walk(tree):
         for name in names + [one for one in folders if os.path.islink(os.path.join(here, one))]:
@@ -55,7 +61,10 @@ def write_manifest(folder: Path, manifest: SourceManifest) -> None:
 
 
 def read_manifest(tree: Path) -> SourceManifest | None:
-    """The manifest of the layer whose files are in `tree`; None when there is none, or a file is gone or cut."""
+    """Return the manifest of the layer with the files in `tree`.
+
+    Returns None when it is missing or invalid, or when a file is missing or has another size.
+    """
     try:
         data = json.loads((tree.parent / NAME).read_text(encoding="utf-8"))
         files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])

@@ -1,7 +1,8 @@
-"""`python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX`: layers without a store, in a Dockerfile.
+"""Build of source layers without a store, in a Dockerfile.
 
-DESCRIPTION is a JSON file that `describe` wrote: layers in their order. ARCHIVES is a folder with their source
-archives, patches, and the wheels with CUDA's headers; they are found by sha256. All are installed into PREFIX.
+Usage: `python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX`. DESCRIPTION is a JSON file from
+`describe`: layers in order. ARCHIVES is a folder with their source archives, patches, and the wheels with CUDA's
+headers, which are found by sha256. All layers are installed into PREFIX.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FORMAT = 1
 
 
 def describe(layers: Sequence[SourceLayer], hosts: Mapping[str, str] = {}) -> str:
-    """`layers`, and the folders that the nodes have instead of layers, as the text of a description."""
+    """Return the text of a description of `layers`, and of the nodes' folders for host layers."""
     content = {
         "format": _FORMAT,
         "layers": [asdict(layer) for layer in layers],
@@ -39,7 +40,7 @@ def describe(layers: Sequence[SourceLayer], hosts: Mapping[str, str] = {}) -> st
 
 
 def read_description(text: str) -> tuple[list[SourceLayer], dict[str, str]]:
-    """What `describe` wrote. Raises BuildError for anything else."""
+    """Parse the output of `describe`. Raises BuildError for any other text."""
     try:
         data = json.loads(text)
         if data["format"] != _FORMAT:
@@ -62,7 +63,7 @@ def _layer(row: dict[str, object]) -> SourceLayer:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build what the description says; the exit status."""
+    """Build the layers of a description, and return the exit status."""
     if len(arguments) != 3:
         print(
             "usage: python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX",
@@ -98,9 +99,9 @@ def build_one(
     archives: Path,
     work: Path,
 ) -> Path:
-    """Build `layer` in the new folder `work`; returns the folder with what belongs below the environment's root.
+    """Build `layer` in the new folder `work`, and return the folder with its files for the environment's root.
 
-    `built` has the folders of layers that came before, `hosts` those that nodes have instead, each by name.
+    `built` are the folders of earlier layers, `hosts` the nodes' folders for host layers, each by name.
     """
     work.mkdir()
     places: dict[str, PurePath] = {}
@@ -140,7 +141,10 @@ def build_one(
 
 
 def _by_hash(folder: Path, hashes: Sequence[str], what: str) -> Path:
-    """The file of `folder` with one of these sha256: by name where it is named so, else by content."""
+    """Return the file in `folder` with one of these sha256 digests.
+
+    A file named by its digest is tried first.
+    """
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     for path in sorted(files, key=lambda path: path.name.partition(".")[0] not in hashes):
         with path.open("rb") as stream:

@@ -1,8 +1,8 @@
-"""The steps that make files of a source archive: unpack, patch, configure, make, install, tidy.
+"""Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy.
 
-Nothing but the standard library, errors and the description of a layer is imported here, so that a stage of a
-Dockerfile can run `python -m envbuild.layers.source_standalone`. Sources: the GNU Coding Standards
-(configure, DESTDIR, standard targets), reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
+This module imports only the standard library, errors and the description of a layer, so that a stage of a Dockerfile
+can run `python -m envbuild.layers.source_standalone`. Sources: the GNU Coding Standards (configure, DESTDIR, standard
+targets), reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     pass
 
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")
-# Says which programs are missing, all of them, before anything is built.
+# Reports all missing programs before the build begins.
 _LOOK = (
     'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; }; done; exit ${m:-0}'
 )
@@ -30,9 +30,9 @@ _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
 def make_layer(job: SourceBuild) -> Path:
-    """Build and install `job`'s layer; returns the folder with what belongs below the prefix (on this host).
+    """Build and install the layer of `job`, and return the folder (on this host) with the files below the prefix.
 
-    Raises StepError for a command that fails, BuildError for an archive or a result that cannot be used.
+    Raises StepError for a command that fails, BuildError for an unusable archive or result.
     """
     from envbuild.layers.source_unpack import unpack
 
@@ -43,7 +43,7 @@ def make_layer(job: SourceBuild) -> Path:
     programs = [*layer.tools, *(["patch"] if job.patches else [])]
     job.run("programs", ["sh", "-c", _LOOK, "sh", *programs])
     for patch in job.patches:
-        # A name of our own: the program would take an option from a file's name.
+        # A fixed name, because `patch` would take a file name with a leading dash for an option.
         shutil.copyfile(patch, work / "patch.diff")
         job.run(
             f"patch {patch.name}",
@@ -65,11 +65,12 @@ def make_layer(job: SourceBuild) -> Path:
 
 def _autotools(job: SourceBuild) -> None:
     if not (job.source / "configure").is_file():
-        # The archive of a tag does not know its version: where gnulib's git-version-gen and aws-ofi-nccl look for it.
+        # The archive of a tag does not contain the version: write it to the files that gnulib's git-version-gen and
+        # aws-ofi-nccl read.
         for name in (".tarball-version", ".release_version"):
             (job.source / name).write_text(job.layer.version + "\n", encoding="utf-8")
         if (job.source / "autogen.sh").is_file():
-            # Some have no "#!" line: a shell runs them as they are, execve does not.
+            # Some scripts have no "#!" line: a shell runs them, execve does not.
             text = (job.source / "autogen.sh").read_bytes()
             os.chmod(job.source / "autogen.sh", 0o755)
             job.run("autogen.sh", ["./autogen.sh"] if text[:2] == b"#!" else ["sh", "autogen.sh"])
@@ -92,7 +93,7 @@ def _autotools(job: SourceBuild) -> None:
 
 
 def _make(job: SourceBuild) -> None:
-    # What comes later on a command line wins: a layer's own PREFIX={install} is for Makefiles without DESTDIR.
+    # The last value on a command line wins: a layer's own PREFIX={install} is for Makefiles without DESTDIR.
     named = [f"PREFIX={PREFIX}", f"DESTDIR={job.stage}", *job.options()]
     job.run("make", ["make", f"-j{job.jobs}", *named])
     job.run("make install", ["make", "install", *named])
@@ -110,7 +111,7 @@ _SYSTEMS: Mapping[str, Callable[[SourceBuild], None]] = {
 
 
 def _licences(job: SourceBuild) -> None:
-    """Keep the licence texts of the source beside what was made of it."""
+    """Copy the licence texts of the source to the installed files."""
     for patterns in (job.layer.licences, _LICENCES):
         found = sorted(
             {path for one in patterns for path in job.source.glob(one) if path.is_file()}
@@ -127,7 +128,11 @@ def _licences(job: SourceBuild) -> None:
 
 
 def tidy(tree: Path) -> None:
-    """Drop what a running environment has no use for; modes without umask; links that hold wherever the tree is."""
+    """Normalize an installed tree.
+
+    Documentation, static libraries, libtool files and empty folders are removed, modes become independent of the umask,
+    and links into the prefix become relative.
+    """
     for name in _UNWANTED:
         shutil.rmtree(tree / name, ignore_errors=True)
     for here, folders, names in os.walk(tree, topdown=False):
@@ -152,7 +157,7 @@ def tidy(tree: Path) -> None:
 
 
 def _strip(job: SourceBuild) -> None:
-    """Drop debugging information; it is most of a library's size."""
+    """Strip debugging information, which is most of a library's size."""
     root = job.workshop.work
     found = []
     for here, _, names in os.walk(job.staged):

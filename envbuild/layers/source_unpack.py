@@ -1,4 +1,4 @@
-"""Unpack what a build begins with: source archives and wheels, nothing of which may land outside its folder."""
+"""Safe extraction of source archives and wheels: no member is written outside of the target folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from envbuild.errors import BuildError
 
-# What a damaged archive has tarfile and zipfile raise: KeyError for a hard link to nothing, RecursionError for a link
-# to itself in a folder's place.
+# The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
+# RecursionError for a folder that is a link to itself.
 _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError,
 )  # fmt: skip
@@ -22,9 +22,9 @@ _DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers":
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without the one folder that holds all.
+    """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without its single top-level folder.
 
-    Raises BuildError for a file that is neither, that is damaged, or that names a place outside.
+    Raises BuildError for a file that is neither, is damaged, or has a member that leads outside.
     """
     raw = folder.with_name(folder.name + ".raw")
     raw.mkdir()
@@ -48,9 +48,9 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
-    """Unpack `tar` into `folder`, our own files, none of them outside. Raises BuildError for a member that would be.
+    """Unpack `tar` into `folder`, with this process's owner. Raises BuildError for a member that leads outside.
 
-    Not by tarfile's filter "data" (PEP 706), which Python 3.11 has from 3.11.4 on: Debian 12 has 3.11.2.
+    tarfile's filter "data" (PEP 706) is not used: Python 3.11 has it since 3.11.4, and Debian 12 has 3.11.2.
     """
     links: set[str] = set()
     members = []
@@ -70,7 +70,10 @@ def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
 
 
 def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
-    """Why `member` is not unpacked. No member may lie below one of `links`, so what is checked by name is true."""
+    """Return the reason why `member` is refused, or None.
+
+    No member may be below a path in `links`, so checking names is sufficient.
+    """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         return "would lie outside"
@@ -90,7 +93,10 @@ def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
 
 
 def unzip(archive: Path, folder: Path) -> None:
-    """Unpack a zip file with its modes and times. Raises BuildError for a member outside, else what zipfile raises."""
+    """Unpack a zip file; an executable file gets the mode 0755.
+
+    Raises BuildError for a member that leads outside, and zipfile's exceptions for a damaged archive.
+    """
     with zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             path = PurePosixPath(member.filename)
@@ -105,9 +111,10 @@ def unzip(archive: Path, folder: Path) -> None:
 
 
 def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
-    """Lay out a wheel below an environment's root for Python `python` ("3.11"), without its scripts' launchers.
+    """Unpack a wheel below an environment's root for Python `python` ("3.11").
 
-    Source: binary distribution format, https://packaging.python.org/specifications/binary-distribution-format/
+    Scripts of entry points are not created. Source: PyPA "Binary distribution format",
+    https://packaging.python.org/specifications/binary-distribution-format/
     """
     site = prefix / "lib" / f"python{python}" / "site-packages"
     site.mkdir(parents=True, exist_ok=True)
@@ -120,9 +127,9 @@ def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
 
 
 def unpack_cuda(wheels: list[Path], folder: Path) -> None:
-    """Lay out NVIDIA's wheels as the one folder of a CUDA toolkit: bin, include, lib, and lib64 that leads to lib.
+    """Unpack NVIDIA's wheels as one folder of a CUDA toolkit: bin, include, lib, and a link lib64 to lib.
 
-    A link without a version goes to each library: that is what linkers look for.
+    Each library gets a link without a version, the name that linkers search for.
     """
     raw = folder.with_name(folder.name + ".raw")
     folder.mkdir()

@@ -1,7 +1,7 @@
-"""A Python project as a layer: compiled against an environment's packages, laid out in site-packages.
+"""A Python project as a layer: compiled against an environment's packages, installed in site-packages.
 
-pip builds a wheel with the interpreter that it is for, without isolation and without an index: what is imported is that
-environment's, and what only builds (pip, setuptools, cmake) lies in a folder aside. Sources: PEP 517 (build back ends);
+pip builds a wheel with the interpreter that it is for, without isolation and without an index: imports come from that
+environment, and the build tools (pip, setuptools, cmake) from a separate folder. Sources: PEP 517 (build back ends);
 "Binary distribution format" and "Recording installed projects" of the PyPA (scripts, RECORD, INSTALLER).
 """
 
@@ -25,15 +25,15 @@ from envbuild.layers.source_unpack import unpack_wheel, unzip
 if TYPE_CHECKING:
     from envbuild.layers.source_job import SourceBuild
 
-# Where the wheels of SourceLayer.build lie, below the folder of the build.
+# The folder of the wheels in SourceLayer.build, relative to the work folder.
 TOOLS = "tools"
 _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
-# Compilers are told by these; a recipe's own go after ours, and win.
+# Variables with compiler options; a recipe's options follow ours, and take precedence.
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
 _INSTALLER = "envbuild\n"
-# A script that is started by the interpreter beside it, wherever the environment is: sh runs the second line, which is
-# a string for Python.
+# The first lines of a script that runs the interpreter beside it, wherever the environment is: sh executes the second
+# line, and Python reads it as a string.
 _START = (
     "#!/bin/sh\n"
     "'''exec' \"$(dirname -- \"$(realpath -- \"$0\")\")\"/'python' \"$0\" \"$@\"\n"
@@ -42,9 +42,9 @@ _START = (
 
 
 def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
-    """Lay out the wheels that a build runs below its folder `work`: modules, and programs in bin.
+    """Unpack the wheels that a build runs below its work folder `work`: modules, and programs in bin.
 
-    Raises BuildError for a damaged one.
+    Raises BuildError for a member that leads outside, and zipfile's exceptions for a damaged wheel.
     """
     folder = work / TOOLS
     folder.mkdir()
@@ -55,10 +55,10 @@ def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
 
 
 def build_wheel(job: SourceBuild) -> None:
-    """Build the project of `job` for the interpreter `job.places["python"]` and lay its wheel out in `job.staged`.
+    """Build the project of `job` for the interpreter `job.places["python"]`, and unpack its wheel into `job.staged`.
 
-    The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError for a project that gives
-    none or several wheels.
+    The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError when the project builds no
+    wheel or several.
     """
     python = job.places.get("python", PurePath("python3"))
     work, inside = job.workshop.work, job.workshop.inside
@@ -81,9 +81,9 @@ def build_wheel(job: SourceBuild) -> None:
 
 
 def renew_records(tree: Path, name: str) -> None:
-    """Write RECORD and INSTALLER of the one distribution in `tree` anew: stripping and moving changed its libraries.
+    """Rewrite RECORD and INSTALLER of the one distribution in `tree`, because strip and patchelf changed its libraries.
 
-    The licences that the layer `name` keeps aside are no part of it.
+    RECORD does not list the licence texts that the layer `name` adds.
     """
     for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
         (info / "INSTALLER").write_text(_INSTALLER, encoding="utf-8")
@@ -101,18 +101,21 @@ def renew_records(tree: Path, name: str) -> None:
 
 
 def environment_of(python: PurePath) -> PurePath:
-    """The environment's root of an interpreter in its bin."""
+    """Return the environment's root of an interpreter in its bin folder."""
     return python.parent.parent
 
 
 def _programs(work: Path, inside: PurePath) -> str:
-    """The folders with programs of the tools, for PATH. cmake's wheel has them in cmake/data/bin."""
+    """Return the tools' folders with programs, for PATH. cmake's wheel has them in cmake/data/bin."""
     found = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
     return ":".join(str(inside / path.relative_to(work)) for path in found)
 
 
 def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
-    """The variables of the build: nothing of the host's pip and Python, no path of a folder that will be gone."""
+    """Return the variables of the build.
+
+    They exclude the settings of the host's pip and Python, and keep paths of temporary folders out of the result.
+    """
     inside, ours = job.workshop.inside, job.variables()
     maps = ours["CPPFLAGS"]
     if python.is_absolute():
@@ -120,7 +123,7 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
     variables = {
         "PYTHONPATH": str(inside / TOOLS),
         "PYTHONNOUSERSITE": "1",
-        # Modules that the build imports are compiled aside: the environment stays as it was installed.
+        # Bytecode of imported modules goes to a separate folder: the environment must not change.
         "PYTHONPYCACHEPREFIX": str(inside / "pycache"),
         "PYTHONHASHSEED": "0",
         "PIP_CONFIG_FILE": os.devnull,
@@ -138,7 +141,7 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
 
 
 def _add_scripts(tree: Path, where: str) -> None:
-    """Make the programs of entry points, and have scripts find the interpreter beside them."""
+    """Create the scripts of entry points, and make scripts run the interpreter beside them."""
     programs = tree / "bin"
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():
         head, _, rest = path.read_bytes().partition(b"\n")

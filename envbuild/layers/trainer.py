@@ -1,4 +1,4 @@
-"""The bundled trainer as a wheel, so that it is installed in every artifact like any other package."""
+"""The bundled trainer as a wheel, so that every artifact installs it like any other package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Requires-Dist: torch
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The trainer's files by path inside the wheel, and the sha256 over them."""
+    """The trainer's files by their paths in the wheel; `digest` is the sha256 of them all."""
 
     files: tuple[tuple[str, bytes], ...]
 
@@ -48,7 +48,7 @@ class Trainer:
         return "sha256:" + digest.hexdigest()
 
     def wheel(self) -> bytes:
-        """The wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
+        """Return the wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
         entries = [
             *self.files,
             (f"{_DIST_INFO}/METADATA", _METADATA.encode()),
@@ -57,7 +57,7 @@ class Trainer:
         record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in entries)
         entries.append((f"{_DIST_INFO}/RECORD", f"{record}{_DIST_INFO}/RECORD,,\n".encode()))
         buffer = io.BytesIO()
-        # Stored, not deflated: the same bytes whatever zlib Python was built with.
+        # Stored, not deflated, so that the bytes do not depend on the zlib of the Python build.
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
             for name, data in entries:
                 info = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
@@ -67,7 +67,7 @@ class Trainer:
 
 
 def load_trainer() -> Trainer:
-    """Read the trainer that came with this envbuild. Raises BuildError when its files are missing."""
+    """Load the trainer that is part of this envbuild. Raises BuildError when its files are missing."""
     folder = shipped("ddp_train")
     if not (folder / "__main__.py").is_file():
         raise BuildError(f"the trainer is missing from {folder}", "reinstall envbuild")

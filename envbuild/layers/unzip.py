@@ -1,6 +1,6 @@
-"""Large members of a zip archive, inflated by isal: zlib's inflate, which zipfile uses, takes twice as long.
+"""Large members of a zip archive, inflated by isal: zipfile uses zlib, which takes twice as long.
 
-Source: APPNOTE.TXT 6.3.10 sections 4.3.7 (local file header) and 4.4.5 (methods).
+Source: APPNOTE.TXT 6.3.10, sections 4.3.7 (local file header) and 4.4.5 (methods).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\3\4"
 _ENCRYPTED = 1
-# For smaller ones setting up costs more than is won.
+# For smaller members, the setup costs more than it saves.
 _LARGE = 1 << 16
 _CHUNK = 1 << 18
 
 
 def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """As `archive.open(info)`, faster where that counts. One member is to be read at a time.
+    """Open a member like `archive.open(info)`, with faster reading of large members; read one member at a time.
 
-    Raises, here and in reading, what zipfile does for a damaged member.
+    Raises zipfile's exceptions for a damaged member, here and in reading.
     """
     stream = archive.fp
     if (
@@ -58,7 +58,7 @@ class _Inflated(io.RawIOBase):
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes, less only at the end; everything when negative."""
+        """Return `size` bytes, fewer only at the end; everything when `size` is negative."""
         parts: list[bytes] = []
         left = size if size >= 0 else self._info.file_size
         while left > 0 and (data := self._more(left)):
@@ -76,10 +76,10 @@ class _Inflated(io.RawIOBase):
         data = b""
         while not data and not self._decoder.eof:
             if not self._input:
-                self._stream.seek(self._at)  # others may have read from the archive in between
+                self._stream.seek(self._at)  # others may read the archive, too
                 self._input = self._stream.read(min(_CHUNK, self._end - self._at))
                 self._at += len(self._input)
-            ended = not self._input  # but the decoder may hold output back
+            ended = not self._input  # but the decoder may hold back output
             try:
                 data = self._decoder.decompress(self._input, most)
             except self._error as error:

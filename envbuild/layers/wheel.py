@@ -1,7 +1,7 @@
-"""A wheel as a tree: every file where an installer puts it, streamed from the archive.
+"""A wheel as a tree: every file at its installed path, streamed from the archive.
 
-Sources: PyPA "Binary distribution format" (spread, .data directories, #!python) and "Recording installed
-projects" (RECORD, INSTALLER). PyPI's `installer` is the oracle in the tests.
+Sources: PyPA "Binary distribution format" (spread, .data directories, #!python) and "Recording installed projects"
+(RECORD, INSTALLER). The tests compare with PyPI's `installer`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from envbuild.layers.entry_points import entry_point_scripts
 from envbuild.layers.unzip import open_member
 from envbuild.names import normalise
 
-try:  # as zipfile itself does: a Python may lack it
+try:  # like zipfile itself: a Python may lack it
     from lzma import LZMAError
 except ImportError:  # pragma: no cover
     LZMAError = zipfile.BadZipFile  # type: ignore[misc,assignment]
 
 _INSTALLER = b"envbuild\n"
-# Metadata is read whole; no real one comes near.
+# Metadata is read as a whole; no real file comes near this size.
 _MAX_METADATA = 64 << 20
 _STEP = 1 << 18
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
-# Line ends in a name would break RECORD for its readers; the others no one can type.
+# Line ends in a name would break RECORD; the other characters cannot be typed.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
-# What zipfile raises for archives that are damaged, encrypted or of unknown methods.
+# The exceptions of zipfile for archives that are damaged, encrypted or of unknown methods.
 _DAMAGE = (
     zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
 )  # fmt: skip
@@ -46,7 +46,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Where a wheel's parts go. Paths are relative to the root; `python` is "3.11"."""
+    """The installation folders of a wheel's parts. Paths are relative to the root; `python` is "3.11"."""
 
     prefix: str
     python: str
@@ -61,11 +61,11 @@ class Scheme:
 
     @property
     def interpreter(self) -> str:
-        """The shebang's path."""
+        """The path in shebang lines."""
         return f"/{self.prefix}/bin/python"
 
     def folder(self, part: str, name: str) -> str | None:
-        """The folder for a part of a .data directory; None for a part that does not exist."""
+        """Return the folder for a part of a .data directory; None for an unknown part."""
         return {
             "purelib": self.site_packages,
             "platlib": self.site_packages,
@@ -76,10 +76,10 @@ class Scheme:
 
 
 def wheel_tree(wheel: Path, scheme: Scheme, mtime: int) -> Tree:
-    """The files of `wheel` under `scheme`, in the order of their paths, then scripts, INSTALLER and RECORD.
+    """Yield the files of `wheel` under `scheme`, sorted by path, then scripts, INSTALLER and RECORD.
 
-    Raises BuildError, here or where content is read, for a file that is no wheel, is damaged, or would write
-    outside of its folders.
+    Raises BuildError, here or when content is read, for a file that is not a wheel, is damaged, or would write outside
+    of its folders.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -89,7 +89,7 @@ def wheel_tree(wheel: Path, scheme: Scheme, mtime: int) -> Tree:
 
 
 def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
-    """The paths that other wheels may have too, of those that `wheel_tree` gives; no content is read."""
+    """Return the paths from `wheel_tree` that other wheels may also have; no content is read."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return _Wheel(archive, wheel.name, scheme, 0).paths()
@@ -98,7 +98,7 @@ def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
-    """The RECORD that `wheel_tree` gives; of the wheel no more is read than that needs."""
+    """Return the RECORD from `wheel_tree`; only the necessary content is read."""
     content = b""
     for entry, stream in wheel_tree(wheel, scheme, 0):
         if stream is not None and entry.path.endswith(".dist-info/RECORD"):
@@ -113,7 +113,7 @@ def _damaged(name: str, error: Exception) -> BuildError:
 
 
 class _TreeContent:
-    """What a file of a tree is read from: `start`, then `stream`. Hashes it for a row of RECORD if wanted."""
+    """The content of a file: `start`, then `stream`. Hashes it for a row of RECORD if `hashed`."""
 
     def __init__(self, stream: IO[bytes], wheel: str, start: bytes, hashed: bool) -> None:
         self._stream, self._wheel, self._start = stream, wheel, start
@@ -134,7 +134,7 @@ class _TreeContent:
         return data
 
     def row(self) -> tuple[str, str] | None:
-        """(hash, size) of the whole content, what nobody read included; None when it is not hashed."""
+        """Read the rest, and return (hash, size) of the whole content; None when it is not hashed."""
         if self._hash is None:
             return None
         while self.read(_STEP):
@@ -143,7 +143,7 @@ class _TreeContent:
 
 
 class _Wheel:
-    """One open wheel on its way into a tree."""
+    """The conversion of one open wheel to a tree."""
 
     def __init__(self, archive: zipfile.ZipFile, name: str, scheme: Scheme, mtime: int) -> None:
         self._archive, self._file, self._scheme, self._mtime = archive, name, scheme, mtime
@@ -154,7 +154,7 @@ class _Wheel:
         self._info = infos[0]
         self._name = self._info.removesuffix(".dist-info").rpartition("-")[0]
         self._folder = f"{scheme.site_packages}/{self._info}"
-        # path installed → its row of RECORD
+        # installed path → its row of RECORD
         self._rows: dict[str, tuple[str, str]] = {}
 
     def tree(self) -> Tree:
@@ -171,13 +171,13 @@ class _Wheel:
         yield self._whole(f"{self._folder}/RECORD", self._installed_record(), 0o644)
 
     def paths(self) -> list[str]:
-        """Every path of `tree`; what is added to a wheel's files has a name of its own, or is a script."""
+        """Return the paths of `tree` that other wheels may have: all but INSTALLER and RECORD."""
         return [*self._members(), *(path for path, _ in self._entry_points())]
 
     def _members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
-        """path → (member, is a script) of every file that is copied, in the order of paths.
+        """Return path → (member, is a script) of every file that is copied, sorted by path.
 
-        Of a path that comes twice the last counts, and .data over the rest: installers write in this order.
+        For a duplicate path the last member is used, and .data takes precedence: the order in which installers write.
         """
         ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
@@ -190,7 +190,7 @@ class _Wheel:
         return {path: found[path][1:] for path in sorted(found)}
 
     def _place(self, name: str) -> tuple[str, str]:
-        """The path where a member goes, and the part of .data that it is in, if any."""
+        """Return the installed path of a member, and its part of .data, "" for none."""
         parts = name.split("/")
         if _CONTROL.search(name) or {"", ".", ".."} & set(parts):
             raise BuildError(f"{self._file}: {name!r} is not a path inside of a wheel")
@@ -202,7 +202,7 @@ class _Wheel:
         return "/".join([folder, *parts[2:]]), parts[1]
 
     def _is_data(self, folder: str) -> bool:
-        # Its name may be spelled as the file's is, not as that of .dist-info ("Foo.Bar" and "foo_bar").
+        # Its name may be spelled like that of the wheel file, unlike that of .dist-info ("Foo.Bar" and "foo_bar").
         name = folder.removesuffix(".data").rpartition("-")[0]
         return folder.endswith(".data") and normalise(name) == normalise(self._name)
 
@@ -210,21 +210,21 @@ class _Wheel:
         self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool,
         recorded: tuple[str, str] | None,
     ) -> Tree:  # fmt: skip
-        """One member. Its row is the wheel's own if that can be right, else made while it is read."""
+        """Yield one member. Its row is that of the wheel's RECORD if valid, else computed while it is read."""
         start, size = self._script_start(info, stream) if script else (b"", info.file_size)
         if script or (recorded and recorded[1] != str(size)):
             recorded = None
         content = _TreeContent(stream, self._file, start, hashed=recorded is None)
         mode = info.external_attr >> 16
-        # As installers have it: links, which would be a risk, are plain files holding their target.
+        # As in installers: a link, which would be a risk, becomes a plain file with its target as content.
         executable = script or (stat.S_ISREG(mode) and mode & 0o111)
         yield Entry(path, FILE, 0o755 if executable else 0o644, size, mtime=self._mtime), content
         self._rows[path] = content.row() or recorded or ("", "")
 
     def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
-        """What replaces the first line of a script, if it is `#!python`, and the size of the result.
+        """Return the replacement of a script's first line, if that is `#!python`, and the size of the result.
 
-        The rest of that line, `w` or options, goes: installers do so.
+        The rest of that line, `w` or options, is dropped, as installers do.
         """
         head = stream.read(8)
         if head != b"#!python":
@@ -236,13 +236,13 @@ class _Wheel:
         return start, len(start) + info.file_size - dropped
 
     def _entry_points(self) -> Iterator[tuple[str, bytes]]:
-        """(path, content) of the scripts that entry points call for."""
+        """Yield (path, content) of the scripts of entry points."""
         text = self._text("entry_points.txt") or ""
         for name, script in entry_point_scripts(text, self._scheme.interpreter, self._file):
             yield f"{self._scheme.scripts}/{name}", script
 
     def _check_version(self) -> None:
-        """Refuse a wheel of a later format, as the specification wants."""
+        """Raise BuildError for a wheel of a later format, as the specification requires."""
         text = self._text("WHEEL")
         version = re.search(r"^Wheel-Version:\s*(\S+)", text or "", re.MULTILINE | re.IGNORECASE)
         if version is None:
@@ -251,7 +251,7 @@ class _Wheel:
             raise BuildError(f"{self._file}: a wheel of format {version[1]}, only 1 is known")
 
     def _record(self) -> dict[str, tuple[str, str]]:
-        """The rows of the wheel's own RECORD that say all: name in the archive → (hash, size)."""
+        """Return the complete rows of the wheel's own RECORD: name in the archive → (hash, size)."""
         text = self._text("RECORD")
         if text is None:
             raise BuildError(f"{self._file}: no RECORD in {self._info}")
@@ -262,7 +262,7 @@ class _Wheel:
         return {row[0]: (row[1], row[2]) for row in rows if _SHA256.fullmatch(row[1])}
 
     def _installed_record(self) -> bytes:
-        """The RECORD of what is installed: paths relative to site-packages, sorted."""
+        """Return the RECORD of the installed files: paths relative to site-packages, sorted."""
         rows = [(self._relative(path), *row) for path, row in self._rows.items()]
         rows.append((f"{self._info}/RECORD", "", ""))
         text = io.StringIO()
@@ -287,7 +287,7 @@ class _Wheel:
         if info.file_size > _MAX_METADATA:
             raise BuildError(f"{self._file}: {name} has {info.file_size} bytes")
         with self._archive.open(info) as stream:
-            data = stream.read(info.file_size)  # no more, whatever it unpacks to
+            data = stream.read(info.file_size)  # no more, whatever size it unpacks to
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Where the locked wheels of a plan, and the trainer's, lie on this host."""
+"""Locations of the locked wheels of a plan, and of the trainer's wheel, on this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from envbuild.recipe.targets import Target
 def locate(
     plan: Plan, trainer: Trainer, environment: Environment, offline: bool
 ) -> tuple[list[WheelFile], WheelFile]:
-    """The wheels of `plan` in its order, and the trainer's.
+    """Return the wheels of `plan` in order, and the trainer's wheel.
 
-    Raises BuildError for one that no source has, and for one that is not for the plan's target.
+    Raises BuildError for a wheel that no source has, and for one that does not match the plan's target.
     """
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
@@ -36,7 +36,7 @@ def locate(
 
 
 def _wheel(name: str, version: str, path: Path, environment: Environment) -> WheelFile:
-    # In the store a wheel lies under its sha256; a find-links file's is remembered there.
+    # A wheel in the store is in a folder named by its sha256; that of a find-links file is cached in the store.
     folder = path.parent.name
     of_store = path.parent.parent == environment.store.root / "wheels"
     known = of_store and re.fullmatch(r"[0-9a-f]{64}", folder)

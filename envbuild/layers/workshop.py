@@ -1,4 +1,4 @@
-"""Where the commands of a source build run: this host, or an image with compilers."""
+"""Interface of build hosts, which run the commands of a source build: this host, or a builder image."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Protocol
 
 
 class Workshop(Protocol):
-    """A place with compilers, and one folder that it shares with this host."""
+    """A build host with compilers, and one folder that it shares with this host."""
 
     @property
     def work(self) -> Path:
-        """The shared folder, as this host sees it: an empty folder of the build's own."""
+        """The shared folder, as this host sees it: a new, empty folder of the build."""
         ...
 
     @property
     def inside(self) -> PurePath:
-        """The same folder as commands see it."""
+        """The shared folder, as commands see it."""
         ...
 
     def run(
         self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
     ) -> int:
-        """Run `command` in `cwd` (below `inside`) with `variables` over the place's own, what it prints appended to
-        `log`. Returns the exit status; 127 when there is no such program. A Ctrl-C stops it and all it started."""
+        """Run `command` in `cwd` (below `inside`), append its output to `log`, and return the exit status.
+
+        `variables` override the build host's own. The status is 127 when there is no such program. Ctrl-C stops the
+        command and all its children.
+        """
         ...

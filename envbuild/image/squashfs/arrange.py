@@ -1,4 +1,4 @@
-"""The tree that an image's tables describe: checked, and in the order in which they hold it."""
+"""Checked file trees in the order of an image's tables."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _IDS_MOST = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An entry and, for a FILE, where its content lies; an empty file has Data() or None.
+    """An entry and, for a FILE, the position of its content; an empty file has Data() or None.
 
-    `data.start` is counted from the image's first byte.
+    `data.start` is relative to the image's first byte.
     """
 
     entry: Entry
@@ -31,11 +31,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A whole tree.
+    """A complete tree.
 
-    `folders` holds each directory's path with its names in order of their bytes; what is below a directory
-    comes before it, and the root last. `links` counts the names of what has more than one. `numbers` are
-    inode numbers, from 1; `ids` all owners and groups.
+    `folders` lists each directory's path and its names, sorted by their bytes; every directory comes after its
+    descendants, the root last. `links` is the number of names of each file with more than one. `numbers` are inode
+    numbers, from 1; `ids` are all owners and groups.
     """
 
     entries: dict[str, Placed]
@@ -46,10 +46,10 @@ class Arranged:
 
 
 def arrange(placed: Sequence[Placed]) -> Arranged:
-    """Check and order a tree; the root is made where it is missing. `placed` may come in any order.
+    """Check and order a tree; a missing root is added. `placed` may come in any order.
 
-    Raises BuildError, naming the path, for what squashfs cannot hold, a missing parent or link target, and
-    a path that is there twice.
+    Raises BuildError, naming the path, for an entry that squashfs cannot express, a missing parent or link target, and
+    a duplicate path.
     """
     entries = {item.entry.path: item for item in placed}
     if len(entries) < len(placed):
@@ -88,14 +88,14 @@ def arrange(placed: Sequence[Placed]) -> Arranged:
             previous = name_bytes
             entry = item.entry
             owner = entry.target if entry.kind == HARDLINK else entry.path
-            # The names of one file are met in any order; the first gives it its number.
+            # The names of a file come in any order; the first one sets the file's inode number.
             numbers.setdefault(owner, len(numbers) + 1)
     numbers[""] = len(numbers) + 1
     return Arranged(entries, folders, links, numbers, _ids(entries))
 
 
 def check_data(entry: Entry, data: Data, fragments: int, block_size: int) -> None:
-    """Raise BuildError where `data` cannot be the content of `entry`."""
+    """Raise BuildError when the blocks and the fragment of `data` do not fit the size of `entry`."""
     whole, rest = divmod(entry.size, block_size)
     if data.fragment == NO_FRAGMENT:
         right = len(data.words) == whole + (rest > 0)
@@ -110,7 +110,10 @@ def check_data(entry: Entry, data: Data, fragments: int, block_size: int) -> Non
 
 
 def encoded(text: str, path: str) -> bytes:
-    """The bytes of a name or a link's text at `path`, the same in every locale. Raises BuildError."""
+    """Return the bytes of a name or a link's text at `path`, the same in every locale.
+
+    Raises BuildError when the text is not valid Unicode.
+    """
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

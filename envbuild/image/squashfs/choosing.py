@@ -1,4 +1,7 @@
-"""Which blocks of which segments an image needs: what upper layers hide is left out, equal files are one."""
+"""Selection of the blocks that an image needs from its layers' segments.
+
+Files hidden by upper layers are left out, and equal files are stored once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from envbuild.image.squashfs.segment import Segment
 
 @dataclass(slots=True)
 class Repack:
-    """A fragment block of which only some files are needed: their digests and sizes by offset."""
+    """A fragment block of which the image needs only some files.
+
+    `needed` has the digests and sizes of these files by offset.
+    """
 
     layer: int
     fragment: Fragment
@@ -24,11 +30,11 @@ class Repack:
 
 @dataclass(slots=True)
 class Choice:
-    """What goes into an image, in terms of offsets from where its data begins.
+    """The blocks of an image; offsets are relative to the start of its data.
 
-    `spans` are (layer, offset in its segment, bytes), to be copied one behind the other, `size` bytes in
-    all; `fragments` are those among them. `homes` tells by digest where contents lie; those of `repacks` are
-    not in it yet.
+    `spans` are (layer, offset in its segment, bytes) to be copied one after another, `size` bytes in total; `fragments`
+    are the fragment blocks among them. `homes` maps digests to the positions of the contents, still without those of
+    `repacks`.
     """
 
     spans: list[tuple[int, int, int]] = field(default_factory=list)
@@ -42,9 +48,9 @@ _Small = dict[int, dict[int, tuple[str, int]]]  # fragment number → offset →
 
 
 def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choice:
-    """What of `segments` the files of `entries` need; of equal contents the lowest layer's is taken.
+    """Select the blocks of `segments` that the files of `entries` need; of equal contents the lowest layer's is used.
 
-    Raises BuildError when a segment does not know a file.
+    Raises BuildError when a segment lacks a file.
     """
     large: list[dict[int, Data]] = [{} for _ in segments]  # by start
     small: list[_Small] = [defaultdict(dict) for _ in segments]
@@ -63,7 +69,7 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
     choice = Choice(homes={data.digest: data for data in holes})
     for layer, segment in enumerate(segments):
         known = set(choice.homes)
-        parts: list[tuple[int, int, Data | int]] = []  # start, size, file or number of a fragment
+        parts: list[tuple[int, int, Data | int]] = []  # start, size, file or fragment number
         for start, data in sorted(large[layer].items()):
             if data.digest not in known:
                 known.add(data.digest)
@@ -77,7 +83,10 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
 
 
 def data_of(merged: MergedEntry, segments: Sequence[Segment]) -> Data:
-    """Where the content of a regular file lies in its segment. Raises BuildError when it is not there."""
+    """Return the position of a regular file's content in its segment.
+
+    Raises BuildError when the segment lacks the file.
+    """
     data = segments[merged.layer].data.get(merged.member)
     if data is None or (merged.entry.size > 0 and not data.digest):
         raise damaged(segments[merged.layer], f"it does not hold /{merged.entry.path}")
@@ -85,7 +94,7 @@ def data_of(merged: MergedEntry, segments: Sequence[Segment]) -> Data:
 
 
 def damaged(segment: Segment, what: str) -> BuildError:
-    """The error for a segment that is not what its index says."""
+    """Return the error for a segment that does not match its index."""
     return BuildError(
         f"{segment.path}: damaged: {what}",
         "remove this file: it holds what was compressed before, and is made again",
@@ -93,7 +102,10 @@ def damaged(segment: Segment, what: str) -> BuildError:
 
 
 def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> list[int]:
-    """The fragment blocks of a segment to copy as they are; others that are needed go to `repacks`."""
+    """Return the fragment blocks of a segment that are copied unchanged.
+
+    The other blocks with needed files are added to `repacks`.
+    """
     places: dict[int, set[int]] = defaultdict(set)
     for data in segment.data.values():
         if data.fragment != NO_FRAGMENT:
@@ -112,7 +124,8 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
         if not needed:
             continue
         new, all_of_it = (sum(size for _, size in files.values()) for files in (needed, seen))
-        # Nothing hidden goes into an image. A few bytes twice cost less than compressing a block anew.
+        # A block with hidden files is never copied: they must not be in the image. Storing a few bytes twice costs less
+        # than recompressing a block.
         if len(seen) == len(places[number]) and 2 * new >= all_of_it:
             copied.append(number)
         else:
@@ -128,7 +141,7 @@ def _place(
     parts: Iterable[tuple[int, int, Data | int]],
     small: _Small,
 ) -> None:
-    """Put the parts of a segment, in order, behind what is there."""
+    """Append the parts of a segment, in order, to the image's data."""
     for start, size, what in parts:
         position = choice.size
         if isinstance(what, Data):

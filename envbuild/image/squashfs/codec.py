@@ -1,7 +1,7 @@
-"""The compressors of squashfs: their numbers, their options, and what they are called.
+"""Compressors of squashfs: their names, numbers and options.
 
-Every compressor's bytes come with a Python package, so that they are the same on every host, but xz: it is
-the host's liblzma by way of Python.
+Each compressor comes with a Python package, so that its output is the same on every host. The exception is xz, which
+uses the host's liblzma through Python.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Decompress = Callable[[bytes, int], bytes]
 class Codec:
     """A compressor with its level.
 
-    `number` is the superblock's, `options` the block that follows the superblock (empty where the format
-    wants none), `identity` all that decides the compressed bytes. `compress` may be called by several
-    threads at once.
+    `number` is the compressor's number in the superblock; `options` is the block after the superblock, empty if the
+    format needs none; `identity` is everything that determines the compressed bytes. `compress` may be called by
+    several threads at once.
     """
 
     name: str
@@ -49,7 +49,7 @@ DEFAULT = "zstd"
 
 
 def codec_of(text: str) -> Codec:
-    """`NAME` or `NAME:LEVEL`. Raises UsageError for an unknown compressor or level."""
+    """Parse `NAME` or `NAME:LEVEL`. Raises UsageError for an unknown compressor or level."""
     name, colon, level_text = text.partition(":")
     if name not in _KNOWN:
         raise UsageError(
@@ -70,10 +70,10 @@ def codec_of(text: str) -> Codec:
 
 
 def decompressor(number: int) -> Decompress:
-    """What undoes the compressor with this number: (data, most bytes wanted) → bytes.
+    """Return the decompressor for this compressor number, a function (data, maximum size) → bytes.
 
-    It raises ValueError for damaged data and for what would be longer. Raises UsageError for a compressor
-    that cannot be read here (lzo, lzma).
+    The function raises ValueError for damaged data and for output that exceeds the maximum. Raises UsageError for a
+    compressor that is not supported (lzo, lzma).
     """
     found = {1: _gunzip, 4: _unxz, 5: _unlz4, 6: _unzstd}.get(number)
     if found is None:
@@ -90,7 +90,7 @@ def _gzip(level: int) -> tuple[str, bytes, Compress]:
 
     from deflate import zlib_compress
 
-    # The window and strategies are written although they are the defaults: the level need not be.
+    # The window and the strategies are the defaults; they are written because the level may differ from its default.
     options = struct.pack("<IHH", min(level, 9), 15, 1)
     return version("deflate"), options, lambda data: bytes(zlib_compress(data, level))
 
@@ -98,7 +98,7 @@ def _gzip(level: int) -> tuple[str, bytes, Compress]:
 def _xz(level: int) -> tuple[str, bytes, Compress]:
     import lzma
 
-    # The kernel's decoder knows no checks but CRC32, and holds a dictionary of one block.
+    # The kernel's decoder supports no check but CRC32, and a dictionary of at most one block.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": level, "dict_size": BLOCK_SIZE}]
     return "", b"", partial(lzma.compress, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)  # fmt: skip
 
@@ -171,7 +171,7 @@ def _unzstd(data: bytes, most: int) -> bytes:
     import zstandard
 
     try:
-        # The limit holds for frames that do not tell their size alone.
+        # zstandard applies max_output_size only to frames that do not declare their size.
         if zstandard.frame_content_size(data) > most:
             raise ValueError("longer than it may be")
         return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=most))

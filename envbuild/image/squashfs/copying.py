@@ -1,4 +1,4 @@
-"""Spans of one file copied into another by the kernel, where it can, without passing through us."""
+"""Copies of byte ranges from file to file, in the kernel if possible instead of through this process."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from collections.abc import Callable
 
 Moved = Callable[[int], None]
-# (source, out, where in source, where in out, bytes) → bytes copied, 0 at the source's end
+# (source, out, offset in source, offset in out, bytes) → bytes copied, 0 at the source's end
 _Way = Callable[[int, int, int, int, int], int]
 
-# A call copies no more than this many bytes, so that progress is seen and Ctrl-C is heard.
+# Maximum bytes per call, so that progress is reported and Ctrl-C is handled in time.
 _MOST = 64 << 20
 _CHUNK = 4 << 20
-# Two file systems, a kernel, a container's seccomp filter or a file system that cannot do it.
+# Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
 _UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 class Copier:
-    """Copies from the file descriptor `source` to `out`; `moved` hears of bytes copied."""
+    """A copier from the file descriptor `source` to `out`; `moved` is called with the number of copied bytes."""
 
     def __init__(self, source: int, out: int, moved: Moved) -> None:
         self._source, self._out, self._moved = source, out, moved
@@ -27,7 +27,10 @@ class Copier:
         self._ways: list[_Way] = [*first, _sent, _by_hand]
 
     def copy(self, start: int, target: int, size: int) -> None:
-        """Copy `size` bytes from `start` to `target`. Raises EOFError where the source ends sooner, and OSError."""
+        """Copy `size` bytes from offset `start` to offset `target`.
+
+        Raises EOFError when the source ends earlier, and OSError.
+        """
         while size:
             count = self._some(start, target, min(size, _MOST))
             if not count:
@@ -38,7 +41,7 @@ class Copier:
     def _some(self, start: int, target: int, size: int) -> int:
         while len(self._ways) > 1:
             try:
-                # Some file systems say 0 for what they cannot do.
+                # Some file systems return 0 when they do not support the call.
                 if count := self._ways[0](self._source, self._out, start, target, size):
                     return count
             except OSError as error:

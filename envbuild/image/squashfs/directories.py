@@ -1,4 +1,4 @@
-"""Directory listings of squashfs, with the index by which the kernel finds names in long ones.
+"""Directory listings of squashfs, with the index that the kernel uses to find names in long listings.
 
 Source: Documentation/filesystems/squashfs.rst of the Linux kernel, section 3.2, and fs/squashfs/namei.c.
 """
@@ -17,14 +17,14 @@ Row = tuple[bytes, int, int]
 _HEADER = struct.Struct("<III")
 _ENTRY = struct.Struct("<HhHH")
 _INDEX = struct.Struct("<III")
-_RUN_MOST = 256  # entries behind one header
-_FAR = 1 << 15  # entries tell their inode number as a difference from the header's
+_RUN_MOST = 256  # maximum entries per header
+_FAR = 1 << 15  # entries store their inode number as a difference from the header's
 _INDEX_MOST = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryListing:
-    """Where a directory's entries lie in the directory table, their bytes, and the index's entries."""
+    """The position of a directory's entries in the directory table, their size in bytes, and the index."""
 
     reference: int
     size: int
@@ -36,9 +36,9 @@ def write_listing(
 ) -> DirectoryListing:
     """Add the entries of one directory, `rows` in order of their names, to the directory table.
 
-    `inodes` holds the reference of each inode by its number. Entries stand in runs behind a header, whose
-    inodes lie in one block. A run begins anew in each block of the table, and there the index points: a block
-    is read as a whole, more entries would not save anything.
+    `inodes` maps inode numbers to references. Entries form runs, each after a header; the inodes of a run are in one
+    metadata block. Each block of the table begins a new run, and the index points to it. The kernel reads whole blocks,
+    so more index entries would not help.
     """
     beginning = table.next
     size = 0

@@ -1,4 +1,4 @@
-"""Inodes of squashfs: the basic form where it can say all, else the extended one.
+"""Inodes of squashfs: the basic form if it is sufficient, else the extended form.
 
 Source: the inode structures of fs/squashfs/squashfs_fs.h of the Linux kernel.
 """
@@ -11,13 +11,13 @@ from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.image.squashfs.directories import DirectoryListing
 from envbuild.image.squashfs.model import Data
 
-# The type of a basic inode and of a directory's entry.
+# The type of a basic inode and of a directory entry.
 TYPES = {DIR: 1, FILE: 2, SYMLINK: 3, BLOCK: 4, CHAR: 5, FIFO: 6}
 NO_XATTRS = 0xFFFFFFFF
-_EXTENDED = 7  # an extended inode's type is that of the basic one and this
+_EXTENDED = 7  # added to the basic type for an extended inode
 _END32 = 1 << 32
 
-# mode, number of the owner and of the group in the id table, mtime, inode number
+# mode, index of the owner and of the group in the id table, mtime, inode number
 Head = tuple[int, int, int, int, int]
 
 _HEAD = "<HHHHII"
@@ -33,7 +33,7 @@ _WORD = struct.Struct("<I")
 
 
 def regular(head: Head, data: Data, size: int, links: int, xattrs: int, block_size: int) -> bytes:
-    """A regular file of `size` bytes with `links` names."""
+    """Return the inode of a regular file of `size` bytes with `links` names."""
     words = data.words
     sparse = _sparse(words, size, block_size) if 0 in words else 0
     if links == 1 and xattrs == NO_XATTRS and not sparse and size < _END32 and data.start < _END32:
@@ -49,9 +49,12 @@ def regular(head: Head, data: Data, size: int, links: int, xattrs: int, block_si
 
 
 def directory(head: Head, listing: DirectoryListing, links: int, parent: int, xattrs: int) -> bytes:
-    """A directory; `links` is 2 and its subdirectories, `parent` the inode number of the one it is in."""
+    """Return the inode of a directory.
+
+    `links` is 2 plus the number of subdirectories; `parent` is the inode number of the parent directory.
+    """
     block, offset = listing.reference >> 16, listing.reference & 0xFFFF
-    size = listing.size + 3  # as if "." and ".." were in it
+    size = listing.size + 3  # the format counts "." and ".." as 3 bytes
     if size < 1 << 16 and xattrs == NO_XATTRS and not listing.index:
         return _DIR.pack(TYPES[DIR], *head, block, links, size, offset, parent)
     kind = TYPES[DIR] + _EXTENDED
@@ -61,7 +64,7 @@ def directory(head: Head, listing: DirectoryListing, links: int, parent: int, xa
 
 
 def symlink(head: Head, text: bytes, links: int, xattrs: int) -> bytes:
-    """A symbolic link to `text`."""
+    """Return the inode of a symbolic link to `text`."""
     if xattrs == NO_XATTRS:
         return _LINK.pack(TYPES[SYMLINK], *head, links, len(text)) + text
     kind = TYPES[SYMLINK] + _EXTENDED
@@ -69,7 +72,7 @@ def symlink(head: Head, text: bytes, links: int, xattrs: int) -> bytes:
 
 
 def device(head: Head, kind: str, numbers: tuple[int, int], links: int, xattrs: int) -> bytes:
-    """A device (CHAR or BLOCK) with major number below 2^12 and minor number below 2^20."""
+    """Return the inode of a device (CHAR or BLOCK) with a major number below 2^12 and a minor number below 2^20."""
     major, minor = numbers
     number = minor & 0xFF | major << 8 | (minor & ~0xFF) << 12
     if xattrs == NO_XATTRS:
@@ -78,14 +81,14 @@ def device(head: Head, kind: str, numbers: tuple[int, int], links: int, xattrs: 
 
 
 def fifo(head: Head, links: int, xattrs: int) -> bytes:
-    """A named pipe."""
+    """Return the inode of a named pipe."""
     if xattrs == NO_XATTRS:
         return _FIFO.pack(TYPES[FIFO], *head, links)
     return _FIFO.pack(TYPES[FIFO] + _EXTENDED, *head, links) + _XATTR.pack(xattrs)
 
 
 def _sparse(words: tuple[int, ...], size: int, block_size: int) -> int:
-    """The bytes of a file that are blocks of zeros, which are not stored."""
+    """Return the number of a file's bytes in blocks of zeros, which are not stored."""
     sparse = words.count(0) * block_size
     # The last block may be shorter than the others.
     if words[-1] == 0 and len(words) * block_size > size:

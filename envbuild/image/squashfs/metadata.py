@@ -1,4 +1,4 @@
-"""Metadata of squashfs: records in blocks of 8 KiB, each compressed on its own.
+"""Metadata of squashfs: records in blocks of 8 KiB, each compressed separately.
 
 Source: Documentation/filesystems/squashfs.rst of the Linux kernel, sections 3 and 3.3 to 3.5.
 """
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 
 from envbuild.image.squashfs.codec import Compress
 
-# The bytes of a metadata block before compression.
+# The size of an uncompressed metadata block in bytes.
 METADATA_SIZE = 1 << 13
-_STORED = 1 << 15  # in a block's header: it is not compressed
+_STORED = 1 << 15  # bit in a block's header: the block is stored uncompressed
 _HEADER = struct.Struct("<H")
 
 
 def stored_block(data: bytes) -> bytes:
-    """`data`, at most 8 KiB, as a metadata block that is not compressed."""
+    """Return `data`, at most 8 KiB, as an uncompressed metadata block."""
     return _HEADER.pack(_STORED | len(data)) + data
 
 
 @dataclass(slots=True)
 class MetadataWriter:
-    """Records one after another, cut into blocks. A record may reach over several blocks.
+    """A writer of consecutive records in metadata blocks. A record may span several blocks.
 
-    A reference to a record, as inodes and superblock hold it, is the offset of its block from the table's
-    start, shifted left by 16, and the record's offset in the uncompressed block.
+    A reference to a record, in inodes and in the superblock, is the offset of its block from the table's start, shifted
+    left by 16, plus the record's offset in the uncompressed block.
     """
 
     compress: Compress
@@ -35,7 +35,7 @@ class MetadataWriter:
 
     @property
     def next(self) -> int:
-        """The reference of the record that is added next."""
+        """The reference of the next record."""
         return len(self._blocks) << 16 | len(self._pending)
 
     def add(self, record: bytes | bytearray) -> int:
@@ -50,7 +50,7 @@ class MetadataWriter:
         return reference
 
     def finish(self) -> bytes:
-        """The whole table. Nothing can be added any more."""
+        """Return the complete table. No record can be added afterwards."""
         if self._pending:
             self._pack(bytes(self._pending))
             self._pending.clear()
@@ -65,10 +65,10 @@ class MetadataWriter:
 
 
 def indexed(records: bytes | bytearray, at: int, compress: Compress) -> tuple[bytes, int]:
-    """A table that is looked up by number: its blocks, then where each of them lies.
+    """Return a table with lookup by number: its blocks, followed by the list of their positions.
 
-    `at` is the offset in the image where it will stand; no record of `records` may reach over 8 KiB. Returns
-    its bytes, and the offset in the image of the list of blocks, which the superblock names.
+    `at` is the table's offset in the image. No record in `records` may cross a multiple of 8 KiB. Returns the table's
+    bytes, and the offset in the image of the list of positions, which the superblock refers to.
     """
     blocks = MetadataWriter(compress)
     places = []

@@ -1,12 +1,12 @@
-"""What segments, images and their readers share: where the content of files lies."""
+"""Positions of file content, for segments, images and readers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The size of a data block in bytes; why 128 KiB: docs/howto/squashfs.md.
+# The size of a data block in bytes; docs/howto/squashfs.md explains the choice of 128 KiB.
 BLOCK_SIZE = 1 << 17
-# A block's size word has this bit when the block is stored as it is.
+# This bit in a block's size word marks an uncompressed block.
 UNCOMPRESSED = 1 << 24
 SIZE_MASK = UNCOMPRESSED - 1
 NO_FRAGMENT = 0xFFFFFFFF
@@ -14,7 +14,7 @@ NO_FRAGMENT = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A block that holds the ends of files: where it lies, in bytes, and its size word."""
+    """A block with the ends of files: its position in bytes, and its size word."""
 
     start: int
     word: int
@@ -22,11 +22,11 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Where the content of a regular file lies, in a segment or an image.
+    """The position of a regular file's content in a segment or an image.
 
-    `start` is the offset in bytes of its first block, `words` the size word of each block (0 is a block of
-    zeros that is not stored). What does not fill a block may lie in fragment block number `fragment`,
-    `offset` bytes into it when uncompressed. `digest` names the content; equal digests are equal contents.
+    `start` is the offset in bytes of its first block; `words` are the size words of the blocks (0 is a block of zeros
+    that is not stored). The rest that does not fill a block may be in fragment block number `fragment`, at `offset` in
+    its uncompressed bytes. `digest` identifies the content; equal digests mean equal contents.
     """
 
     start: int = 0
@@ -37,5 +37,5 @@ class Data:
 
     @property
     def stored(self) -> int:
-        """The bytes that its blocks take, without the fragment."""
+        """The stored size of the blocks in bytes, without the fragment."""
         return sum(word & SIZE_MASK for word in self.words)

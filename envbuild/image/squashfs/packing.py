@@ -1,4 +1,4 @@
-"""Blocks compressed by several threads and written in the order they were given."""
+"""A pool that compresses blocks in several threads and writes them in the order of submission."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from envbuild.image.squashfs.codec import Codec, Compress
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
 from envbuild.workers import Answer, Workers
 
-# What one call of a thread compresses: large enough that handing it over costs nothing.
+# The input of one task of a thread: large enough that the handover costs nothing.
 CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One chunk as it was written: where (bytes), and size word and sha256 of each of its blocks."""
+    """A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks."""
 
     start: int
     words: tuple[int, ...]
@@ -31,10 +31,10 @@ _Blocks = Sequence[tuple[int, bytes, bytes]]  # (size word, bytes, their sha256)
 
 
 class Packer:
-    """Compresses chunks and writes them to `out`, whose position is `position`.
+    """A writer that compresses chunks in threads and writes them to `out`, whose position is `position`.
 
-    At most one chunk more than there are workers is held. Where threads are done sooner or later makes no
-    difference to what is written.
+    It holds at most one chunk more than there are workers. The output does not depend on the order in which threads
+    finish.
     """
 
     def __init__(self, out: BinaryIO, codec: Codec, workers: int, position: int = 0) -> None:
@@ -45,21 +45,22 @@ class Packer:
         self._pending: deque[tuple[Answer[_Blocks], Done]] = deque()
 
     def put(self, chunk: bytes, done: Done, *, holes: bool = True) -> None:
-        """Take up to CHUNK bytes, whole blocks but for the last one; `done` is called once it is written.
+        """Submit a chunk of at most CHUNK bytes; `done` is called once it is written.
 
-        With `holes`, a block of zeros gets the word 0 and is not stored.
+        It consists of whole blocks, of which the last may be shorter. With `holes`, a block of zeros gets the size word
+        0 and is not stored.
         """
         while self._pending and (len(self._pending) >= self._most or self._pending[0][0].ready()):
             self._drain()
         self._pending.append((self._pool.submit(_pack, chunk, self._compress, holes), done))
 
     def finish(self) -> None:
-        """Write all that was given."""
+        """Write all submitted chunks."""
         while self._pending:
             self._drain()
 
     def close(self) -> None:
-        """End the threads; what is not written yet is lost."""
+        """End the threads; chunks that are not written yet are lost."""
         self._pool.close()
 
     def _drain(self) -> None:
@@ -74,10 +75,10 @@ class Packer:
 
 
 class Tails:
-    """Fills fragment blocks with small contents, in the order they come."""
+    """A writer of small contents, which fills fragment blocks in the order of submission."""
 
     def __init__(self, packer: Packer, first: int = 0) -> None:
-        """`first` is the number of the first block."""
+        """Begin with the fragment block number `first`."""
         self.fragments: list[Fragment] = []  # complete once the packer has finished
         self._packer = packer
         self._number = first
@@ -85,7 +86,7 @@ class Tails:
         self._filled = 0
 
     def add(self, data: bytes) -> tuple[int, int]:
-        """Take a content of at most BLOCK_SIZE bytes: (number of its block, offset in it)."""
+        """Add a content of at most BLOCK_SIZE bytes, and return (number of its block, offset in it)."""
         if self._filled + len(data) > BLOCK_SIZE:
             self.flush()
         place = (self._number, self._filled)
@@ -94,7 +95,7 @@ class Tails:
         return place
 
     def flush(self) -> None:
-        """End the block under way."""
+        """End the current block."""
         if self._pieces:
             self._packer.put(b"".join(self._pieces), self._written, holes=False)
             self._number += 1
@@ -121,7 +122,7 @@ def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
 
 
 def unpack(data: bytes, word: int, expand: Callable[[bytes, int], bytes]) -> bytes:
-    """A stored block's content. Raises ValueError when it is damaged."""
+    """Return the content of a stored block. Raises ValueError when it is damaged."""
     if len(data) != word & SIZE_MASK:
         raise ValueError("cut short")
     return data if word & UNCOMPRESSED else expand(data, BLOCK_SIZE)

@@ -1,7 +1,7 @@
-"""squashfs 4.0 images of any writer, read without mounting them.
+"""Reader of squashfs 4.0 images of any writer, without mounting them.
 
-Source: Documentation/filesystems/squashfs.rst of the Linux kernel. Images may be hostile: memory is bounded
-by what one block holds, each directory is visited once, and whatever cannot be is a BuildError.
+Source: Documentation/filesystems/squashfs.rst of the Linux kernel. Images may be hostile: memory use is bounded by the
+content of one block, each directory is visited once, and any invalid value raises BuildError.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from envbuild.image.squashfs.read_lookup import Attributes, fragment, fragments,
 from envbuild.image.squashfs.read_tables import MAGIC, ImageBytes, MetadataReader, Superblock
 from envbuild.workers import each
 
-# Bytes; longer paths cannot be opened on Linux.
+# In bytes. Linux cannot open longer paths.
 _MAX_PATH = 4095
-# Fragment blocks that are kept, in bytes: files that follow one another share them.
+# The cache of fragment blocks, in bytes: consecutive files share fragment blocks.
 _KEPT = 8 << 20
-# Files are handed to threads in lots of so many bytes, or so many files.
+# Threads get files in lots of this many bytes or this many files.
 _LOT_BYTES, _LOT_FILES = 4 << 20, 64
 _MOST_THREADS = 8
 
@@ -30,20 +30,20 @@ R = TypeVar("R")
 
 
 def is_squashfs(head: bytes) -> bool:
-    """Whether a file that begins with `head`, four bytes or more, is a squashfs image."""
+    """Return whether a file that begins with `head`, at least four bytes, is a squashfs image."""
     return head[:4] == MAGIC.to_bytes(4, "little")
 
 
 def open_squashfs(stream: BinaryIO, base: int, where: str) -> SquashfsImage:
-    """The image whose superblock lies at offset `base` of `stream`, a file that can seek and stays open.
+    """Open the image with its superblock at offset `base` of `stream`, a seekable file that stays open.
 
-    `where` is for messages. Raises BuildError when there is none, or its compressor cannot be read here.
+    `where` is for messages. Raises BuildError when there is no image, or its compressor is not supported.
     """
     return SquashfsImage(ImageBytes(stream, base, where))
 
 
 class SquashfsImage:
-    """A squashfs image. Its methods may be used by several threads at once."""
+    """A squashfs image. Several threads may call its methods at once."""
 
     def __init__(self, source: ImageBytes) -> None:
         self._source = source
@@ -62,10 +62,10 @@ class SquashfsImage:
         self._lock = threading.Lock()
 
     def entries(self) -> Iterator[tuple[Entry, int]]:
-        """Every path once, with a handle for `content`: parents first, names in the order of their bytes.
+        """Yield every path once, with a handle for `content`: parents first, names in the order of their bytes.
 
-        A file of several names is a HARDLINK to the first after it. A kind beyond those of `Entry` is
-        "socket". Raises BuildError where the image is damaged.
+        When a file has several names, each after the first is a HARDLINK to the first. A socket has the kind "socket",
+        which `Entry` does not define. Raises BuildError when the image is damaged.
         """
         root = self._inode(self.superblock.root)
         if root.kind != DIR:
@@ -105,12 +105,14 @@ class SquashfsImage:
             yield self._entry(path, inode, first), place
 
     def content(self, handle: int) -> Content:
-        """The content of a regular file by its handle, also for a hard link."""
+        """Return the content of a regular file by its handle, also for a hard link."""
         return Content(self.blocks(handle))
 
     def blocks(self, handle: int) -> Iterator[tuple[bytes | None, int]]:
-        """The content of a regular file in pieces of one block or less, with the length of each; None for
-        zeros that are not stored. Raises BuildError where it is damaged."""
+        """Yield the content of a regular file in pieces of at most one block, with the length of each.
+
+        The data of a piece is None for zeros that are not stored. Raises BuildError when the file is damaged.
+        """
         inode = self._inode(handle)
         if inode.kind != FILE or inode.words is None:
             raise self._source.damaged("what is no regular file is read as one")
@@ -141,9 +143,9 @@ class SquashfsImage:
     def each_file(
         self, files: Sequence[tuple[Entry, int]], work: Callable[[Entry, int], R]
     ) -> list[R]:
-        """`work(entry, handle)` for each of `files`, by several threads; the results in their order.
+        """Return the results of `work(entry, handle)` for each of `files`, in order; several threads call `work`.
 
-        It is fast for files in the order of `entries`, whose ends lie in the same blocks.
+        Files in the order of `entries` are fastest, because consecutive files share fragment blocks.
         """
 
         def run(lot: Sequence[tuple[Entry, int]], stop: threading.Event) -> list[R]:
@@ -154,13 +156,13 @@ class SquashfsImage:
         return [result for lot in done for result in lot]
 
     def find(self, path: str) -> int | None:
-        """The handle of the regular file at `path`, None when there is none; no symbolic link is followed."""
+        """Return the handle of the regular file at `path`, or None; no symbolic link is followed."""
         place = self.superblock.root
         inode = self._inode(place)
         for name in map(os.fsencode, path.split("/")):
             if inode.kind != DIR:
                 return None
-            # Names are in order: one that is missing is not looked for to the end.
+            # Names are sorted, so the search for a missing name ends early.
             following = (
                 item for item in listed(self._source, self._lists, inode) if item[0] >= name
             )
@@ -191,7 +193,7 @@ class SquashfsImage:
 
     def _block(self, place: int, word: int) -> bytes:
         stored = word & SIZE_MASK
-        # The kernel has no room for more, compressed or not.
+        # The kernel's buffers hold no more, compressed or not.
         if word > UNCOMPRESSED | SIZE_MASK or not 0 < stored <= self.superblock.block_size:
             raise self._source.damaged(f"the block at {place} is of {stored} bytes")
         compressed = not word & UNCOMPRESSED
@@ -222,14 +224,14 @@ def _lots(files: Sequence[tuple[Entry, int]]) -> Iterator[Sequence[tuple[Entry, 
 
 
 class Content:
-    """A file's content as a stream; no more is held than one block and what is asked for."""
+    """A file's content as a stream; it holds at most one block and the requested bytes."""
 
     def __init__(self, blocks: Iterator[tuple[bytes | None, int]]) -> None:
         self._blocks = blocks
         self._rest = b""
 
     def read(self, size: int = -1, /) -> bytes:
-        """The next `size` bytes, fewer at the end; all that is left when `size` is negative."""
+        """Return the next `size` bytes, fewer only at the end; all remaining bytes when `size` is negative."""
         parts: list[bytes] = []
         missing = size
         while missing:

@@ -1,4 +1,4 @@
-"""Inodes and directory listings of a squashfs image, as they are read."""
+"""Parsers of the inodes and directory listings of a squashfs image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.image.squashfs.model import NO_FRAGMENT
 from envbuild.image.squashfs.read_tables import Cursor, ImageBytes, MetadataReader
 
-# `Entry` has no name for it: archives hold no sockets.
+# `Entry` has no constant for sockets, because archives contain none.
 SOCKET = "socket"
 _KINDS = (DIR, FILE, SYMLINK, BLOCK, CHAR, FIFO, SOCKET)
 _COMMON = struct.Struct("<HHHHII")
@@ -23,7 +23,7 @@ _LONG_FILE = struct.Struct("<QQQIIII")
 _PAIR = struct.Struct("<II")
 _HEADER = struct.Struct("<III")
 _NAME = struct.Struct("<HhHH")
-# A listing's size counts "." and "..", which are not in it, as three bytes.
+# The format counts "." and "..", which a listing does not contain, as three bytes of its size.
 _UNLISTED = 3
 _MAX_TARGET = 65535
 _MAX_LISTED = 256
@@ -31,10 +31,10 @@ _MAX_LISTED = 256
 
 @dataclass(frozen=True, slots=True)
 class Inode:
-    """A file of any kind. `size` is a regular file's in bytes, or that of a directory's listing.
+    """A file of any kind. `size` is that of a regular file in bytes, or that of a directory's listing.
 
-    A regular file's content begins with blocks at `start`, whose size words `words` reads; its end may lie
-    in `fragment`, at `offset`. A directory's listing begins in block `start` of its table, at `offset`.
+    A regular file's content begins with blocks at `start`, and `words` reads their size words; the end of the content
+    may be in `fragment`, at `offset`. A directory's listing begins in block `start` of its table, at `offset`.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Inode:
 
 
 def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inode:
-    """The inode at `cursor`. Raises BuildError when it makes no sense."""
+    """Parse the inode at `cursor`. Raises BuildError when it is malformed."""
     number, mode, uid, gid, mtime, _ = _COMMON.unpack(cursor.take(_COMMON.size))
     if not 1 <= number <= 2 * len(_KINDS):
         raise source.damaged(f"an inode of type {number}")
@@ -100,10 +100,10 @@ def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inod
 
 
 def listed(source: ImageBytes, table: MetadataReader, inode: Inode) -> Iterator[tuple[bytes, int]]:
-    """The names in a directory and where their inodes are, block << 16 | offset, as they are asked for.
+    """Yield the names in a directory and the references of their inodes, block << 16 | offset, while reading.
 
-    Raises BuildError for names that cannot be, and for any that do not follow the one before, in the order
-    of bytes that the format wants: so no name comes twice.
+    Raises BuildError for an invalid name, and for a name that is not greater than the previous one in byte order, as
+    the format requires; so no name occurs twice.
     """
     left = inode.size - _UNLISTED
     if left <= 0:

@@ -1,4 +1,4 @@
-"""The tables of a squashfs image whose rows are found by number: owners, fragments, extended attributes."""
+"""Tables of a squashfs image with lookup by number: owners, fragments, extended attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FRAGMENT = struct.Struct("<QII")
 _XATTR_ID = struct.Struct("<QII")
 _PREFIXES = ("user.", "trusted.", "security.")
 _OUT_OF_LINE = 0x100
-# As Linux has it (XATTR_SIZE_MAX, XATTR_LIST_MAX), and what one file may have in all.
+# Linux's limits (XATTR_SIZE_MAX, XATTR_LIST_MAX), and a limit for all values of one file.
 _MAX_VALUE, _MAX_NAMES, _MAX_VALUES = 1 << 16, 1 << 16, 4 << 20
 _KEPT_SETS = 16
 
@@ -20,9 +20,9 @@ Xattrs = tuple[tuple[str, bytes], ...]
 
 
 class Lookup:
-    """Rows of one size that are found by number: owners, fragments, sets of attributes.
+    """A table of rows of one size with lookup by number: owners, fragments, sets of attributes.
 
-    The positions of their metadata blocks are listed at `index`.
+    The list of the positions of its metadata blocks is at `index`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Lookup:
         self._rows, self._size = rows, size
 
     def row(self, number: int) -> bytes:
-        """The row with this number. Raises BuildError when there is none."""
+        """Return the row with this number. Raises BuildError when there is none."""
         if not 0 <= number < self._rows:
             raise self._source.damaged(f"row {number} of a table of {self._rows}")
         block, offset = divmod(number * self._size, METADATA)
@@ -44,7 +44,7 @@ class Lookup:
 
 
 class Attributes:
-    """The extended attributes of an image, in sets that files name by number."""
+    """The extended attributes of an image, in sets that files refer to by number."""
 
     def __init__(self, source: ImageBytes, blocks: MetadataReader) -> None:
         self._source = source
@@ -57,7 +57,7 @@ class Attributes:
             self._sets = Lookup(source, blocks, table + _XATTR_ID.size, count, _XATTR_ID.size)
 
     def of(self, number: int) -> Xattrs:
-        """The set with this number, in the order of the names."""
+        """Return the set with this number, sorted by name."""
         if self._sets is None or number == NO_FRAGMENT:
             return ()
         known = self._kept.get(number)
@@ -95,20 +95,20 @@ class Attributes:
 
 
 def owners(source: ImageBytes, blocks: MetadataReader) -> tuple[int, ...]:
-    """The user and group ids that files name by number."""
+    """Return the user and group IDs that files refer to by number."""
     count = source.superblock.ids
     table = Lookup(source, blocks, source.superblock.id_table, count, 4)
     return tuple(int.from_bytes(table.row(number), "little") for number in range(count))
 
 
 def fragment(row: bytes) -> Fragment:
-    """A row of the fragment table."""
+    """Parse a row of the fragment table."""
     start, word, _ = _FRAGMENT.unpack(row)
     return Fragment(start, word)
 
 
 def fragments(source: ImageBytes, blocks: MetadataReader) -> Lookup:
-    """The fragment table; `fragment` reads its rows."""
+    """Return the fragment table; `fragment` parses its rows."""
     superblock = source.superblock
     rows = superblock.fragments if superblock.fragment_table is not None else 0
     return Lookup(source, blocks, superblock.fragment_table or 0, rows, _FRAGMENT.size)

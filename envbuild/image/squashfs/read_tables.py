@@ -1,6 +1,6 @@
-"""The metadata of a squashfs image as it is read: superblock and metadata blocks.
+"""Reader of the metadata of a squashfs image: superblock and metadata blocks.
 
-Nothing in an image is believed: every offset and size is checked before it is used.
+Images are not trusted: every offset and size is checked before use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from envbuild.image.squashfs.codec import NAMES, Decompress, decompressor
 _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
 MAGIC = 0x73717368
 _ABSENT = (1 << 64) - 1
-# Bytes of a metadata block when uncompressed; its header has this bit when it is stored as it is.
+# The size of an uncompressed metadata block in bytes; the bit _STORED in a block's header marks it as uncompressed.
 METADATA = 8192
 _STORED = 0x8000
 _KEPT_BLOCKS = 512
@@ -27,10 +27,10 @@ _KEPT_BLOCKS = 512
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What an image says of itself; sizes in bytes, `mtime` in seconds since 1970.
+    """The superblock of an image; sizes are in bytes, `mtime` is in seconds since 1970.
 
-    `inodes` counts files of every kind, once each; offsets of tables are relative to the image, None for
-    one that is not there.
+    `inodes` counts files of every kind, each once; offsets of tables are relative to the image, None for an absent
+    table.
     """
 
     compressor: str
@@ -50,7 +50,7 @@ class Superblock:
     export_table: int | None
 
     def end_of(self, start: int) -> int:
-        """Where the table that begins at `start` ends at the latest: at the next one."""
+        """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""
         starts = [self.id_table, self.inode_table, self.directory_table, self.bytes_used]
         starts += [
             t for t in (self.xattr_table, self.fragment_table, self.export_table) if t is not None
@@ -59,7 +59,7 @@ class Superblock:
 
 
 class ImageBytes:
-    """The bytes of an image within a file. It may be used by several threads at once."""
+    """The bytes of an image within a file. Several threads may use it at once."""
 
     def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
         self.where = where
@@ -71,11 +71,11 @@ class ImageBytes:
         self._check_end(stream)
 
     def damaged(self, what: str) -> BuildError:
-        """An error that tells what is wrong with the image."""
+        """Return an error about damage in the image."""
         return BuildError(f"{self.where}: damaged squashfs: {what}")
 
     def at(self, offset: int, size: int) -> bytes:
-        """`size` bytes at `offset` of the image. Raises BuildError when they are not all there."""
+        """Return `size` bytes at `offset` of the image. Raises BuildError when the image or the file ends earlier."""
         if offset < 0 or offset + size > self.size:
             raise self.damaged(f"{size} bytes at {offset} lie outside of it")
         try:
@@ -87,7 +87,7 @@ class ImageBytes:
         return data
 
     def block(self, offset: int, stored: int, compressed: bool, most: int) -> bytes:
-        """The content of the block of `stored` bytes at `offset`; it is of `most` bytes or fewer."""
+        """Return the content, at most `most` bytes, of the block of `stored` bytes at `offset`."""
         data = self.at(offset, stored)
         if not compressed:
             if stored > most:
@@ -134,7 +134,7 @@ class ImageBytes:
 
 
 class MetadataReader:
-    """Metadata blocks from `start` to `end` of the image, decompressed as they are asked for."""
+    """A reader of the metadata blocks from `start` to `end` of the image, which are decompressed on request."""
 
     def __init__(self, source: ImageBytes, start: int, end: int) -> None:
         self.source = source
@@ -144,14 +144,14 @@ class MetadataReader:
         self._capacity = -1
 
     def cursor(self, block: int, offset: int) -> Cursor:
-        """A cursor `offset` bytes into the block that lies `block` bytes behind the start."""
+        """Return a cursor `offset` bytes into the block that is `block` bytes after the start."""
         data, following = self.block(self._start + block)
         if offset > len(data):
             raise self.source.damaged(f"offset {offset} in the metadata block at {block}")
         return Cursor(self, data, offset, following)
 
     def block(self, position: int) -> tuple[bytes, int]:
-        """The content of the block at `position` of the image, and the next one's position."""
+        """Return the content of the block at `position` of the image, and the position of the next one."""
         known = self._kept.get(position)
         if known is not None:
             return known
@@ -167,7 +167,7 @@ class MetadataReader:
         return found
 
     def capacity(self) -> int:
-        """The most bytes that all blocks together can hold."""
+        """Return the maximum number of bytes that all blocks together can hold."""
         if self._capacity < 0:
             count, position = 0, self._start
             while position < self._end:
@@ -178,7 +178,7 @@ class MetadataReader:
         return self._capacity
 
     def _header(self, position: int) -> tuple[int, bool, int]:
-        """A block's bytes as stored, whether they are compressed, and where they begin."""
+        """Return a block's stored size, whether it is compressed, and the position of its data."""
         if not self._start <= position < self._end:
             raise self.source.damaged(f"a metadata block at {position}, outside of its table")
         header = int.from_bytes(self.source.at(position, 2), "little")
@@ -189,7 +189,7 @@ class MetadataReader:
 
 
 class Cursor:
-    """A place in metadata; reading goes on from block to block."""
+    """A position in metadata; reading continues across blocks."""
 
     __slots__ = ("_at", "_data", "_following", "_table")
 
@@ -197,7 +197,7 @@ class Cursor:
         self._table, self._data, self._at, self._following = table, data, at, following
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes. Raises BuildError where the table ends before."""
+        """Return the next `size` bytes. Raises BuildError when the table ends earlier."""
         end = self._at + size
         if end <= len(self._data):
             taken = self._data[self._at : end]
@@ -218,7 +218,7 @@ def _table(start: int) -> int | None:
 
 
 def _reader(stream: BinaryIO) -> Callable[[int, int], bytes]:
-    """Reads (offset, size) of a file, whatever other threads read."""
+    """Return a function that reads (offset, size) of a file and is safe to call from several threads."""
     if isinstance(stream, io.FileIO | io.BufferedReader | io.BufferedRandom):
         return lambda offset, size: os.pread(stream.fileno(), size, offset)
     lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""The files of one layer, compressed once into blocks that any image with this layer is made of.
+"""The files of one layer, compressed once into blocks for every image with this layer.
 
-Files smaller than a block share blocks, larger ones have their own, as mksquashfs lays them out without
-options. The bytes depend on the layer and the compressor alone.
+Files smaller than a block share blocks and larger ones have their own, as in the default layout of mksquashfs. The
+bytes depend on the layer and the compressor alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice, members
 
-# Raise it when indexes look otherwise, or the same layer gives other bytes: old segments are then not found.
+# Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
+# not found.
 FORMAT = 1
-# No index of a real layer comes near: a damaged one must not fill our memory.
+# The limit protects our memory from a damaged index; no index of a real layer comes near.
 _MOST_INDEX = 1 << 30
 _COLUMNS = ("name", "kind", "mode", "uid", "gid", "mtime", "size", "link", "offset", "stored")
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A layer's files as blocks in the file `path`, `size` bytes long, in the order they were written.
+    """The files of a layer as blocks in the file `path`, `size` bytes long, in the order of writing.
 
-    `members` are all of the layer, whiteouts too, in their order; `data` tells by the ordinal of each regular
-    file where its content lies in `path`. Of large files each has its own blocks, whatever their digest.
+    `members` are all members of the layer in order, including whiteouts; `data` maps the ordinal of each regular file
+    to the position of its content in `path`. Each large file has its own blocks, even if another one has the same
+    digest.
     """
 
     path: Path
@@ -49,10 +51,10 @@ class Segment:
 def write_segment(
     items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int
 ) -> Segment:
-    """Compress the content of `items` into the file `path`; it is the caller's to put in place.
+    """Compress the content of `items` into the file `path`; the caller moves it to its destination.
 
-    Content is read before the next item is asked for. Raises BuildError when a file is not as long as its
-    member says, and OSError when `path` cannot be written.
+    Content is read before the next item is requested. Raises BuildError when a file's length differs from its member,
+    and OSError when `path` cannot be written.
     """
     found: list[Member] = []
     with path.open("wb") as out:
@@ -72,7 +74,7 @@ def write_segment(
 
 
 def of_entry(entry: Entry) -> Member:
-    """A path of a tree as the member that a layer of it would have."""
+    """Return a path of a tree as the member of a layer."""
     size = entry.size if entry.kind == FILE else 0
     return Member(
         entry.path,
@@ -90,7 +92,7 @@ def of_entry(entry: Entry) -> Member:
 
 
 def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
-    """The members of a layer's uncompressed tar with their content. Raises BuildError, naming `name`."""
+    """Yield the members of a layer's uncompressed tar with their content. Raises BuildError, naming `name`."""
     source = PositionedStream(stream, name)
     for member in members(source):
         if member.kind != FILE:
@@ -118,7 +120,7 @@ class _Large:
         self.digests += packed.digests
 
     def data(self) -> Data:
-        # Equal compressed blocks are equal contents; the words tell them from blocks kept as they were.
+        # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
         words = struct.pack(f"<{len(self.words)}I", *self.words)
         digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", self.size) + words)
         digest.update(b"".join(self.digests))
@@ -127,7 +129,7 @@ class _Large:
 
 
 class _Files:
-    """Where the contents of a segment's files go."""
+    """The contents of a segment's files: small files share fragment blocks, larger ones have blocks of their own."""
 
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
@@ -173,7 +175,7 @@ class _Files:
 
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
-    """The next `size` bytes."""
+    """Return the next `size` bytes. Raises BuildError when the content is shorter."""
     data = content.read(size)
     if len(data) < size:
         pieces = [data]
@@ -192,7 +194,7 @@ def _not_as_long(member: Member) -> BuildError:
 
 
 def save(segment: Segment, index: Path) -> None:
-    """Write all of `segment` but its data to `index`, whole or not at all. Raises OSError."""
+    """Write the index of `segment`, everything but its data, to `index` atomically. Raises OSError."""
     import zstandard
 
     files = segment.data.values()
@@ -221,9 +223,9 @@ def save(segment: Segment, index: Path) -> None:
 
 
 def load(index: Path, data: Path) -> Segment | None:
-    """The segment that `save` wrote to `index`, whose blocks are the file `data`.
+    """Return the segment that `save` wrote to `index`, with its blocks in the file `data`.
 
-    None when either is missing, damaged (of `data` only the size is looked at) or of another format: it is
+    Returns None when a file is missing, damaged (only the size of `data` is checked) or of another format: segments are
     only a cache.
     """
     import zstandard

@@ -1,8 +1,7 @@
-"""What stands behind the data of a squashfs image, and its superblock.
+"""Writer of the tables behind the data of a squashfs image, and of its superblock.
 
-The order of tables, which the kernel checks: inodes, directories, fragments, export, ids, extended
-attributes. Source: Documentation/filesystems/squashfs.rst, section 3, and fs/squashfs/super.c of the Linux
-kernel.
+The kernel checks the order of the tables: inodes, directories, fragments, export, ids, extended attributes. Source:
+Documentation/filesystems/squashfs.rst, section 3, and fs/squashfs/super.c of the Linux kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["Placed", "data_start", "write_tables"]
 _SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
 _FRAGMENT = struct.Struct("<QII")
 _MAGIC = 0x73717368
-_NOWHERE = 0xFFFFFFFFFFFFFFFF  # the place of a table that is not there
+_NOWHERE = 0xFFFFFFFFFFFFFFFF  # the position of an absent table
 _UNWRITTEN = -1
 _PAD = 4096
 _LAST_SECOND = 0xFFFFFFFF
@@ -36,7 +35,7 @@ _NO_FRAGMENTS, _DUPLICATES, _EXPORT, _NO_XATTRS, _OPTIONS = 0x10, 0x40, 0x80, 0x
 
 
 def data_start(codec: Codec) -> int:
-    """Where data may begin, in bytes from the image's first: behind superblock and compressor options."""
+    """Return the first possible offset of data in the image, in bytes: after superblock and compressor options."""
     return _SUPERBLOCK.size + len(_options(codec))
 
 
@@ -50,13 +49,13 @@ def write_tables(
     *,
     block_size: int = BLOCK_SIZE,
 ) -> int:
-    """Write all of a squashfs image but its data, and return the image's length in bytes, padded to 4096.
+    """Write everything but the data of a squashfs image, and return its length in bytes, padded to 4096.
 
-    The image begins at offset `base` of `out`, which stands behind the data and is left behind the image.
-    `placed` may come in any order; the root is made where it is missing. `fragments` are placed as Data is,
-    from the image's first byte. `mtime` is the time that the image says it was made, in seconds since 1970;
-    times outside of 0 to 2^32-1 become the nearest of these. Raises BuildError, naming the path, for a tree
-    that squashfs cannot hold, before anything is written.
+    The image begins at offset `base` of `out`, whose position is the end of the data before and the end of the image
+    after the call. `placed` may come in any order; a missing root is added. Positions of `fragments`, like those of
+    Data, are relative to the image's first byte. `mtime` is the image's creation time, in seconds since 1970; times
+    outside of 0 to 2^32-1 are clamped. Raises BuildError, naming the path, for a tree that squashfs cannot express,
+    before anything is written.
     """
     tree = arrange(placed)
     written = _inodes(tree, len(fragments), codec, block_size)
@@ -121,7 +120,7 @@ def write_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The inode and directory tables; `references` holds an inode's place by its number, from 1."""
+    """The inode and directory tables; `references` maps inode numbers, from 1, to references."""
 
     inodes: bytes
     listings: bytes
@@ -130,7 +129,10 @@ class _Written:
 
 
 def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _Written:
-    """Each directory's inodes lie side by side, so that its entries need few headers."""
+    """Write the inode and directory tables.
+
+    The inodes of a directory's entries are adjacent, so that its listing needs few headers.
+    """
     table, listings = MetadataWriter(codec.compress), MetadataWriter(codec.compress)
     xattrs = Xattrs(codec.compress)
     references = [_UNWRITTEN] * (len(tree.numbers) + 1)
@@ -172,7 +174,7 @@ def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _W
             rows.append((name, number, inodes.TYPES[item.entry.kind]))
             directories += item.entry.kind == DIR
         done[folder] = write_listing(listings, rows, references), directories + 2
-    # The root's parent is, for the kernel, a number that no inode has.
+    # For the kernel, the root's parent is an inode number that does not exist.
     write(tree.entries[""], numbers[""], len(numbers) + 1)
     return _Written(table.finish(), listings.finish(), references, xattrs)
 

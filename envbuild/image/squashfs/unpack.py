@@ -1,4 +1,4 @@
-"""A squashfs image unpacked into a folder, for hosts where nothing can mount it."""
+"""Unpacker of squashfs images, for hosts that cannot mount them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: s
 
 
 def unpack(image: SquashfsImage, into: Path, *, owners: bool) -> None:
-    """Unpack `image` into the folder `into`, which must be empty or not be there.
+    """Unpack `image` into the folder `into`, which must be empty or missing.
 
-    `owners` keeps users and groups, and setuid and setgid bits: that needs root. Devices and extended attributes that
-    this process may not make are left out. Raises BuildError; what was unpacked until then is left for the caller to
-    remove.
+    `owners` keeps users and groups, and setuid and setgid bits, which requires root. Devices and extended attributes
+    that this process may not create are left out. Raises BuildError; the caller then removes the partial result.
 
-    Nothing can lead out of the folder: it begins empty, each path comes once, and its parent is a
-    directory that was made here.
+    No path can lead out of the folder: it starts empty, each path occurs once, and its parent is a directory that this
+    function has created.
     """
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
     for entry in links:
         if entry.target not in left_out:
             os.link(_below(root, entry.target), _below(root, entry.path), follow_symlinks=False)
-    # Last, since they may forbid writing, and writing changes their times.
+    # Last, because their modes may forbid writing, and writing changes their times.
     for entry in reversed(folders):
         _finish(_below(root, entry.path), entry, owners)
 
@@ -95,7 +94,7 @@ def _write(image: SquashfsImage, path: str, handle: int, size: int) -> None:
 
 
 def _made(path: str, entry: Entry) -> bool:
-    """Make a device, fifo or socket; False when this process may not."""
+    """Create a device, fifo or socket; return False when this process may not create the device."""
     try:
         os.mknod(path, 0o600 | _NODES[entry.kind], os.makedev(*entry.device))
     except PermissionError:
@@ -106,13 +105,13 @@ def _made(path: str, entry: Entry) -> bool:
 
 
 def _finish(path: str, entry: Entry, owners: bool) -> None:
-    """Owner, mode, attributes and times, in the order in which none undoes another."""
+    """Set owner, attributes, mode and times, in an order in which none undoes another."""
     if owners:
         os.chown(path, entry.uid, entry.gid, follow_symlinks=False)
     for name, value in entry.xattrs:
         with contextlib.suppress(OSError):
             os.setxattr(path, name, value, follow_symlinks=False)
     if entry.kind != SYMLINK:
-        # Without its owner a setuid file would run as whoever unpacks it.
+        # Without its owner, a setuid file would run as the user who unpacks it.
         os.chmod(path, entry.mode if owners else entry.mode & 0o1777)
     os.utime(path, (entry.mtime, entry.mtime), follow_symlinks=False)

@@ -1,6 +1,6 @@
-"""An image composed of segments: their visible blocks are copied, and new tables written behind them.
+"""Composition of an image from segments: copy the visible blocks, and write new tables behind them.
 
-Its bytes depend on what the layers hold, the compressor and the tree alone.
+The image's bytes depend on the layers' content, the compressor and the tree alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 
-# What tables take at most: of each entry its inode, its names in a directory and in an index, and its row in
-# the table of exports; of all together the superblock, padding and headers of metadata blocks.
+# Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
+# row in the export table; for the image its superblock, padding and headers of metadata blocks.
 _EACH, _ALL = 160, 1 << 17
 
 
@@ -37,11 +37,11 @@ def write_image(
     workers: int,
     moved: Callable[[int], None] = lambda _count: None,
 ) -> int:
-    """Write the image of a merged tree at offset `base` of `out`; returns its length in bytes.
+    """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
 
-    `segments` are those of the tree's layers, all made by `codec`. `out` is a file opened for reading and
-    writing. `moved` hears of data written, in bytes. Raises BuildError when a segment is cut short or
-    damaged, or `out` cannot be written.
+    `segments` are those of the tree's layers, all written with `codec`. `out` is open for reading and writing. `moved`
+    is called with the number of written bytes. Raises BuildError when a segment is truncated or damaged, or `out`
+    cannot be written.
     """
     tree = list(entries)
     choice = choose(tree, segments)
@@ -72,7 +72,7 @@ def write_image(
 
 
 def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int:
-    """The bytes that the image will take at most. Raises BuildError when a segment does not know a file."""
+    """Return an upper bound for the image's size in bytes. Raises BuildError when a segment lacks a file."""
     tree = list(entries)
     choice = choose(tree, segments)
     tails = sum(size for repack in choice.repacks for _, size in repack.needed.values())
@@ -85,7 +85,7 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
         if entry.kind == FILE and entry.size:
             tables += 4 * (-(-entry.size // BLOCK_SIZE))
         tables += sum(16 + 4 * len(key) + len(value) for key, value in entry.xattrs)
-    # Metadata comes in blocks of 8 KiB with two bytes before each.
+    # A metadata block has 8 KiB and a header of two bytes.
     return choice.size + tails + tables + tables // 2048
 
 
@@ -121,7 +121,7 @@ def _repack(
     workers: int,
     moved: Callable[[int], None],
 ) -> list[Fragment]:
-    """Put what is needed of blocks that are not copied into new ones; tells `choice.homes` where it is."""
+    """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
     if not choice.repacks:
         return []
     expand = decompressor(codec.number)
@@ -156,7 +156,7 @@ def _stored(stream: BinaryIO, repack: Repack) -> bytes:
 
 
 def _opened(segment: Segment) -> BinaryIO:
-    """The segment's data file. Raises BuildError when it is missing or not as long as it was."""
+    """Open the segment's data file. Raises BuildError when it is missing or its size has changed."""
     try:
         stream = segment.path.open("rb", buffering=0)
     except OSError as error:

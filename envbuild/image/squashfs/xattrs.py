@@ -19,7 +19,7 @@ _NAME = struct.Struct("<HH")
 _VALUE = struct.Struct("<I")
 _SET = struct.Struct("<QII")
 _TABLE = struct.Struct("<QII")
-# What Linux allows of an attribute: XATTR_NAME_MAX and XATTR_SIZE_MAX.
+# Linux's limits for an attribute: XATTR_NAME_MAX and XATTR_SIZE_MAX.
 _NAME_MOST, _VALUE_MOST = 255, 1 << 16
 
 Set = tuple[tuple[str, bytes], ...]
@@ -27,7 +27,7 @@ Set = tuple[tuple[str, bytes], ...]
 
 @dataclass(slots=True)
 class Xattrs:
-    """The sets met so far; what is written depends on the order in which they are met."""
+    """The distinct sets so far, numbered in the order of their first use, which determines the tables' bytes."""
 
     compress: Compress
     _numbers: dict[Set, int] = field(default_factory=dict)
@@ -38,9 +38,9 @@ class Xattrs:
         self._values = MetadataWriter(self.compress)
 
     def number(self, xattrs: Set, path: str) -> int:
-        """The number of a set in the table; NO_XATTRS for an empty one.
+        """Return the number of a set in the table; NO_XATTRS for an empty set.
 
-        Raises BuildError, naming `path`, for an attribute that squashfs cannot hold.
+        Raises BuildError, naming `path`, for an attribute that squashfs cannot express.
         """
         if not xattrs:
             return NO_XATTRS
@@ -51,13 +51,16 @@ class Xattrs:
         if len(dict(ordered)) < len(ordered):
             raise BuildError(f"{path}: an extended attribute is there twice: {_names(ordered)}")
         record = b"".join(_record(name, value, path) for name, value in ordered)
-        # mksquashfs gives the size of names as listxattr(2) returns them, and of values.
+        # As in mksquashfs, the size counts the names as listxattr(2) returns them, plus the values.
         size = sum(len(encoded(name, path)) + 1 + len(value) for name, value in ordered)
         self._sets += _SET.pack(self._values.add(record), len(ordered), size)
         return self._numbers.setdefault(ordered, len(self._numbers))
 
     def table(self, at: int) -> tuple[bytes, int] | None:
-        """The tables as they stand `at` bytes into the image, and where their head is; None without any."""
+        """Return the tables for offset `at` of the image, and the offset of their header in the image.
+
+        Returns None when there is no set.
+        """
         if not self._numbers:
             return None
         values = self._values.finish()
