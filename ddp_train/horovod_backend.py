@@ -105,7 +105,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
 
 def _horovod() -> Any:
     try:
-        # Its import prints warnings on standard output, which belongs to the report.
+        # Its import prints warnings on standard output, whose readers do not expect them.
         with contextlib.redirect_stdout(sys.stderr):
             hvd: Any = importlib.import_module("horovod.torch")
     except (ImportError, OSError) as error:

@@ -141,7 +141,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             return super().send(request, *args, **options)
 
     class Session(requests.Session):
-        """Session that leaves redirects to the caller; requests prepares one even if it does not follow it."""
+        """Session that leaves redirects to the caller; requests would read ahead even without following them."""
 
         def get_redirect_target(self, resp: requests.Response) -> str | None:
             return super().get_redirect_target(resp) if as_pip else None

@@ -173,7 +173,7 @@ def pin_row(rows: Rows, torch: str, cuda: str) -> NcclPin | None:
 
 
 def nccl_pin(torch: str, cuda: str) -> str | None:
-    """The NCCL that torch `torch` built for CUDA `cuda` ("12.6") pins; None where it is not known.
+    """Return the NCCL that torch `torch` for CUDA `cuda` ("12.6") pins, or None if unknown.
 
     >>> nccl_pin("2.7.1+cu126", "12.6")
     '2.26.2'

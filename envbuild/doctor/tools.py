@@ -15,7 +15,7 @@ from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.run import together
 from envbuild.site.settings import site_files
 
-# Exit statuses of a shell for a program that cannot be started, for example for want of a library.
+# Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
 _UNSTARTED = (126, 127)
 _VERSION = re.compile(r"\d+(?:\.\d+)+[\w.+~-]*")
 # program → (arguments that print its version, its purpose)

@@ -26,7 +26,7 @@ COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgco
 
 
 def build_lock_name(target: str) -> str:
-    """Return the name of the builder image's lock file for `target`; the file lies beside the recipe."""
+    """Return the name of the builder image's lock file for `target`, in the recipe's folder."""
     return f"{target}.build.toml"
 
 

@@ -63,7 +63,7 @@ class Lock:
 
 
 def lock_file_name(target: str) -> str:
-    """Return the name of the lock file of `target`; the file lies beside the recipe."""
+    """Return the name of the lock file of `target`, in the recipe's folder."""
     return f"{target}.requirements.txt"
 
 

@@ -49,7 +49,7 @@ class ImageLock:
 
 
 def image_lock_name(target: str) -> str:
-    """Return the name of the image lock file of `target`; the file lies beside the recipe."""
+    """Return the name of the image lock file of `target`, in the recipe's folder."""
     return f"{target}.image.toml"
 
 

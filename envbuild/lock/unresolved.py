@@ -31,7 +31,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class FailedResolution:
-    """Input of a hint besides uv's text: the target, its sources, and the `command` that locks it.
+    """Inputs of a hint in addition to uv's text: target, package sources, and the `command` that locks it.
 
     `unreached` is true when an index of the recipe was left out; `of_target` holds the target's own
     requirements.

@@ -118,7 +118,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """Inputs of an image besides recipe and wheel lock.
+    """Inputs of an image in addition to recipe and wheel lock.
 
     `base` is the locked base, `compiler` the interpreter that compiles its bytecode (name, version and magic
     number; None for no bytecode), `mtime` the time of its files (seconds since 1970).

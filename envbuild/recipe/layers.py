@@ -1,4 +1,4 @@
-"""The `[layers.NAME]` tables: parts of an artifact besides packages.
+"""The `[layers.NAME]` tables: parts of an artifact other than packages.
 
 Examples are libfabric, NCCL, its plugin, Horovod, and the user's own sources.
 """

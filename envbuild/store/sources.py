@@ -26,8 +26,8 @@ _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IG
 class Link:
     """A file on a page: its name, its URL, and its sha256 if the page states it.
 
-    `requires_python` is a version specifier, `uploaded` the time of the upload (ISO 8601; HTML pages have none).
-    Both are "" if the page does not state them.
+    `requires_python` is a version specifier, `uploaded` the time of the upload (ISO 8601; HTML pages have none); both
+    are "" if the page does not state them. `yanked` is whether the file was yanked.
     """
 
     filename: str

@@ -131,7 +131,7 @@ class Store:
 
     @contextlib.contextmanager
     def working(self, *parts: str) -> Iterator[Path]:
-        """Yield a temporary folder in the store; remove the folders that killed runs left before.
+        """Remove temporary folders of killed runs below `parts`, and yield a new one, which is removed at the end.
 
         On a network file system, flock on a folder may exclude only processes of the same machine. A folder of
         another machine is therefore removed only when it is old. Raises BuildError when the folder cannot be
