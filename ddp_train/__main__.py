@@ -15,17 +15,17 @@ from .place import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program and return its exit code; a wrong command line raises SystemExit(2)."""
+    """Run the program and return its exit code. Raises SystemExit(2) for an invalid command line."""
     started = time.perf_counter()
     die_with_parent(os.environ)
     arguments = parse_arguments(argv)
     before = time.perf_counter()
     try:
-        import torch  # noqa: F401 - here, so that its time can be told and wrong arguments are quick
+        import torch  # noqa: F401 - here, to measure its time, and to report wrong arguments quickly
     except (ImportError, OSError) as error:
         complain(f"torch cannot be imported by {sys.executable}: {one_line(error)}")
         return RUNTIME
-    gc.freeze()  # the modules' many objects live to the end: closing the group need not look at them
+    gc.freeze()  # these objects live until exit: closing the group need not scan them
     imported = time.perf_counter()
     from .loop import Clock, run
 
@@ -39,6 +39,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Looking for garbage among what importing torch makes takes a sixth of the start-up. loop.py turns it on again.
+    # Garbage collection during the import of torch takes a sixth of the start-up. loop.py enables it again.
     gc.disable()
     leave(main)

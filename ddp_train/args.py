@@ -1,4 +1,4 @@
-"""The command line."""
+"""Command line of the trainer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to train; `batch_size` is per rank, `dataset_size` None means all of a folder, `bandwidth` None
-    that it is not measured."""
+    """Arguments of a training run.
+
+    `batch_size` is per rank. `dataset_size` None means all samples of a folder. `bandwidth` is the time of the
+    measurement in seconds; None means no measurement.
+    """
 
     total_epochs: int
     save_every: int
@@ -37,19 +40,19 @@ class Arguments:
     strategy: str = "ddp"
 
 
-# Of torchrun, horovodrun and Open MPI's mpirun: which rank of its node this is.
+# Set by torchrun, horovodrun and Open MPI's mpirun: the local rank.
 _LOCAL_RANKS = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 _LAST_WORDS_S = 5.0
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, printed once per node rather than once per rank."""
+    """Parser that prints an error as one line, once per node rather than once per rank."""
 
     def error(self, message: str) -> NoReturn:
         if next((os.environ[one] for one in _LOCAL_RANKS if one in os.environ), "0") == "0":
             complain(f"{message} (see python -m ddp_train --help)")
         else:
-            # Launchers end all ranks of a node when the first exits: that must be the one that says why.
+            # Launchers kill all ranks of a node when one exits: the rank that prints the error must exit first.
             time.sleep(_LAST_WORDS_S)
         sys.exit(BAD_INPUT)
 
@@ -81,13 +84,13 @@ def _path(text: str) -> str:
     return text
 
 
-# argparse names the converter in "invalid … value": these are the words a user knows.
+# argparse prints the converter's name in "invalid … value": use words that users know.
 _positive.__name__ = _seed.__name__ = "whole number"
 _rate.__name__ = "number"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; each option is accepted with underscores and with dashes."""
+    """Return the parser; it accepts each option with underscores and with dashes."""
     parser = _Parser(prog="ddp_train", description="Distributed training job", allow_abbrev=False)
     parser.add_argument("total_epochs", type=_positive, help="epochs in all, resumed ones included")
     parser.add_argument("save_every", type=_positive, help="epochs from one snapshot to the next")
@@ -142,5 +145,5 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: list[str] | None = None) -> Arguments:
-    """Arguments from `argv` (default: sys.argv[1:]); exits with code 2 when they are wrong."""
+    """Parse `argv` (default: sys.argv[1:]); exit with code 2 if it is invalid."""
     return Arguments(**vars(build_parser().parse_args(argv)))

@@ -1,7 +1,7 @@
-"""How fast is the network? All-reduces of growing size, timed.
+"""Measurement of network bandwidth: timed all-reduces of growing size.
 
-algbw is bytes over seconds, busbw is algbw × 2(n-1)/n: what each rank's link must carry, whatever the number of
-ranks, so that it can be compared with the hardware. Source: nccl-tests, doc/PERFORMANCE.md.
+algbw is bytes per second, busbw is algbw × 2(n-1)/n: the load of each rank's link, which is independent of the
+number of ranks and comparable to the hardware's bandwidth. Source: nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ _ROUNDS = 10
 
 
 def measure_bandwidth(group: Group, seconds: float) -> list[dict[str, Any]]:
-    """One entry per size, as large as fits into about `seconds`: `bytes`, `seconds` (the median of rounds, each of
-    the slowest rank), `algbw` and `busbw` (GB/s, 10⁹ bytes). Empty for one process. All ranks call it."""
+    """Measure all-reduces of growing size for about `seconds` and return one entry per size.
+
+    An entry has `bytes`, `seconds` (the median over rounds of the slowest rank's time), `algbw` and `busbw`
+    (GB/s, 10⁹ bytes). The list is empty for one process. All ranks must call this function.
+    """
     world = group.place.world_size
     if group.backend is None or world < 2:
         return []
@@ -32,11 +35,11 @@ def measure_bandwidth(group: Group, seconds: float) -> list[dict[str, Any]]:
     while size <= _LARGEST.get(group.device.type, _LARGEST["cpu"]):
         try:
             tensor = torch.ones(size // 4, dtype=torch.float32, device=group.device)
-        except RuntimeError:  # no memory for it: what was measured counts
+        except RuntimeError:  # out of memory: keep the results so far
             fits = 0.0
         else:
             fits = 1.0
-        # Every decision is the slowest rank's, so that all take the same.
+        # All ranks use the slowest rank's value, so that they take the same decisions.
         if _slowest(group, 1.0 - fits) > 0:
             break
         warm = _slowest(group, _timed(group, tensor))
@@ -54,14 +57,14 @@ def measure_bandwidth(group: Group, seconds: float) -> list[dict[str, Any]]:
         )
         del tensor
         left = seconds - _slowest(group, time.perf_counter() - started)
-        if left < middle * _STEP * 2:  # a warm-up and one round of the next size
+        if left < middle * _STEP * 2:  # time for a warm-up and one round of the next size
             break
         size *= _STEP
     return results
 
 
 def bandwidth_table(rows: list[dict[str, Any]]) -> str:
-    """The measurements, one a line."""
+    """Return the measurements as a table, one line each."""
     lines = ["       bytes     time (us)  algbw (GB/s)  busbw (GB/s)"]
     lines += [
         f"{row['bytes']:>12}  {row['seconds'] * 1e6:>12.1f}  {row['algbw']:>12.3f}  {row['busbw']:>12.3f}"
@@ -71,12 +74,12 @@ def bandwidth_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _timed(group: Group, tensor: Any) -> float:
-    """Seconds that one all-reduce takes on this rank."""
+    """Return the seconds of one all-reduce on this rank."""
     _wait(group)
     before = time.perf_counter()
     group.sum_over_ranks(tensor)
     _wait(group)
-    # Else the sums grow to infinity, which some processors add more slowly.
+    # Without this reset the sums overflow to infinity, which some processors add more slowly.
     elapsed = time.perf_counter() - before
     tensor.fill_(1.0)
     return elapsed
@@ -88,6 +91,6 @@ def _wait(group: Group) -> None:
 
 
 def _slowest(group: Group, value: float) -> float:
-    """The largest `value` of all ranks."""
+    """Return the largest `value` over all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64, device=group.device)
     return float(group.largest(tensor).item())

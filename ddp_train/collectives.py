@@ -1,4 +1,4 @@
-"""What ranks do together, by whatever library moves the bytes."""
+"""Collective operations, independent of the library that implements them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class Collectives(Protocol):
-    """All ranks call each of these, in the same order, with tensors of the same shape and type."""
+    """Collective operations: all ranks call them in the same order, with tensors of the same shape and type."""
 
     def all_reduce(self, tensor: Any, *, largest: bool = False) -> None:
-        """Add up `tensor` over all ranks in place, or take the largest of each element."""
+        """Sum `tensor` over all ranks in place, or take the maximum of each element if `largest`."""
         ...
 
     def all_gather(self, tensor: Any) -> list[Any]:
-        """The `tensor` (of one dimension) of every rank, in order of rank."""
+        """Return the one-dimensional `tensor` of every rank, in order of rank."""
         ...
 
     def broadcast(self, tensor: Any) -> None:
@@ -27,19 +27,20 @@ class Collectives(Protocol):
         ...
 
     def prepare(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any]:
-        """The model and the optimizer to train with: gradients are averaged over the ranks, parameters are rank 0's.
+        """Return the model and the optimizer for training.
 
-        The bare `model` shares its parameters, and what is returned keeps the optimizer's state.
+        They average gradients over the ranks and start from rank 0's parameters. The bare `model` shares its
+        parameters with the returned one, and the returned optimizer keeps the state of `optimizer`.
         """
         ...
 
     def leave(self) -> None:
-        """Leave the group; nothing else may be called then."""
+        """Leave the group; no other method may be called afterwards."""
         ...
 
 
 class TorchCollectives:
-    """Those of torch's default process group."""
+    """Collective operations of torch's default process group."""
 
     def all_reduce(self, tensor: Any, *, largest: bool = False) -> None:
         """See `Collectives`."""

@@ -1,4 +1,4 @@
-"""Data sets, the same on every rank."""
+"""Data sets, identical on every rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _PIXEL_STD = 0.3081
 class DataSet:
     """Samples in memory.
 
-    `inputs` is float32 (N, 20), float32 (N, 1, 28, 28), or uint8 (N, 1, 28, 28) pixels. `targets`
-    is float32 (N, 1) for a regression, or int64 (N,) class numbers when `classes`.
+    `inputs` is float32 (N, 20), float32 (N, 1, 28, 28), or uint8 (N, 1, 28, 28) pixels. `targets` is float32 (N,
+    1) for a regression, or int64 (N,) class numbers when `classes`.
     """
 
     inputs: Any
@@ -39,7 +39,7 @@ class DataSet:
         return len(self.inputs)
 
     def batch(self, indices: list[int], device: Any) -> tuple[Any, Any]:
-        """Inputs (float32, pixels normalised) and targets of these samples, on `device`."""
+        """Return inputs (float32, pixels normalised) and targets of these samples, on `device`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         inputs = self.inputs[chosen].to(device)
         if inputs.dtype == torch.uint8:
@@ -47,14 +47,14 @@ class DataSet:
         return inputs, self.targets[chosen].to(device)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of all samples: nodes that read their own disks compare it."""
+        """Return the SHA-256 (hex) of all samples: nodes that read their own copies compare it."""
         digest = hashlib.sha256(tensor_bytes(self.inputs))
         digest.update(tensor_bytes(self.targets))
         return digest.hexdigest()
 
 
 def synthetic_regression(size: int, seed: int) -> DataSet:
-    """`size` samples of 20 normal features; a hidden linear teacher, plus noise of 0.1."""
+    """Return `size` samples of 20 normal features, labeled by a hidden linear teacher with noise of 0.1."""
     generator = torch.Generator().manual_seed(seed)
     teacher = torch.randn(FEATURES, 1, generator=generator) / FEATURES**0.5
     bias = torch.randn(1, generator=generator)
@@ -64,7 +64,7 @@ def synthetic_regression(size: int, seed: int) -> DataSet:
 
 
 def synthetic_images(size: int, seed: int) -> DataSet:
-    """`size` images: a pattern of 4 x 4 blocks for each class, under noise of twice its size."""
+    """Return `size` images: a pattern of 4 x 4 blocks per class, with noise of twice the pattern's amplitude."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randn(CLASSES, 1, 7, 7, generator=generator)
     patterns = blocks.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
@@ -74,7 +74,7 @@ def synthetic_images(size: int, seed: int) -> DataSet:
 
 
 def load_data(arguments: Arguments) -> DataSet:
-    """The data set that the command line asks for."""
+    """Return the data set that the command line selects. Raises TrainError."""
     if arguments.data == SYNTHETIC:
         size = arguments.dataset_size or DEFAULT_SYNTHETIC_SIZE
         make = synthetic_images if arguments.model == "cnn" else synthetic_regression

@@ -1,4 +1,4 @@
-"""The ranks of one job as a group: joining, small messages, agreeing on errors, leaving."""
+"""Process group of a job: join, exchange small messages, agree on errors, leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .output import complain
 from .place import Place
 from .tensors import bytes_tensor, tensor_bytes
 
-# How long a collective waits for the slowest rank; a rank that died is noticed at once.
+# Time that a collective waits for the slowest rank; the death of a rank is noticed at once.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -42,26 +42,26 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which prints, reads and writes for all."""
+        """Whether this is rank 0, which prints, reads and writes for all ranks."""
         return self.place.rank == 0
 
     def sum_over_ranks(self, tensor: Any) -> Any:
-        """Add up `tensor`, in place, over all ranks."""
+        """Sum `tensor` over all ranks, in place, and return it."""
         if self.backend is not None:
             self.collectives.all_reduce(tensor)
         return tensor
 
     def largest(self, tensor: Any) -> Any:
-        """The largest of each element of `tensor` over all ranks, in place."""
+        """Replace each element of `tensor` by its maximum over all ranks, in place, and return it."""
         if self.backend is not None:
             self.collectives.all_reduce(tensor, largest=True)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` (made of JSON types) of every rank, in order of rank."""
+        """Return the `value` (of JSON types) of every rank, in order of rank."""
         if self.backend is None:
             return [value]
-        # Not all_gather_object: it needs NumPy.
+        # Not all_gather_object, which needs NumPy.
         own = bytes_tensor(json.dumps(value).encode(), self.device)
         size = torch.tensor([own.numel()], dtype=torch.int64, device=self.device)
         counts = [int(each.item()) for each in self.collectives.all_gather(size)]
@@ -71,7 +71,7 @@ class Group:
         return [json.loads(tensor_bytes(part[: counts[i]])) for i, part in enumerate(parts)]
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's `payload` (at least one byte) on every rank; the others pass None."""
+        """Return rank 0's `payload` (at least one byte) on every rank; the other ranks pass None."""
         if self.backend is None:
             return payload or b""
         size = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.device)
@@ -84,9 +84,9 @@ class Group:
         return tensor_bytes(buffer)
 
     def agree(self, error: TrainError | None) -> None:
-        """Raise on every rank if any rank has an error, so that none waits for one that gave up.
+        """Raise TrainError on every rank if any rank has an error, so that no rank waits for a failed one.
 
-        Rank 0 prints the first error for all.
+        Rank 0 prints the first error for all ranks.
         """
         own = None if error is None else [error.message, error.exit_code]
         failures = [
@@ -100,7 +100,7 @@ class Group:
         if self.leads:
             complain(message)
         if self.backend is not None:
-            # Launchers end all ranks when the first exits: rank 0 must have printed by then.
+            # Launchers kill all ranks when the first exits: rank 0 must have printed before that.
             with contextlib.suppress(RuntimeError):
                 self.collectives.barrier()
         raise TrainError(message, exit_code, reported=True)
@@ -116,7 +116,7 @@ class Group:
         self.agree(error)
 
     def on_rank0(self, work: Callable[[], None]) -> None:
-        """Do `work` on rank 0 only; when it raises TrainError, all ranks do."""
+        """Run `work` on rank 0 only; if it raises TrainError, all ranks raise it."""
         with self.agreement():
             if self.leads:
                 work()
@@ -124,7 +124,7 @@ class Group:
     def close(self) -> None:
         """Leave the group.
 
-        The caller has dropped its DDP model by then. What remains of it is freed before the group's
+        The caller must have dropped its DDP model. The collection frees the rest of it before the group's
         threads end: otherwise torch 2.13 with gloo sometimes aborts the process (SIGABRT).
         """
         gc.collect()
@@ -134,7 +134,7 @@ class Group:
 
 
 def choose_backend(wanted: str, place: Place) -> str:
-    """`nccl` or `gloo`; `auto` means nccl where each rank of the node has its own GPU."""
+    """Return `nccl` or `gloo`; `auto` selects nccl if each rank of the node has its own GPU. Raises TrainError."""
     if wanted == "gloo":
         return "gloo"
     if not torch.cuda.is_available():
@@ -151,10 +151,10 @@ def choose_backend(wanted: str, place: Place) -> str:
 
 
 def _check_same_backend(store: Any, place: Place, backend: str) -> None:
-    """Fail on every rank when they chose differently: they would wait for each other in vain."""
+    """Raise TrainError on every rank if their backends differ, since they would wait for each other forever."""
     keys = [f"ddp_train/backend/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], f"{backend} on {place.host}")
-    # One question for all; torch 2.0 has none such.
+    # One request for all keys; torch 2.0 does not support it.
     many = getattr(store, "multi_get", lambda all_keys: [store.get(key) for key in all_keys])
     choices = [found.decode() for found in many(keys)]
     for rank, choice in enumerate(choices):
@@ -167,13 +167,13 @@ def _check_same_backend(store: Any, place: Place, backend: str) -> None:
 
 
 def _bound_to(device: Any) -> dict[str, Any]:
-    """The option that tells NCCL the rank's GPU from the start; torch before 2.3 finds it out later."""
+    """Return the option that binds NCCL to the rank's GPU from the start; torch before 2.3 binds later."""
     known = inspect.signature(torch.distributed.init_process_group).parameters
     return {"device_id": device} if device.type == "cuda" and "device_id" in known else {}
 
 
 def connect(place: Place, wanted: str) -> Group:
-    """Join the job's process group, or stand alone when `place` is not distributed."""
+    """Join the job's process group, or run as one process when `place` is not distributed. Raises TrainError."""
     backend = choose_backend(wanted, place)
     if backend == "nccl":
         torch.cuda.set_device(place.local_rank)

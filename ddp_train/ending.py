@@ -1,4 +1,4 @@
-"""The end of a program that must not hang or abort while Python winds down."""
+"""Process exit that does not hang or abort in Python's shutdown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .errors import RUNTIME
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and end the process with its exit code at once, its output written.
+    """Run `main`, flush the output, and exit at once with its exit code.
 
-    Not by sys.exit(): a look-up that hangs in a thread would keep the process, and threads that torch's gloo backend
-    has left behind sometimes abort it (SIGABRT), so that a finished training would count as failed.
+    sys.exit() is not safe here: a thread with a hanging look-up would block the exit, and threads left by
+    torch's gloo backend sometimes abort the process (SIGABRT), so that a finished training would count as
+    failed.
     """
     code = RUNTIME
     try:
@@ -25,7 +26,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else RUNTIME
     except KeyboardInterrupt:
         code = 130
-    except BaseException:  # noqa: BLE001 - whatever it is, it is shown, and the process ends
+    except BaseException:  # noqa: BLE001 - any exception is printed, and the process exits
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Failures that a user sees as one line instead of a traceback."""
+"""Expected failures, which users see as one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ BAD_INPUT = 2
 
 
 class TrainError(Exception):
-    """A foreseen failure: `message` is one line, `exit_code` is RUNTIME or BAD_INPUT.
+    """An expected failure: `message` is one line, `exit_code` is RUNTIME or BAD_INPUT.
 
     `reported` is true when rank 0 has already printed the message for all ranks.
     """
@@ -20,12 +20,12 @@ class TrainError(Exception):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """An exception's first line of text, or its class name, within `limit` characters."""
+    """Return the first line of an exception's text, or its class name, cut to `limit` characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def os_reason(error: OSError) -> str:
-    """What the system said (`No space left on device`), without errno and without the path."""
+    """Return the system's message (`No space left on device`), without errno and without the path."""
     return error.strerror or one_line(error)

@@ -1,4 +1,4 @@
-"""Files that are either old or new, never half written."""
+"""Atomic replacement of files: readers see the old or the new file, never a partial one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import TrainError, os_reason
 
-# Whether a process of another host still runs cannot be told: its files are left this long (seconds).
+# envbuild cannot know whether a process on another host still runs: its files are kept this long (seconds).
 _FOREIGN_S = 24 * 3600
 
 
@@ -19,14 +19,14 @@ def _prefix(path: Path) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where this process writes what will replace `path`."""
+    """Return the temporary file of this process that will replace `path`."""
     return path.with_name(f"{_prefix(path)}{platform.node()}.{os.getpid()}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed runs left beside `path`, not those of runs under way.
+    """Remove the temporary files of killed runs beside `path`, but not those of active runs.
 
-    Two jobs that write the same file are a mistake, but each must get as far as saying so.
+    Two jobs that write the same file are a mistake, but both must run far enough to report it.
     """
     for entry in path.parent.iterdir():
         if entry.name.startswith(_prefix(path)):
@@ -49,7 +49,7 @@ def _is_left(entry: Path, owner: str) -> bool:
 
 
 def write_temporary(path: Path, payload: bytes) -> Path:
-    """Write `payload` to a new file beside `path`, on disk when this returns; raises OSError."""
+    """Write `payload` to a new file beside `path`, and sync it to disk. Raises OSError."""
     temporary = temporary_name(path)
     try:
         with temporary.open("wb") as stream:
@@ -64,7 +64,7 @@ def write_temporary(path: Path, payload: bytes) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring renames in `folder` to disk, where its file system can."""
+    """Sync renames in `folder` to disk, if its file system supports this."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -74,15 +74,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def require_writable(path: Path, what: str) -> None:
-    """Raise TrainError unless a file can be written beside `path` and put in its place.
+    """Raise TrainError unless `path` can be replaced by a file written beside it.
 
-    Asked before training, so that the answer does not come after hours of it.
+    Called before training, so that hours of training are not lost.
     """
     problem = None
     if path.is_dir():
         problem = "is a folder"
     elif path.exists() and not path.is_file():
-        # Renaming over /dev/null would replace the device.
+        # A rename onto /dev/null would replace the device.
         problem = "is not a regular file"
     elif not path.parent.is_dir():
         problem = f"the folder {path.parent} does not exist"
@@ -96,7 +96,7 @@ def require_writable(path: Path, what: str) -> None:
 
 
 def replace_file(path: Path, payload: bytes, what: str) -> None:
-    """Put `payload` at `path`, all or nothing."""
+    """Replace `path` by a file with `payload`, atomically. Raises TrainError."""
     try:
         write_temporary(path, payload).replace(path)
         sync_folder(path.parent)

@@ -1,7 +1,7 @@
-"""`--strategy horovod`: Horovod's ranks as a group. Imported only then.
+"""`--strategy horovod`: Horovod's ranks as a group. Imported only for this strategy.
 
-mpirun starts the ranks of a Horovod that was built with MPI. Without MPI, horovodrun tells each rank its place and runs
-the server at which they meet; a job script of envbuild tells the same, and rank 0 runs that server
+mpirun starts the ranks of a Horovod that was built with MPI. Without MPI, horovodrun passes each rank its place
+and runs the rendezvous server; a job script of envbuild passes the same values, and rank 0 runs the server
 (horovod_rendezvous.py).
 """
 
@@ -21,12 +21,12 @@ from .errors import BAD_INPUT, TrainError, one_line
 from .horovod_rendezvous import PATIENCE_S, meet
 from .place import Place
 
-# Where launchers say how many ranks they started.
+# Variables in which launchers pass the number of ranks.
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 
 class HorovodCollectives:
-    """See `Collectives`. `hvd` is the module horovod.torch, initialised."""
+    """Collectives by Horovod, see `Collectives`. `hvd` is the initialised module horovod.torch."""
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
@@ -48,12 +48,12 @@ class HorovodCollectives:
         self._hvd.barrier()
 
     def prepare(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any]:
-        """See `Collectives`; the optimizer is a DistributedOptimizer, the model stays as it is."""
+        """See `Collectives`; the optimizer is wrapped in a DistributedOptimizer, the model is returned unchanged."""
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         wrapped = self._hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters()
         )
-        # It begins without state; all ranks have the same from rank 0's snapshot.
+        # The wrapper starts without state; all ranks have that of rank 0's snapshot.
         wrapped.load_state_dict(optimizer.state_dict())
         return model, wrapped
 
@@ -66,7 +66,7 @@ class HorovodCollectives:
 def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group:
     """Join Horovod's job. `wanted` is --backend: gloo trains on CPUs, nccl on GPUs.
 
-    Raises TrainError where there is no Horovod, or where the launcher's ranks did not find each other.
+    Raises TrainError when Horovod is missing, or when the launcher's ranks did not find each other.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         raise TrainError(
@@ -77,7 +77,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
     by_mpi = bool(hvd.mpi_built()) and environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
     if not by_mpi:
         meet(environ)
-    # Else Gloo aborts a rank whose peers come more than 30 s after it; the caller's own value counts.
+    # By default, Gloo aborts a rank whose peers start more than 30 s later; a value set by the caller is kept.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(PATIENCE_S)))
     try:
         hvd.init()
@@ -105,7 +105,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
 
 def _horovod() -> Any:
     try:
-        # It prints warnings on standard output, which are for none of our readers.
+        # Its import prints warnings on standard output, whose readers do not expect them.
         with contextlib.redirect_stdout(sys.stderr):
             hvd: Any = importlib.import_module("horovod.torch")
     except (ImportError, OSError) as error:
@@ -121,7 +121,7 @@ def _horovod() -> Any:
 
 
 def _check_all_are_here(environ: Mapping[str, str], place: Place, hvd: Any) -> None:
-    """Each rank would train alone, unnoticed, where Horovod does not understand its launcher."""
+    """Raise TrainError if Horovod does not see all ranks: each would train alone, unnoticed."""
     started = next((environ[name] for name in _SIZES if environ.get(name, "").isdigit()), "1")
     if int(started) == place.world_size:
         return

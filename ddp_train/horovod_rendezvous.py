@@ -1,6 +1,7 @@
-"""The server at which Horovod's ranks meet when no horovodrun runs one: a job script of envbuild has rank 0 do it.
+"""Rendezvous server for Horovod's ranks without horovodrun: in envbuild's job scripts, rank 0 runs it.
 
-Source: Horovod 0.28.1, horovod/common/gloo/http_store.cc: PUT, GET (404 until it is there) and DELETE of /SCOPE/KEY.
+Source: Horovod 0.28.1, horovod/common/gloo/http_store.cc: PUT, GET (404 until the key exists) and DELETE of
+/SCOPE/KEY.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from .errors import BAD_INPUT, TrainError, os_reason
 
-# Ranks are started at the same time, but import torch from cold disks.
+# All ranks start at the same time, but import torch from cold disks.
 PATIENCE_S = 300.0
 _STEP_S = 0.2
 # A key holds one rank's addresses.
@@ -23,7 +24,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Rendezvous(ThreadingHTTPServer):
-    """The server, listening already. It ends with its process: others may be a step behind."""
+    """Rendezvous server; it listens on creation and ends with its process, since other ranks may be a step behind."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -54,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Suppress the access log."""
 
     @property
     def _server(self) -> Rendezvous:
@@ -69,10 +70,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def meet(environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> Rendezvous | None:
-    """In a job of envbuild (its port is Horovod's), run the server on rank 0; the others wait until it answers.
+    """In a job of envbuild (its port is Horovod's), run the server on rank 0; other ranks wait until it answers.
 
-    None where another started the ranks, and on all ranks but 0. Raises TrainError when there is no server in time, or
-    its port is taken.
+    Returns None if another launcher started the ranks, and on all ranks but 0. Raises TrainError when the server
+    does not answer in time, or when its port is in use.
     """
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
@@ -90,7 +91,7 @@ def meet(environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> Rendezvo
 
 
 def _wait(address: str, port: int, patience_s: float) -> None:
-    """Horovod itself gives up after 1.5 s."""
+    """Wait until the server answers; Horovod itself gives up after 1.5 s."""
     end = time.monotonic() + patience_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""MNIST's IDX files: 00 00, type, number of dimensions, big-endian dimensions, then the bytes."""
+"""Reader of MNIST's IDX files: 00 00, type, number of dimensions, big-endian dimensions, then the bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _bad(path: Path, reason: str) -> TrainError:
 
 
 def _read_up_to(stream: io.BufferedIOBase, size: int) -> bytes:
-    """At most `size` bytes; in chunks, since a damaged header may claim more than memory holds."""
+    """Read at most `size` bytes, in chunks: a damaged header may state a size larger than the memory."""
     parts = []
     while size > 0:
         part = stream.read(min(size, _CHUNK))
@@ -53,7 +53,7 @@ def _parse(stream: io.BufferedIOBase, path: Path, dimensions: int) -> torch.Tens
 
 
 def read_idx(path: Path, dimensions: int) -> torch.Tensor:
-    """The uint8 tensor in `path`, which is gzip when its name ends in .gz."""
+    """Return the uint8 tensor in `path`, which is gzip if its name ends in .gz. Raises TrainError."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
             return _parse(stream, path, dimensions)
@@ -71,7 +71,7 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_training_set(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, uint8, shape (N, 28, 28), and labels 0 to 9, uint8, shape (N,), from a folder."""
+    """Return images, uint8, shape (N, 28, 28), and labels 0 to 9, uint8, shape (N,), of a folder. Raises TrainError."""
     if not folder.is_dir():
         raise _bad(folder, "is not a folder")
     images_path = _find(folder, "train-images-idx3-ubyte")

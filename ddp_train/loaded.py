@@ -1,6 +1,7 @@
-"""What this process really uses: the network libraries that are mapped, and its TCP connections.
+"""Network use of this process: mapped network libraries and TCP connections.
 
-Sources: proc_pid_maps(5), proc_pid_net(5) and the kernel's Documentation/networking/proc_net_tcp.rst, getifaddrs(3).
+Sources: proc_pid_maps(5), proc_pid_net(5) and the kernel's Documentation/networking/proc_net_tcp.rst,
+getifaddrs(3).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-# What carries the ranks' traffic, or is used on its way.
+# Libraries that carry the ranks' traffic, or are loaded for it.
 _LIBRARY = re.compile(
     r"lib(nccl|rccl|torch_cuda|torch_hip|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?"
 )
@@ -22,7 +23,7 @@ _PROC = Path("/proc/self")
 
 
 def mapped_libraries(proc: Path = _PROC) -> list[str]:
-    """The paths of the NCCL, plugin, libfabric and GPU torch libraries that are mapped, sorted."""
+    """Return the sorted paths of the mapped NCCL, plugin, libfabric and GPU torch libraries."""
     found = set()
     for line in _lines(proc / "maps"):
         path = line.rstrip("\n").split(None, 5)[5:]
@@ -32,12 +33,12 @@ def mapped_libraries(proc: Path = _PROC) -> list[str]:
 
 
 def connections(proc: Path = _PROC) -> list[list[str]]:
-    """[own address, peer's address], each `address:port`, of this process's established TCP connections."""
+    """Return [own address, peer address], each `address:port`, of this process's established TCP connections."""
     own = set()
     for entry in _listed(proc / "fd"):
         try:
             target = os.readlink(entry)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if target.startswith("socket:["):
             own.add(target[8:-1])
@@ -70,7 +71,7 @@ _IfAddrs._fields_ = [
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each network interface; empty where the C library does not tell."""
+    """Return the addresses of each network interface; empty if the C library lacks getifaddrs or it fails."""
     found: dict[str, list[str]] = {}
     first = ctypes.POINTER(_IfAddrs)()
     try:
@@ -86,7 +87,7 @@ def interfaces() -> dict[str, list[str]]:
             if one.address:
                 family, data = one.address.contents.family, bytes(one.address.contents.data)
                 name = one.name.decode(errors="replace")
-                # After the family: a port, and for IPv6 the flow; then the address.
+                # The family is followed by a port, for IPv6 also by the flow label, and then by the address.
                 if family == socket.AF_INET:
                     found.setdefault(name, []).append(str(ipaddress.ip_address(data[2:6])))
                 elif family == socket.AF_INET6:
@@ -98,7 +99,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _address(text: str) -> str:
-    """`address:port` from the kernel's `0100007F:1F90`: 32-bit words in this machine's byte order."""
+    """Return `address:port` from the kernel's `0100007F:1F90`: 32-bit words in this machine's byte order."""
     words, port = text.split(":")
     raw = b"".join(
         int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)

@@ -29,14 +29,14 @@ from .selfcheck import check_allreduce, require_exact
 from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
 
-# `envbuild verify` sets it: it wants the whole report of a run whose checks fail. No option, since trainers in older
-# artifacts would refuse one; they take --report itself for it.
+# `envbuild verify` sets it to get the complete report of a run whose checks fail. It is a variable and not an
+# option, since trainers in older artifacts would refuse an option; for those, --report itself has this effect.
 JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 
 
 @dataclass
 class Clock:
-    """Durations in seconds; `started` is time.perf_counter() when the program began."""
+    """Durations in seconds; `started` is time.perf_counter() at the start of the program."""
 
     started: float
     import_torch: float
@@ -44,7 +44,7 @@ class Clock:
     train: float = 0.0
 
     def as_report(self) -> dict[str, float]:
-        """The report's `seconds`, in milliseconds' resolution."""
+        """Return the report's `seconds`, rounded to milliseconds."""
         seconds = {
             "import_torch": self.import_torch,
             "rendezvous": self.rendezvous,
@@ -57,7 +57,8 @@ class Clock:
 class Trainer:
     """A model, its data and its optimizer on one rank.
 
-    `model` is the bare model; `step_model` is the same one, and `optimizer` the given one, as the group trains them.
+    `model` is the bare model; `step_model` and `optimizer` are the model and the optimizer as the group wraps
+    them.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Trainer:
             prepared = group.collectives.prepare(model, optimizer, group.device)
             self.step_model, self.optimizer = prepared
         self.sampler = torch.utils.data.distributed.DistributedSampler(
-            data,  # only its length is asked for
+            data,  # the sampler reads only its length
             num_replicas=group.place.world_size,
             rank=group.place.rank,
             shuffle=True,
@@ -85,7 +86,7 @@ class Trainer:
         return math.ceil(len(self.sampler) / self.arguments.batch_size)
 
     def run_epoch(self, epoch: int) -> float:
-        """Train for one epoch; returns the mean loss over the samples of all ranks."""
+        """Train for one epoch; return the mean loss over the samples of all ranks."""
         self.sampler.set_epoch(epoch)
         order = list(self.sampler)
         size = self.arguments.batch_size
@@ -135,14 +136,17 @@ def _join(
 
 
 def _shared(arguments: Arguments) -> dict[str, Any]:
-    """What all ranks must have been told alike; each node may have files of its own."""
+    """Return the arguments that must be equal on all ranks; each node may have its own files."""
     files = ("checkpoint_path", "report")
     return {name: value for name, value in asdict(arguments).items() if name not in files}
 
 
 @contextlib.contextmanager
 def _judged(arguments: Arguments, environ: Mapping[str, str], group: Group) -> Iterator[None]:
-    """A self-check: fatal, but where the report's reader says that it judges; then training goes on."""
+    """Run a self-check whose failure is fatal, unless the report's reader judges it (JUDGED_LATER).
+
+    In that case the failure is printed, and training continues.
+    """
     if arguments.report is None or environ.get(JUDGED_LATER) != "1":
         with group.agreement():
             yield
@@ -177,7 +181,7 @@ def _prepare_files(arguments: Arguments, store: SnapshotFile) -> None:
 def _train(
     trainer: Trainer, store: SnapshotFile, start: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train from epoch `start` to the last; returns the report's `losses` and `snapshots`."""
+    """Train from epoch `start` to the last; return the report's `losses` and `snapshots`."""
     arguments, group = trainer.arguments, trainer.group
     losses: list[dict[str, Any]] = []
     saved: list[dict[str, Any]] = []
@@ -215,9 +219,9 @@ def _bandwidth(arguments: Arguments, group: Group) -> list[dict[str, Any]]:
 
 
 def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Group:
-    """Everything up to the report; returns the group, which is still joined.
+    """Do everything up to the report; return the group, which is still joined.
 
-    The DDP model lives in this function only, so that it is gone when the group is left.
+    Only this function holds the DDP model, so that it is freed before the group is left.
     """
     group, entry = _join(arguments, environ, clock)
     wait_for_turn(environ, group)
@@ -231,8 +235,8 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     trainer = Trainer(arguments, group, data, model, optimizer)
     if start >= arguments.total_epochs and group.leads:
         say(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
-    gc.freeze()  # what the optimizer and DDP have imported lives to the end, too
-    gc.enable()  # __main__.py turned it off
+    gc.freeze()  # the imports of the optimizer and DDP live until exit, too
+    gc.enable()  # __main__.py disabled it
     began = time.perf_counter()
     losses, saved = _train(trainer, store, start)
     clock.train = time.perf_counter() - began
@@ -273,8 +277,8 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
 
 
 def run(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> None:
-    """Run the training, placed as the launcher's variables say.
+    """Run the training at the place in the launcher's variables.
 
-    Raises TrainError, on all ranks alike, for foreseen failures.
+    Raises TrainError, on all ranks alike, for expected failures.
     """
     _work(arguments, environ, clock).close()

@@ -1,7 +1,7 @@
-"""The models and their losses.
+"""Models and their losses.
 
-None has dropout or batch normalisation: W ranks with batches of b then take the same steps, up to
-rounding, as one process with batches of b * W.
+No model has dropout or batch normalisation: W ranks with batches of b then take the same steps, up to rounding,
+as one process with batches of b * W.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PIXELS = 28 * 28
 
 
 def build_model(name: str, classes: bool) -> Any:
-    """`linear`, `mlp` or `cnn`: 28 x 28 images to `classes`, or else 20 features to one target."""
+    """Return the model `linear`, `mlp` or `cnn`: from 28 x 28 images if `classes`, else from 20 features to 1 value."""
     nn = torch.nn
     if name == "cnn":
         return nn.Sequential(
@@ -34,18 +34,18 @@ def build_model(name: str, classes: bool) -> Any:
             nn.Flatten(), nn.Linear(_PIXELS, 128), nn.ReLU(), nn.Linear(128, CLASSES)
         )
     if name == "linear":
-        # Bare, not in a Sequential: the keys of its state must be `weight` and `bias`.
+        # Not in a Sequential: the keys of its state must be `weight` and `bias`.
         return nn.Linear(FEATURES, 1)
     return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 def build_optimizer(model: Any, lr: float) -> Any:
-    """Stochastic gradient descent with momentum, whose buffers a snapshot must keep."""
+    """Return SGD with momentum, whose buffers a snapshot must keep."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 def batch_loss(outputs: Any, targets: Any, classes: bool) -> Any:
-    """The mean loss over a batch: cross entropy for classes, else the squared error."""
+    """Return the mean loss over a batch: cross entropy for classes, else the squared error."""
     functional = torch.nn.functional
     if classes:
         return functional.cross_entropy(outputs, targets)

@@ -1,4 +1,4 @@
-"""Lines on standard output and standard error that stay whole when several ranks share them."""
+"""Output of whole lines on standard output and standard error, which several ranks share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def say(line: str) -> None:
-    """Print `line` on standard output at once.
+    """Print `line` on standard output and flush.
 
-    One write for text and newline: print() makes two of them when Python is unbuffered, and lines
-    of different ranks would then mix.
+    Text and newline are one write: print() makes two when Python is unbuffered, and lines of different ranks
+    would mix.
     """
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where this process stands among the others, as its launcher says in the environment."""
+"""Place of this process among the ranks, from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOGETHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks count from 0; `group_rank` is the node's, `restart_count` torchrun's on this node."""
+    """Place of a rank. Ranks count from 0; `group_rank` is the node's, `restart_count` is torchrun's on this node."""
 
     rank: int
     local_rank: int
@@ -59,7 +59,10 @@ def _check_all_are_set(environ: Mapping[str, str]) -> None:
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
-    """The place from torchrun's variables; without RANK and WORLD_SIZE, one process on its own."""
+    """Return the place from torchrun's variables; without RANK and WORLD_SIZE, one process on its own.
+
+    Raises TrainError for missing or contradictory variables.
+    """
     host = socket.gethostname()
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Place(0, 0, 0, 1, 1, 0, host, distributed=False)
@@ -87,11 +90,10 @@ def find_place(environ: Mapping[str, str]) -> Place:
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:
-    """Under torchrun on Linux, have the kernel kill this rank when torchrun dies.
+    """Under torchrun on Linux, request that the kernel kill this rank when torchrun dies.
 
-    torchrun stops its ranks itself unless it was killed with SIGKILL (an out-of-memory kill, a
-    batch system's last resort); the ranks would then hold their node. A kernel that cannot do this
-    is no reason to fail.
+    torchrun stops its ranks itself unless it was killed with SIGKILL (out of memory, or by a batch system); the
+    ranks would then occupy their node. The lack of this kernel feature is not an error.
     """
     if "TORCHELASTIC_RUN_ID" not in environ or not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""The JSON report of a finished run, and what each rank tells about itself."""
+"""JSON report of a finished run, and the description of each rank in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 def describe_rank(group: Group) -> dict[str, Any]:
-    """This rank's entry in the report, without the results of its checks."""
+    """Return this rank's entry in the report, without the results of its checks."""
     place = group.place
     return {
         "rank": place.rank,
@@ -45,19 +45,19 @@ def describe_rank(group: Group) -> dict[str, Any]:
 
 
 def _hip() -> dict[str, str]:
-    """`torch_hip`, the version of HIP that a torch for ROCm was built with; others have no such entry."""
+    """Return `torch_hip`, the HIP version of a torch for ROCm; an empty dict for other builds."""
     hip = getattr(torch.version, "hip", None)
     return {"torch_hip": hip} if hip else {}
 
 
 def describe_network(group: Group) -> dict[str, Any]:
-    """What this rank has used by now to reach the others: libraries, connections, NCCL's version as loaded."""
+    """Return this rank's use of the network so far: libraries, connections, the loaded NCCL's version."""
     nccl = None
     if group.backend == "nccl":
         nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     log = os.environ.get("NCCL_DEBUG_FILE")
-    if log is not None:  # as NCCL expands it: the host's name up to its first dot
+    if log is not None:  # as NCCL expands it: the host name up to its first dot
         log = log.replace("%h", group.place.host.split(".")[0]).replace("%p", str(os.getpid()))
     return {
         "libraries": mapped_libraries(),
@@ -70,7 +70,7 @@ def describe_network(group: Group) -> dict[str, Any]:
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:
-    """The ranks, one a line, under torchrun's names for their numbers."""
+    """Return the ranks as a table, one line each, with torchrun's names for their numbers."""
     columns = (
         ("LOCAL_RANK", "local_rank"),
         ("RANK", "rank"),
@@ -88,6 +88,6 @@ def rank_table(ranks: list[dict[str, Any]]) -> str:
 
 
 def write_report(path: str, report: dict[str, Any]) -> None:
-    """Write `report` to `path`, all or nothing; raises TrainError."""
+    """Write `report` to `path`, atomically. Raises TrainError."""
     text = json.dumps(report, indent=2, allow_nan=False) + "\n"
     replace_file(Path(path), text.encode(), "report")

@@ -1,4 +1,4 @@
-"""Going on from a snapshot."""
+"""Resume from a snapshot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .snapshot import (
     to_bytes,
 )
 
-# `envbuild verify` sets it to a pattern of paths, so that a second launch gets ready beside the first: it goes on once
-# a file matches, the first one's report. Reports name it, since older trainers do not know it.
+# `envbuild verify` sets it to a path pattern, so that a second launch starts up beside the first: it continues
+# once a file matches, the first one's report. Reports name it, since older trainers do not support it.
 RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
 _POLL_S = 0.02
 
 
 def wait_for_turn(environ: Mapping[str, str], group: Group) -> None:
-    """Where RESUME_AFTER gives a pattern, wait until a file matches it. All ranks call it."""
+    """Wait until a file matches the pattern in RESUME_AFTER, if it is set. All ranks call it."""
     pattern = environ.get(RESUME_AFTER)
     if pattern is None:
         return
@@ -44,11 +44,11 @@ def wait_for_turn(environ: Mapping[str, str], group: Group) -> None:
 def resume(
     arguments: Arguments, group: Group, store: SnapshotFile, model: Any
 ) -> tuple[Found, Any]:
-    """Rank 0 looks for a snapshot and hands it to all ranks; returns it and the optimizer."""
+    """Let rank 0 find a snapshot and send it to all ranks; return it and the optimizer."""
     found = Found(None, None)
     if group.leads:
         found = store.find(model, arguments.model)
-    # An empty dictionary stands for "none": every rank takes part either way.
+    # An empty dictionary means "none": every rank takes part in either case.
     payload = group.broadcast(to_bytes(found.snapshot or {}) if group.leads else None)
     snapshot = from_bytes(payload)
     if not snapshot:

@@ -1,4 +1,4 @@
-"""Does the network add correctly? All-reduces of numbers whose sum is known exactly."""
+"""Check of the network: all-reduces of numbers whose exact sum is known."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TYPES = (torch.int64, torch.float32, torch.float64)
 
 
 def _values(numel: int, rank: int, dtype: Any, device: Any) -> Any:
-    """Rank-dependent whole numbers, shape (numel,), that float32 adds exactly for 8,000 ranks.
+    """Return rank-dependent integers, shape (numel,), that float32 sums exactly for up to 8,000 ranks.
 
-    With r = rank mod 8, element i is (i mod 251) * (r + 1) + r: a part that is lost, doubled or
-    shifted changes the sum.
+    With r = rank mod 8, element i is (i mod 251) * (r + 1) + r: a part that is lost, doubled or shifted changes
+    the sum.
     """
     index = torch.arange(numel, dtype=torch.int64, device=device) % 251
     return (index * (rank % 8 + 1) + rank % 8).to(dtype)
 
 
 def check_allreduce(group: Group) -> list[dict[str, Any]]:
-    """One entry per type and size: `dtype`, `numel`, `ok`, `max_error` against the exact sum."""
+    """Return one entry per type and size: `dtype`, `numel`, `ok`, `max_error` against the exact sum."""
     if group.backend is None:
         return []
     world = group.place.world_size
@@ -36,7 +36,7 @@ def check_allreduce(group: Group) -> list[dict[str, Any]]:
             got = group.sum_over_ranks(_values(numel, group.place.rank, dtype, group.device))
             index = torch.arange(numel, dtype=torch.int64, device=group.device) % 251
             error = (got.to(torch.float64) - (index * factor + offset).to(torch.float64)).abs()
-            # Not-a-number compares false, and JSON has no word for it or for infinity.
+            # NaN compares as false, and JSON has neither NaN nor infinity.
             largest = float(torch.nan_to_num(error.max(), nan=1e300, posinf=1e300).item())
             results.append(
                 {
@@ -50,7 +50,7 @@ def check_allreduce(group: Group) -> list[dict[str, Any]]:
 
 
 def require_exact(results: list[dict[str, Any]], host: str) -> None:
-    """Raise TrainError for the first all-reduce whose result was wrong."""
+    """Raise TrainError for the first all-reduce with a wrong result."""
     for result in results:
         if not result["ok"]:
             raise TrainError(

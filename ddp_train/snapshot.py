@@ -1,8 +1,8 @@
-"""Snapshots: what is saved, how it is checked, and which of two generations is used.
+"""Snapshots: their contents, their checks, and the choice between two generations.
 
-A snapshot is a torch.save file of a dictionary. MODEL_STATE and EPOCHS_RUN (finished epochs, which
-is the epoch to resume at) are all that older scripts write and read; this program adds
-OPTIMIZER_STATE, RNG_STATE, MODEL and FORMAT.
+A snapshot is a torch.save file of a dictionary. Older scripts write and read only MODEL_STATE and EPOCHS_RUN
+(the number of finished epochs, which is the epoch to resume at); this program adds OPTIMIZER_STATE, RNG_STATE,
+MODEL and FORMAT.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FORMAT = 1
 
 
 class SnapshotError(Exception):
-    """Why a file cannot be used as a snapshot, in one line."""
+    """The reason why a file is not a usable snapshot, in one line."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: a checked snapshot and its path, or None; and the files refused."""
+    """Result of a search: a checked snapshot and its path, or None; and the refused files."""
 
     snapshot: dict[str, Any] | None
     path: str | None
@@ -47,7 +47,7 @@ class Found:
 
 
 def make_snapshot(model: Any, optimizer: Any, name: str, epochs_run: int) -> dict[str, Any]:
-    """The snapshot of a bare model (not wrapped in DDP) after `epochs_run` finished epochs."""
+    """Return the snapshot of a bare model (not wrapped in DDP) after `epochs_run` finished epochs."""
     return {
         "MODEL_STATE": model.state_dict(),
         "EPOCHS_RUN": epochs_run,
@@ -59,24 +59,24 @@ def make_snapshot(model: Any, optimizer: Any, name: str, epochs_run: int) -> dic
 
 
 def to_bytes(snapshot: dict[str, Any]) -> bytes:
-    """The bytes of a snapshot file."""
-    # To memory first: on a full disk torch.save fails with an internal error, a write says so.
+    """Return the bytes of a snapshot file."""
+    # To memory first: on a full disk torch.save raises an internal error, a write raises a clear one.
     buffer = io.BytesIO()
     torch.save(snapshot, buffer)
     return buffer.getvalue()
 
 
 def from_bytes(payload: bytes) -> Any:
-    """What to_bytes() turned into bytes, with tensors on the CPU."""
+    """Return the object that to_bytes() serialized, with tensors on the CPU."""
     return torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
 
 
 def _parse(payload: bytes) -> Any:
-    """The object in a torch.save file; raises SnapshotError whatever else the bytes are."""
+    """Return the object in a torch.save file. Raises SnapshotError for any other bytes."""
     if not payload:
         raise SnapshotError("the file is empty")
     if payload.startswith(b"PK"):
-        # torch.load does not compare the checksums that torch.save writes.
+        # torch.load does not verify the checksums that torch.save writes.
         try:
             with zipfile.ZipFile(io.BytesIO(payload)) as archive:
                 damaged = archive.testzip()
@@ -86,7 +86,7 @@ def _parse(payload: bytes) -> Any:
             raise SnapshotError(f"damaged: wrong checksum of {damaged}")
     try:
         with warnings.catch_warnings():
-            # About unusual pickle protocols; what comes out of them is checked anyway.
+            # Warnings about unusual pickle protocols; the result is checked anyway.
             warnings.simplefilter("ignore")
             return from_bytes(payload)
     except pickle.UnpicklingError as error:
@@ -104,7 +104,7 @@ def _parse(payload: bytes) -> Any:
 
 
 def read_snapshot(path: Path) -> Any:
-    """The object in the file at `path`; raises SnapshotError."""
+    """Return the object in the file at `path`. Raises SnapshotError."""
     if not path.is_file():
         raise SnapshotError("not a regular file")
     try:
@@ -144,7 +144,7 @@ def _names(state: Any, most: int = 4) -> str:
 
 
 def _check_optimizer_state(saved: Any, model: Any) -> None:
-    """Momentum buffers must be those of the model's parameters, by number."""
+    """Raise SnapshotError unless momentum buffers match the model's parameters, by number."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise SnapshotError("OPTIMIZER_STATE is not an optimizer's state")
@@ -171,9 +171,9 @@ def _check_rng_state(state: Any) -> None:
 
 
 def check_snapshot(snapshot: Any, model: Any, name: str) -> dict[str, Any]:
-    """The parts of `snapshot` that this program uses, known to fit `model`; raises SnapshotError.
+    """Return the keys of `snapshot` that this program uses. Raises SnapshotError if they do not fit `model`.
 
-    Nothing is applied to `model`: a snapshot that is refused leaves no trace in it.
+    Nothing is applied to `model`: a refused snapshot does not change it.
     """
     if not isinstance(snapshot, dict):
         raise SnapshotError(f"holds a {type(snapshot).__name__}, not a snapshot's dictionary")
@@ -198,9 +198,9 @@ def check_snapshot(snapshot: Any, model: Any, name: str) -> dict[str, Any]:
 
 
 def apply_snapshot(snapshot: dict[str, Any], model: Any, lr: float) -> Any:
-    """Load a checked snapshot into `model` and torch's generator; returns the optimizer.
+    """Load a checked snapshot into `model` and torch's generator; return the optimizer.
 
-    The rate and the other settings are this run's: only the momentum comes from the snapshot.
+    Learning rate and other settings are those of this run: only the momentum comes from the snapshot.
     """
     model.load_state_dict(snapshot["MODEL_STATE"])
     optimizer = build_optimizer(model, lr)
@@ -214,18 +214,18 @@ def apply_snapshot(snapshot: dict[str, Any], model: Any, lr: float) -> Any:
 
 
 class SnapshotFile:
-    """The snapshot at `path`, the generation before it at `path`.prev. Used by rank 0 only."""
+    """The snapshot at `path`, with the previous generation at `path`.prev. Used by rank 0 only."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         if self.path.is_symlink():
-            # Renaming onto a link would put the snapshots beside it, not where it leads.
+            # A rename onto a link would replace the link instead of its target.
             self.path = self.path.resolve()
         self.previous = Path(f"{self.path}.prev")
         self._path_refused = False
 
     def prepare(self) -> None:
-        """Clean up after killed runs; raise TrainError if no snapshot could be written."""
+        """Remove files of killed runs. Raises TrainError if no snapshot can be written."""
         require_writable(self.path, "snapshot")
         try:
             remove_leftovers(self.path)
@@ -233,7 +233,7 @@ class SnapshotFile:
             raise TrainError(f"cannot read {self.path.parent}: {os_reason(error)}") from None
 
     def find(self, model: Any, name: str) -> Found:
-        """The newest generation that fits `model`, saying why another was refused."""
+        """Return the newest generation that fits `model`; print why another one was refused."""
         rejected: list[dict[str, str]] = []
         for path in (self.path, self.previous):
             if not os.path.lexists(path):
@@ -256,7 +256,7 @@ class SnapshotFile:
         return Found(None, None, rejected)
 
     def save(self, snapshot: dict[str, Any]) -> None:
-        """Put `snapshot` at the path and keep what was there; raises TrainError."""
+        """Save `snapshot` at the path and keep the existing file. Raises TrainError."""
         try:
             temporary = write_temporary(self.path, to_bytes(snapshot))
             try:
@@ -271,14 +271,14 @@ class SnapshotFile:
             raise TrainError(f"cannot write snapshot {self.path}: {os_reason(error)}") from None
 
     def _keep_current(self) -> None:
-        """Keep the present file as .prev; a refused one as .refused, so that a good .prev stays."""
+        """Keep the existing file as .prev, or as .refused if it was refused, so that a good .prev is not replaced."""
         if not os.path.lexists(self.path):
             return
         suffix = ".refused" if self._path_refused else ".prev"
         kept = self.path.with_name(self.path.name + suffix)
         link = self.path.with_name(temporary_name(self.path).name + ".link")
         try:
-            # A second name, so that neither the path nor the kept name is ever without a file.
+            # A hard link, so that neither the path nor the kept name is ever without a file.
             with contextlib.suppress(FileNotFoundError):
                 link.unlink()
             os.link(self.path, link, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back without NumPy, which a training environment may lack."""
+"""Conversion between tensors and bytes without NumPy, which a training environment may lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of `tensor` in row-major order, in this machine's byte order."""
+    """Return the elements of `tensor` in row-major order, in this machine's byte order."""
     flat = tensor.detach().cpu().contiguous()
     size = int(flat.numel()) * int(flat.element_size())
     # `flat` lives until the copy is made, so the address stays valid.
@@ -18,14 +18,14 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def bytes_tensor(payload: bytes, device: Any = "cpu") -> torch.Tensor:
-    """`payload` as a tensor of type uint8, shape (len(payload),)."""
+    """Return `payload` as a tensor of type uint8, shape (len(payload),)."""
     if not payload:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
 
 
 def model_digest(model: Any) -> str:
-    """SHA-256, in hex, of all parameters and buffers: names, types, shapes and bytes."""
+    """Return the SHA-256 (hex) of all parameters and buffers: names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,1 +1,4 @@
-"""Before training, every node finds out what would let it hang: `python -m ddp_train.preflight`. Needs Python alone."""
+"""Checks on every node of a job before training, for faults that let it hang: `python -m ddp_train.preflight`.
+
+Needs nothing but Python.
+"""

@@ -28,12 +28,12 @@ from .peers import Unreached
 from .place import Place, place_of
 
 WAIT_S = 15.0
-# So long before the head does a node give up: what it prints must be there when the launcher, told by the head's exit,
-# ends all processes.
+# Nodes give up this long before the head: when the head exits, the launcher kills all processes, and the output
+# of the nodes must be complete by then.
 _EARLIER_S = 2.0
-# And so long it stays then, for the same reason.
+# Time that a node then stays alive, for the same reason.
 _STAY_S = 8.0
-# How many findings are worth reading.
+# Limits on the number of findings in the output.
 _MOST = {FAIL: 30, WARN: 10}
 
 
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Raises TrainError."""
+    """Parse the command line. Raises TrainError."""
     parser = _Parser(prog="python -m ddp_train.preflight", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -118,7 +118,7 @@ async def _part(place: Place, environ: Mapping[str, str], options: Any, started:
         print(json.dumps(as_json(nodes, findings, seconds), indent=1), flush=True)
     await head.tell(passed)
     if any(one.facts is None for one in nodes):
-        await asyncio.sleep(_EARLIER_S)  # their own words may be on the way
+        await asyncio.sleep(_EARLIER_S)  # their own output may be on the way
     return 0 if passed else RUNTIME
 
 
@@ -153,7 +153,7 @@ def _told(nodes: Sequence[Node], findings: Sequence[Finding]) -> list[str]:
 
 
 def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """The verdict for programs."""
+    """Return the verdict as a JSON object."""
     return {
         "format": 1,
         "passed": not any(one.status == FAIL for one in findings),
@@ -192,7 +192,7 @@ def _node_as_json(node: Node) -> dict[str, Any]:
 
 
 def _print(lines: Sequence[str]) -> None:
-    """Lines in one piece, for all nodes share the job's log; whatever a name on the network was, it stays one line."""
+    """Print lines with one write, since all nodes share the job's log; replace unprintable characters."""
     clean = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
     sys.stderr.write("".join(f"{line}\n" for line in clean))
     sys.stderr.flush()

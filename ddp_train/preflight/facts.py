@@ -1,7 +1,7 @@
-"""The facts of this node, which a preflight compares with those of the others. Nothing here imports torch.
+"""Facts of this node, which a preflight compares with those of other nodes. Nothing here imports torch.
 
-Sources: getifaddrs(3), hosts(5), the kernel's Documentation/ABI/testing/sysfs-class-net, PEP 376 and 566 (installed
-packages), conda-meta, and envbuild.json of envbuild/artifacts/state.py.
+Sources: getifaddrs(3), hosts(5), the kernel's Documentation/ABI/testing/sysfs-class-net, PEP 376 and 566
+(installed packages), conda-meta, and envbuild.json of envbuild/artifacts/state.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def collect(
     environ: Mapping[str, str], head: str, interface: str, hosts: Sequence[str],
     addresses: Iterable[str], provider: str,
 ) -> Facts:  # fmt: skip
-    """The facts of this node; `hosts` and `addresses` are looked up. Takes seconds at most, whatever hangs."""
+    """Return the facts of this node, with `hosts` and `addresses` looked up.
+
+    Every probe has a time limit of seconds, so that a dead service does not block this.
+    """
     state = _state(Path(sys.prefix))
     devices = environ.get(DEVICES, "")
     jobs: dict[str, Callable[[], Any]] = {
@@ -74,7 +77,7 @@ def collect(
 
 
 def source_towards(address: str) -> str:
-    """The address from which packets to `address` leave; "" without a route. Nothing is sent."""
+    """Return the source address of packets to `address`, or "" without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -85,7 +88,7 @@ def source_towards(address: str) -> str:
 
 
 def hosts_lines(text: str, names: Iterable[str]) -> dict[str, str]:
-    """Where a hosts(5) file has `names`: name → `line 3: 127.0.1.1 n1`, the first line that names it."""
+    """Return the first line of a hosts(5) file for each of `names`: name → `line 3: 127.0.1.1 n1`."""
     wanted = set(names)
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -97,7 +100,7 @@ def hosts_lines(text: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """The digest of the artifact that envbuild.json tells of, as envbuild computes it; "" when it tells of none."""
+    """Return the digest of the artifact in envbuild.json, as envbuild computes it; "" if the file names none."""
     try:
         content = [state["artifact"], state["target"], state["python_version"]]
         content.append([[str(part) for part in package] for package in state["packages"]])
@@ -110,11 +113,11 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 
 def packages(prefix: Path) -> dict[str, str]:
-    """Name → version of what is installed; conda packages as `conda:NAME`."""
+    """Return name → version of the installed packages; conda packages as `conda:NAME`."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         name = one.metadata["Name"]
-        # Where two are found, the first is the one that is imported.
+        # Of two distributions, the first one is imported.
         if isinstance(name, str):
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), str(one.version))
     for path in glob.glob(f"{glob.escape(str(prefix))}/conda-meta/*.json"):

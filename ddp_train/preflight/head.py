@@ -1,9 +1,10 @@
-"""The head's side of a preflight.
+"""The head's part of a preflight.
 
-1. Each node collects its facts, opens a port of its own and connects to the head at the rendezvous' port.
-2. When all are there, or time is up, the head tells everybody where the others listen. Each tries the others (a sample
-   of them in large jobs) and looks for the file that the head wrote into the run's folder.
-3. Each tells the head how that went; the head judges, and tells each whether all is well.
+1. Each node collects its facts, opens a port of its own and connects to the head at the rendezvous port.
+2. When all nodes are connected, or after the time limit, the head sends the ports of all nodes to all nodes. Each
+   node tries to connect to the others (a sample of them in large jobs) and looks for the file that the head wrote
+   into the run's folder.
+3. Each node reports its results to the head; the head judges them and sends the verdict to each node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .wire import LIMIT, Late, Wire, WireError
 
 @dataclass
 class _Arrived:
-    """A node that the head has heard of."""
+    """A node that has connected to the head."""
 
     wire: Wire
     node: Node
@@ -35,7 +36,7 @@ class _Arrived:
 
 
 class Head:
-    """The head's side. `nodes` is what it knows in the end."""
+    """The head's part of a preflight."""
 
     def __init__(
         self, place: Place, environ: Mapping[str, str], provider: str, wait_s: float
@@ -47,7 +48,7 @@ class Head:
         self._over = False
 
     async def run(self) -> list[Node]:
-        """Hear all nodes. Raises Unreached when the rendezvous' port cannot be opened."""
+        """Collect the results of all nodes. Raises Unreached when the rendezvous port cannot be opened."""
         place = self._place
         facts = asyncio.ensure_future(collected(place, self._environ, self._provider))
         async with open_to_others(place) as port:
@@ -56,7 +57,7 @@ class Head:
                 if place.nodes > 1:
                     with suppress(Late):
                         await asyncio.wait_for(self._all.wait(), self._wait_s)
-                # Who comes now finds the port closed.
+                # A node that connects later finds the port closed.
                 server.close()
                 self._over = True
                 own = replace(
@@ -68,7 +69,7 @@ class Head:
         return nodes
 
     async def tell(self, passed: bool) -> None:
-        """Tell all nodes how it ended, and wait until they have gone: they close first, so the port is free at once."""
+        """Send the verdict to all nodes and wait until they close: if they close first, the port is free at once."""
 
         async def one(arrived: _Arrived) -> None:
             with suppress(WireError):
@@ -103,7 +104,7 @@ class Head:
             ) from error
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, up to the node's facts; then it waits in `_arrived`."""
+        """Handle one connection up to the node's facts; then it waits in `_arrived`."""
         wire = Wire(reader, writer, self._place.run)
         try:
             while "clock" in (message := await wire.receive(self._wait_s + FACTS_S)):
@@ -140,7 +141,7 @@ class Head:
         return _Arrived(wire, node, int(message["port"]))
 
     async def _consult(self, own: Node, port: int) -> list[Node]:
-        """Have all nodes that are there try each other."""
+        """Have all connected nodes try each other, and return the results."""
         place = self._place
         ports = {0: port, **{number: one.port for number, one in self._arrived.items()}}
         path = os.path.join(place.folder, f".preflight-{secrets.token_hex(8)}")

@@ -1,7 +1,7 @@
-"""What this host answers, and how to ask it without waiting for ever: tools, look-ups, file systems, limits.
+"""Probes of this host with time limits: tools, look-ups, file systems, resource limits.
 
-Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver), drivers/gpu/drm/amd/amdkfd/kfd_topology.c of
-the kernel (AMD's), fi_info(1) of libfabric.
+Sources: statvfs(3), getrlimit(2), /proc/driver/nvidia (NVIDIA's driver),
+drivers/gpu/drm/amd/amdkfd/kfd_topology.c of the kernel (AMD's), fi_info(1) of libfabric.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import Any
 from .model import UNLIMITED
 
 TOOL_S = 8.0
-# The variables that restrict a process to some GPUs; ROCm's libraries obey all three.
+# Variables that restrict a process to some GPUs; ROCm's libraries obey all three.
 _CUDA = ("CUDA_VISIBLE_DEVICES",)
 _ROCM = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def driver(text: str) -> str:
-    """The version of NVIDIA's kernel driver in what /proc/driver/nvidia/version says, "" without one."""
+    """Return the version of NVIDIA's kernel driver from the text of /proc/driver/nvidia/version, or ""."""
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
     return found[1] if found else ""
 
 
 def gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that this process may use: fewer than the node has where the scheduler gives fewer."""
+    """Return the number of GPUs that this process may use; the scheduler may grant fewer than the node has."""
     listed = _run("nvidia-smi", "-L")
     if listed is not None and listed.returncode == 0:
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
@@ -52,7 +52,7 @@ def gpus(environ: Mapping[str, str]) -> int:
 
 
 def amd_gpus(kfd: str = "/dev/kfd", nodes: str = "/sys/class/kfd/kfd/topology/nodes") -> int:
-    """Return the number of AMD's GPUs that the kernel shows to this process, 0 where it may not open them."""
+    """Return the number of AMD GPUs that the kernel shows to this process; 0 if it may not open them."""
     if not _opens(kfd):
         return 0
     properties = map(text, glob.glob(f"{nodes}/*/properties"))
@@ -60,8 +60,11 @@ def amd_gpus(kfd: str = "/dev/kfd", nodes: str = "/sys/class/kfd/kfd/topology/no
 
 
 def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
-    """Why libfabric's provider `name` is not here; "" when it is. Without fi_info its `devices` are looked for: a glob,
-    or GLOB=DRIVER where one of the links must lead to that driver, "" where it needs no device of its own."""
+    """Return why libfabric's provider `name` is missing, or "".
+
+    Without fi_info, `devices` decides: a glob pattern, or GLOB=DRIVER if one of the links must lead to that
+    driver; "" if the provider needs no device of its own.
+    """
     layers = state.get("layers") or []
     places = [os.path.join(sys.prefix, "bin")]
     places += [os.path.join(str(one.get("path")), "bin") for one in layers if one.get("path")]
@@ -84,11 +87,14 @@ def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
 def at_once(
     jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What each job returned, of those that ended in time. One that hangs (a dead name server) is left alone."""
+    """Run all jobs in parallel and return the results of those that end in time.
+
+    A job that hangs (a dead name server) is abandoned.
+    """
     found: dict[str, Any] = {}
 
     def do(name: str, job: Callable[[], Any]) -> None:
-        with suppress(Exception):  # a fact that cannot be told is no reason for a traceback
+        with suppress(Exception):  # a failed probe must not print a traceback
             found[name] = job()
 
     threads = {name: threading.Thread(target=do, args=(name, job), daemon=True)
@@ -136,7 +142,7 @@ def _opens(path: str) -> bool:
 
 
 def size(path: str) -> tuple[int, int]:
-    """Size of the file system of `path`, and what of it a user may still fill."""
+    """Return (size, free space for users) in bytes of the file system of `path`; (-1, -1) if unknown."""
     try:
         told = os.statvfs(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""What is wrong with what the nodes of a job told: pure judgement, each finding with its nodes and what to do.
+"""Judgement of the facts of all nodes: pure, each finding with its nodes and the advised change.
 
-A failure is what training by the scripts of `envbuild job` cannot do without. Those go by addresses, so that a host
-name which is looked up wrongly is a warning: only programs that use names trip over it.
+A failure is a fault that breaks training by the scripts of `envbuild job`. These use addresses, so a wrong
+look-up of a host name is only a warning: it breaks only programs that use names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHECKS: tuple[Check, ...] = (
 
 
 def judge(nodes: Sequence[Node], wanted: Wanted) -> list[Finding]:
-    """All findings, failures first; what is wrong with several nodes in the same way is one."""
+    """Return all findings, failures first; the same fault on several nodes is one finding."""
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for check in _CHECKS:
         for one in check(nodes, wanted):

@@ -1,4 +1,4 @@
-"""What a preflight knows and finds: facts of nodes, nodes, what a job wants of them, findings."""
+"""Data model of a preflight: facts of nodes, nodes, requirements of a job, findings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any
 
 FAIL, WARN = "fail", "warn"
 UNLIMITED = -1
-# The variable in which a job's script tells of the files by which a node shows the adapters of the job's fabric.
+# Variable in which a job's script passes the files that show the adapters of the job's fabric on a node.
 DEVICES = "ENVBUILD_DEVICES"
-# How many nodes or names a line shows.
+# Number of nodes or names that a line shows.
 SHOWN = 6
-# Names of the package that holds NCCL, without the CUDA version at its end.
+# Names of packages with NCCL, without the CUDA version at the end.
 _NCCL = ("nvidia-nccl", "conda:nccl")
 _LISTS = ("interfaces", "names")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One node. Sizes are in bytes, -1 where they cannot be told; `memlock` is UNLIMITED or a limit.
+    """Facts of one node. Sizes are in bytes, -1 if unknown; `memlock` is in bytes, or UNLIMITED.
 
-    `source` is the address from which packets to the head leave; `names` are the addresses of hosts as this node
-    looks them up, [] for an unknown name, None when nothing answered in time; `lines` tells where /etc/hosts has them;
-    `reverse` the names of addresses. `provider` is "" when nothing was asked for or it is there, else why not.
+    `source` is the source address of packets to the head. `names` maps hosts to the addresses that this node
+    looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
+    lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
+    required, else the reason of its absence.
     """
 
     hostname: str = ""
@@ -53,7 +54,7 @@ class Facts:
 
 
 def facts_of(message: object) -> Facts:
-    """Facts that arrived from a node. Raises ValueError when they are none."""
+    """Return the facts in a node's message. Raises ValueError when the message is malformed."""
     if not isinstance(message, dict):
         raise ValueError("facts are no table")
     made = {}
@@ -74,8 +75,10 @@ def _fits(name: str, table: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks of its nodes: "" and 0 ask nothing. `shm` and `free` are bytes; `pins` is whether the adapters
-    of `provider` send from pinned memory."""
+    """Requirements of the job on its nodes; "" and 0 require nothing.
+
+    `shm` and `free` are in bytes; `pins` is whether the adapters of `provider` send from pinned memory.
+    """
 
     digest: str = ""
     gpus: int = 0
@@ -88,10 +91,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Node:
-    """One node as the head knows it at the end. `facts` is None when it did not answer, `finished` whether it came to
-    the end. `seen` is its address as the head saw it; `ahead_s` its clock less the head's, give or take `error_s`;
-    `pairs` how its attempts at others ended; `shared` why the run's folder is not the head's, "" when it is; `doubled`
-    that two processes say they are this node."""
+    """The head's final knowledge of one node.
+
+    `facts` is None when the node did not answer; `finished` is whether it completed its part. `seen` is its
+    address as seen by the head. `ahead_s` is its clock minus the head's, with an error of `error_s`. `pairs`
+    maps other nodes to the results of connections to them. `shared` is the reason why the run's folder is not
+    the head's, or "". `doubled` is whether two processes claim to be this node. `told` is the error that ended
+    the node's connection.
+    """
 
     number: int
     host: str
@@ -109,13 +116,13 @@ class Node:
 
     @property
     def known(self) -> Facts:
-        """The facts, empty for a node that did not answer."""
+        """The facts; empty ones for a node that did not answer."""
         return self.facts or Facts()
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` is wrong with `nodes` (numbers; none: with the job), and its `remedy`. `status` is FAIL or WARN."""
+    """A fault, `what`, on `nodes` (numbers; empty: in the whole job), and its `remedy`. `status` is FAIL or WARN."""
 
     status: str
     check: str
@@ -125,7 +132,7 @@ class Finding:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other host can reach `address`."""
+    """Return whether `address` is a loopback address, which no other host can reach."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -133,23 +140,23 @@ def is_loopback(address: str) -> bool:
 
 
 def listed(nodes: Sequence[Node], numbers: Sequence[int]) -> str:
-    """`n1 (10.0.0.1), n2 (10.0.0.2) and 6 more`."""
+    """Return the nodes as text: `n1 (10.0.0.1), n2 (10.0.0.2) and 6 more`."""
     return few([f"{nodes[one].host} ({nodes[one].address})" for one in numbers])
 
 
 def few(words: Sequence[str]) -> str:
-    """`a, b and 6 more`."""
+    """Return the words as text: `a, b and 6 more`."""
     more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return ", ".join(words[:SHOWN]) + more
 
 
 def torch_version(facts: Facts) -> str:
-    """torch's version, "" without it."""
+    """Return the version of torch, or "" without torch."""
     return facts.packages.get("torch") or facts.packages.get("conda:pytorch", "")
 
 
 def nccl_version(facts: Facts) -> str:
-    """The version of the package with NCCL, "" where torch brings its own or none."""
+    """Return the version of the package with NCCL, or "" if there is no such package."""
     return next((facts.packages[name] for name in sorted(facts.packages) if is_nccl(name)), "")
 
 

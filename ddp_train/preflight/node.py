@@ -1,4 +1,4 @@
-"""The side of a preflight that every node but the head plays."""
+"""The part of a preflight that runs on every node except the head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ NOT_STARTED = (
 
 
 async def run_node(place: Place, environ: Mapping[str, str], provider: str, wait_s: float) -> bool:
-    """Any node but the head: whether the head finds all well. Raises Unreached when the head cannot be reached."""
+    """Run the part of a node other than the head; return the head's verdict.
+
+    Raises Unreached when the head cannot be reached.
+    """
     facts = asyncio.ensure_future(collected(place, environ, provider))
     async with open_to_others(place) as port:
         wire, ahead_s, error_s = await _reach_head(place, wait_s)
@@ -60,7 +63,7 @@ async def _nothing() -> str:
 
 
 async def _reach_head(place: Place, wait_s: float) -> tuple[Wire, float, float]:
-    """A connection to the head, and by how much this node's clock is ahead of the head's, give or take."""
+    """Return a connection to the head, the offset of this node's clock from the head's, and the offset's error."""
     deadline, tries, word = time.monotonic() + wait_s, 0, ""
     remedy = NOT_STARTED
     while (left := deadline - time.monotonic()) > 0:
@@ -86,7 +89,7 @@ async def _reach_head(place: Place, wait_s: float) -> tuple[Wire, float, float]:
 
 
 async def _clock(wire: Wire, timeout_s: float) -> tuple[float, float]:
-    """This clock less the head's, and half of the quickest round trip: the error of that. As NTP does (RFC 5905, 8)."""
+    """Return this clock minus the head's, and the error: half of the shortest round trip. As in NTP (RFC 5905, 8)."""
     best = (float("inf"), 0.0)
     for _ in range(3):
         sent = time.time()

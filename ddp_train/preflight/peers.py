@@ -1,4 +1,4 @@
-"""What every node of a preflight does: tell its facts, let others try it, try others, look into the run's folder."""
+"""Common parts of all nodes: collect facts, accept connections, try other nodes, look into the run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGAIN_S = 0.25
 
 
 class Unreached(Exception):
-    """This node has no part in the preflight: `what` happened and its `remedy`."""
+    """This node cannot take part in the preflight: `what` is the reason, `remedy` the advised change."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -28,7 +28,7 @@ class Unreached(Exception):
 
 
 async def collected(place: Place, environ: Mapping[str, str], provider: str) -> Facts:
-    """This node's facts. It looks up its own name, the head's and those of the nodes that it tries."""
+    """Return this node's facts. It looks up its own name, the head's, and those of the nodes that it tries."""
     near = sorted({place.node, 0, *place.partners(place.node)})
     hosts = [place.hosts[one] for one in near]
     addresses = {place.address, place.head}
@@ -41,7 +41,7 @@ async def collected(place: Place, environ: Mapping[str, str], provider: str) -> 
 
 @asynccontextmanager
 async def open_to_others(place: Place) -> AsyncIterator[int]:
-    """Listen at this node's address for the other nodes' attempts; the port, 0 where that address is not here."""
+    """Accept connections of other nodes; yield the port, or 0 if this node's address is not local."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, place.run)
@@ -63,7 +63,7 @@ async def open_to_others(place: Place) -> AsyncIterator[int]:
 
 
 async def try_others(place: Place, ports: Mapping[int, int]) -> dict[int, str]:
-    """How the attempts at this node's partners ended; `ports` are those of the nodes that are there."""
+    """Return the results of connections to this node's partners; `ports` has the connected nodes."""
     others = [one for one in place.partners(place.node) if ports.get(one)]
     words = await asyncio.gather(
         *(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others)
@@ -72,11 +72,11 @@ async def try_others(place: Place, ports: Mapping[int, int]) -> dict[int, str]:
 
 
 async def look_for(path: str, content: str) -> str:
-    """Why the file that the head wrote is not here; "" when it is. Network file systems are given some time."""
+    """Return why the head's file is not visible here, or "". Network file systems get some time."""
     deadline = time.monotonic() + SHARED_S
     while True:
         try:
-            os.listdir(os.path.dirname(path))  # has NFS look again
+            os.listdir(os.path.dirname(path))  # makes NFS refresh its cache
             with open(path, encoding="ascii", errors="replace") as file:
                 if file.read(1000) == content:
                     return ""

@@ -1,4 +1,4 @@
-"""Where a node stands among the others, as the job's script exports it."""
+"""Place of a node among the others, from the variables of the job's script."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from ..errors import BAD_INPUT, TrainError
 from .model import Node
 
-# All pairs of nodes are tried up to this many, as gloo connects them; of more, each tries as many others.
+# Up to this number of nodes, all pairs are tried, as gloo connects them; beyond it, each node tries this many.
 ALL_PAIRS = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the job's script says of this node and of the others. The head is node 0."""
+    """Place of this node, and the other nodes of the job. The head is node 0."""
 
     node: int
     hosts: tuple[str, ...]
@@ -37,11 +37,11 @@ class Place:
         return self.addresses[0]
 
     def empty(self, node: int) -> Node:
-        """What is known of a node that has not answered."""
+        """Return the record of a node that has not answered."""
         return Node(node, self.hosts[node], self.addresses[node])
 
     def partners(self, node: int) -> list[int]:
-        """The nodes that `node` tries: all others, or of many its neighbours and others at even distances."""
+        """Return the nodes that `node` tries: all others, or in large jobs its neighbours and a regular sample."""
         if self.nodes <= ALL_PAIRS:
             return [other for other in range(self.nodes) if other != node]
         steps = {
@@ -53,7 +53,7 @@ class Place:
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """The place that a job's script exports. Raises TrainError when something is missing or cannot be."""
+    """Return the place in the variables of a job's script. Raises TrainError for a missing or invalid value."""
 
     def said(name: str) -> str:
         value = environ.get(f"ENVBUILD_{name}", "")

@@ -1,4 +1,4 @@
-"""What is wrong between the nodes: who answers, addresses, routes, ports, names and clocks."""
+"""Checks of faults between nodes: missing nodes, addresses, routes, connections, names and clocks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def clocks(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
 
 def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
     by_host = {one.host: one for one in nodes}
-    # What a host's interfaces have counts as its own: a site may name nodes by one network and train over another.
+    # All addresses of a host's interfaces are its own: a site may name nodes by one network and train over
+    # another.
     own = {
         one.host: {
             one.address,
@@ -158,8 +159,11 @@ def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
 
 
 def any_interface(variable: str, value: str, interfaces: Mapping[str, object]) -> bool:
-    """Whether `value` of GLOO_SOCKET_IFNAME (whole names) or NCCL_SOCKET_IFNAME (beginnings; `=` whole, `^` all but
-    these) chooses any of `interfaces`. Sources: torch's ProcessGroupGloo, NCCL's documentation of the variable."""
+    """Return whether `value` of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects any of `interfaces`.
+
+    gloo's are whole names; NCCL's are prefixes, with `=` whole names, with `^` exclusions. Sources: torch's
+    ProcessGroupGloo, NCCL's documentation of the variable.
+    """
     if variable.startswith("GLOO"):
         return all(one in interfaces for one in value.split(","))
     kind = value[:2] if value[:2] in ("^=",) else value[:1] if value[:1] in ("^", "=") else ""
@@ -173,7 +177,7 @@ def any_interface(variable: str, value: str, interfaces: Mapping[str, object]) -
 
 
 def _has(facts: Facts, interface: str) -> str:
-    """The addresses of an interface that others may use."""
+    """Return the addresses of an interface that other nodes may use."""
     told = [one for one in facts.interfaces.get(interface, ()) if not one.startswith("fe80:")]
     return " ".join(told) or "no address"
 

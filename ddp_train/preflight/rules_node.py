@@ -1,4 +1,4 @@
-"""What is wrong on nodes: the run's folder, the artifact, versions that differ, memory, space, GPUs, the fabric."""
+"""Checks of faults on nodes: the run's folder, the artifact, differing versions, memory, disk space, GPUs, fabric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .model import (
 
 _LITTLE = 64 << 20
 _PAGE = 64 << 10
-# What libfabric and ibverbs pin of a process' memory is far more than this.
+# libfabric and ibverbs pin far more of a process's memory than this.
 _LITTLE_MEMLOCK = 64 << 20
 _ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
 
@@ -50,7 +50,7 @@ def same(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
                 f"{said or 'none'} on {few([nodes[n].host for n in numbers])}"
                 for said, numbers in groups.items()
             )
-            # Those that the fewest nodes agree with are suspected; of two alike none is.
+            # The nodes outside the largest group are suspected; with two groups of equal size, none is.
             most = max(len(numbers) for numbers in groups.values())
             suspected = [n for numbers in groups.values() if len(numbers) < most for n in numbers]
             yield Finding(status, check, tuple(suspected), f"{title} differs: {told}", remedy)
@@ -88,7 +88,7 @@ def artifact(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             yield Finding(
                 FAIL, "architecture", at, what, "choose other nodes, or build for this target"
             )
-        # An image's digest is that of its file: its inside cannot tell it.
+        # An image's digest is that of its file, which is unknown inside of the image.
         if (
             wanted.digest
             and facts.artifact in ("", "venv", "conda")
@@ -107,7 +107,7 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         facts, at = one.known, (one.number,)
         if one.facts is None:
             continue
-        # What was asked for is enough, however little; a file system has whole pages.
+        # The requested size is sufficient, however small; file systems round it to whole pages.
         if facts.shm < (wanted.shm - _PAGE if wanted.shm else _LITTLE):
             what = f"/dev/shm has {_bytes(facts.shm)}"
             if wanted.shm:
@@ -148,7 +148,7 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
 
 
 def _told_apart(one: int, other: int) -> tuple[str, str]:
-    """Two sizes with as many digits as show that they differ."""
+    """Return two sizes with enough digits to show that they differ."""
     shown = ((_bytes(one, digits), _bytes(other, digits)) for digits in (1, 3, 5))
     return next((pair for pair in shown if pair[0] != pair[1]), (f"{one} bytes", f"{other} bytes"))
 

@@ -1,7 +1,6 @@
-"""How the nodes of a preflight talk: one JSON object a line over TCP, and attempts at a connection in words.
+"""Protocol of a preflight: one JSON object per line over TCP, and named results of connection attempts.
 
-Everything that arrives is taken for what a stranger may have sent: a message names the run that it belongs to, lines
-are bounded, and what cannot be understood is a WireError.
+Messages are untrusted: each one names its run, lines are bounded, and malformed data raise WireError.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# The facts of a node are some tens of KiB: names and versions of its packages, and looked-up names.
+# The facts of a node take some tens of KiB: names and versions of packages, and looked-up names.
 LIMIT = 4 << 20
-# What travels both ways between each pair of nodes: more than one packet of any network, so that packets too large
-# for a link on the way (jumbo frames on one side only) are noticed.
+# Sent in both directions between each pair of nodes. It is larger than one packet of any network, so that an MTU
+# mismatch on the way (jumbo frames on one side only) is detected.
 PADDING = "x" * 20000
-# What an attempt may end with besides OK.
+# Results of an attempt; for other errors, it is the system's message.
 OK = "ok"
 REFUSED = "refused"
 TIMED_OUT = "timed out"
 NO_ROUTE = "no route"
 STALLED = "stalled"
 STRANGER = "stranger"
-# Before Python 3.11 not the builtin TimeoutError.
+# Before Python 3.11, this is not the builtin TimeoutError.
 Late = asyncio.TimeoutError
 
 _WORDS = {
@@ -41,16 +40,16 @@ _WORDS = {
 
 
 class WireError(Exception):
-    """What arrived is not a message of this run's preflight, or nothing more arrives."""
+    """The received data are not a message of this run's preflight, or the connection ended."""
 
 
 def encode(message: Mapping[str, Any], run: str) -> bytes:
-    """`message` as a line, with the name of the `run`."""
+    """Return `message` with the name of the `run`, as a line."""
     return json.dumps({**message, "preflight": run}).encode() + b"\n"
 
 
 def decode(line: bytes, run: str) -> dict[str, Any]:
-    """The message in a line. Raises WireError when it is none, or another run's."""
+    """Return the message in a line. Raises WireError when it is malformed or belongs to another run."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -72,12 +71,12 @@ class Wire:
 
     @property
     def peer(self) -> str:
-        """The address at the other end, as this one sees it."""
+        """Address of the other end, as seen from this one."""
         name = self._writer.get_extra_info("peername")
         return plain(str(name[0])) if name else ""
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Raises WireError when the other end is gone."""
+        """Send a message. Raises WireError when the other end is gone."""
         try:
             self._writer.write(encode(message, self._run))
             await self._writer.drain()
@@ -85,7 +84,7 @@ class Wire:
             raise WireError(f"the connection broke: {error}") from error
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises WireError, also when none came in time."""
+        """Return the next message. Raises WireError, also for a timeout."""
         try:
             line = await asyncio.wait_for(self._reader.readline(), max(0.0, timeout_s))
         except Late as error:
@@ -97,14 +96,14 @@ class Wire:
         return decode(line, self._run)
 
     async def ended(self, timeout_s: float) -> None:
-        """Wait until the other end has closed: then this end's port is free at once (no TIME_WAIT here)."""
+        """Wait until the other end has closed, so that this end's port is free at once (no TIME_WAIT here)."""
         try:
             await asyncio.wait_for(self._reader.read(), max(0.0, timeout_s))
         except (OSError, Late):
             return
 
     def close(self) -> None:
-        """End the connection; nothing of it stays in the kernel when the other end has not closed yet."""
+        """Close the connection; if the other end has not closed yet, reset it, so that the kernel keeps no state."""
         sock = self._writer.get_extra_info("socket")
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -112,12 +111,12 @@ class Wire:
         self._writer.close()
 
     def finish(self) -> None:
-        """End the connection in order: this end first."""
+        """Close the connection in order, this end first."""
         self._writer.close()
 
 
 async def connect(address: str, port: int, run: str, timeout_s: float) -> Wire:
-    """A connection to a node. Raises OSError; when nothing answers in time, one with errno ETIMEDOUT."""
+    """Return a connection to a node. Raises OSError, with errno ETIMEDOUT when no answer comes in time."""
     opening = asyncio.open_connection(address, port, limit=LIMIT)
     try:
         reader, writer = await asyncio.wait_for(opening, max(0.05, timeout_s))
@@ -127,7 +126,7 @@ async def connect(address: str, port: int, run: str, timeout_s: float) -> Wire:
 
 
 async def attempt(address: str, port: int, run: str, node: int, timeout_s: float) -> str:
-    """Try to exchange some packets with `node` at its address: OK, or what happened instead."""
+    """Exchange some packets with `node` at its address; return OK or the kind of failure."""
     deadline = time.monotonic() + timeout_s
     try:
         wire = await connect(address, port, run, timeout_s)
@@ -144,11 +143,11 @@ async def attempt(address: str, port: int, run: str, node: int, timeout_s: float
 
 
 def in_a_word(error: OSError) -> str:
-    """What a connection failed with."""
+    """Return the name of a connection failure."""
     return _WORDS.get(error.errno or 0, (error.strerror or str(error)).lower())
 
 
 def plain(address: str) -> str:
-    """An address without its zone, and an IPv4 one without IPv6 around it."""
+    """Return an address without its zone, and an IPv4-mapped IPv6 address as IPv4."""
     address = address.partition("%")[0]
     return address[7:] if address.startswith("::ffff:") and "." in address else address

@@ -1,4 +1,4 @@
-"""One file downloaded with resume, and checked by its digest while it comes.
+"""Download of one file with resume; its digest is checked while the data arrive.
 
 Source: RFC 9110 §14 (ranges).
 """
@@ -24,14 +24,14 @@ from envbuild.progress import Advance
 if TYPE_CHECKING:
     import requests
 
-# Sends a GET with the given headers; returns an answer with a status of ANSWERS.
+# Sends a GET with the given headers; returns a response whose status is one of ANSWERS.
 Ask = Callable[[Mapping[str, str]], "requests.Response"]
 ANSWERS = (200, 206, 416)
 
 
 @contextlib.contextmanager
 def locked_partial(path: Path, stop: threading.Event) -> Iterator[Path]:
-    """Lock the partial file `path` for this download; where there are no locks, a private name."""
+    """Yield the partial file `path`, locked for this download, or a private file name if locks are not supported."""
 
     def wait(seconds: float) -> None:
         if stop.wait(seconds):
@@ -41,7 +41,7 @@ def locked_partial(path: Path, stop: threading.Event) -> Iterator[Path]:
     with file_lock(lock, pause=wait, remove=True) as held:
         if not held:
             path = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-        for used in (lock, path):  # young again: clean_stale must not take what is in use
+        for used in (lock, path):  # new timestamps: clean_stale must not remove files in use
             with contextlib.suppress(OSError):
                 os.utime(used)
         yield path
@@ -57,10 +57,10 @@ def open_download(
     *,
     exact: bool = True,
 ) -> Iterator[Download]:
-    """A download into the file `partial`, with what an earlier run left there; a file that stays empty is removed.
+    """Yield a download into the file `partial` that continues an earlier one; remove the file if it stays empty.
 
-    `moved` is told bytes as they come, those of an earlier run too, and a negative count for such as must come again.
-    Raises OSError when `partial` cannot be written.
+    `moved` receives the number of bytes as they arrive, including those of an earlier run, and a negative number
+    when bytes must be downloaded again. Raises OSError when `partial` cannot be written.
     """
     with partial.open("a+b") as stream:
         download = Download(stream, hashes, size, exact, moved, stop)
@@ -74,10 +74,10 @@ def open_download(
 
 @dataclass
 class Download:
-    """A file under way. `hashes` are the sha256 (hex) that it may have; `size` its bytes, if known.
+    """An unfinished download. `hashes` are the accepted sha256 digests (hex), `size` is in bytes, None if unknown.
 
-    An answer of more than `size` bytes is given up. One of fewer bytes is too, and was cut, where `exact`; else its
-    digest tells.
+    A response of more than `size` bytes is rejected. With `exact`, a shorter one is rejected as well, and a body
+    that ends early is retried; without it, only the digest decides.
     """
 
     stream: BinaryIO
@@ -87,17 +87,17 @@ class Download:
     moved: Advance
     stop: threading.Event
     have: int = 0
-    # Whether some of it was got by an earlier run, or from another source.
+    # Whether some of the data came from an earlier run or another source.
     inherited: bool = False
     _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
     def is_right(self) -> bool:
-        """Whether the content so far is the wanted one."""
+        """Whether the data received so far have an accepted digest."""
         return self._sha.hexdigest() in self.hashes
 
     def take_up(self) -> None:
-        """Go on with what an earlier run left."""
+        """Read the data that an earlier run left."""
         self.stream.seek(0)
         while block := self.stream.read(BLOCK):
             self._note(block)
@@ -106,11 +106,11 @@ class Download:
         self.inherited = self.have > 0
 
     def run(self, ask: Ask, retries: int) -> str:
-        """Fetch the rest by `ask`; return the sha256.
+        """Fetch the remaining data with `ask`; return the sha256.
 
-        Tries that bring something new do not count as retries: a large file over a bad line must not fail for the
-        number of its cuts. Without retries there is one try.
-        Raises Mismatch when the content has none of `hashes`, else RequestFailed; then the next source may go on.
+        Attempts that deliver new data do not count as retries, so that a large file does not fail on an
+        unreliable connection. With `retries` 0 there is one attempt. Raises Mismatch when the content has none
+        of `hashes`, else RequestFailed; the next source may then continue the download.
         """
         most, tries = self.have, 0
         while not self.is_right:
@@ -129,13 +129,13 @@ class Download:
                 self._rewind()
                 if not begun or tries > retries:
                     raise Mismatch(digest)
-                # Parts of several answers: the content may have changed in between.
+                # The data come from several responses; the content may have changed in between.
                 tries += not inherited
         self.stream.flush()
         return self._sha.hexdigest()
 
     def _receive(self, ask: Ask) -> bool:
-        """Read one answer; False when it is none to what was there, which is dropped then."""
+        """Read one response; return False if it does not continue the existing data, which are then dropped."""
         with ask({"Range": f"bytes={self.have}-"} if self.have else {}) as answer:
             start, total = _extent(answer.status_code, answer.headers)
             if start != self.have:
@@ -178,7 +178,7 @@ class Download:
 
 
 def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Where the content of an answer starts, and how large the whole is; None for what it does not say."""
+    """Return (start, total size) of the content of a response, in bytes; None for a value that it does not state."""
     if status == 416:
         return None, None
     if status != 206:

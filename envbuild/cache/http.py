@@ -1,7 +1,7 @@
-"""One HTTP client for indexes, archives, channels and registries: one request at a time, and what went wrong, in words.
+"""HTTP client for indexes, archives, channels and registries: single requests, and readable errors.
 
-No message holds credentials. requests is the library because it reads netrc, proxies and certificates as pip does;
-retries (`retry`) and resumed downloads (`download`) are above it, which the retries of urllib3 cannot do.
+No message holds credentials. The client uses requests, which reads netrc, proxies and certificates as pip does.
+Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's retries cannot resume a download.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import requests
 
 BLOCK = 1 << 18
-# A body up to this is read at once: its connection can then serve the next request.
+# Bodies up to this size are read at once, so that the connection can serve the next request.
 _SMALL = 1 << 16
 
 
 class Body(Protocol):
-    """A request's body: its length is known, and it is read once, in blocks."""
+    """Body of a request: its length is known, and it is read once, in blocks."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[bytes]: ...
@@ -34,21 +34,21 @@ class Body(Protocol):
 
 @dataclass
 class HttpClient:
-    """Connections to servers. Used by several threads.
+    """Connections to servers, shared by several threads.
 
-    For a registry, whose every request has its own authorization, a request has only the credentials that it is given,
-    and its redirects are the caller's to follow; requests would take credentials from netrc for any host, and
-    overwrite a token with them. `as_pip` is for all else: requests follows redirects, keeps cookies and
-    reads netrc, and pip's proxy serves even the hosts that no_proxy names.
+    A registry needs a separate authorization for each request. Requests to one therefore carry only the given
+    credentials, and the caller follows redirects: requests would take credentials from netrc for any host and
+    overwrite a token with them. `as_pip` is for all other servers: requests follows redirects, keeps cookies and
+    reads netrc, and pip's proxy applies even to hosts in no_proxy.
     """
 
     transport: Transport
-    # Addresses and redirects may lead to plain HTTP.
+    # Whether URLs and redirects may use plain HTTP.
     plain: bool = False
     as_pip: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _session: requests.Session | None = field(default=None, repr=False)
-    # Servers that answered: one that refuses a connection later may be starting anew.
+    # Servers that answered before: one that refuses a connection later may be restarting.
     _alive: set[str] = field(default_factory=set, repr=False)
 
     def send(
@@ -61,10 +61,10 @@ class HttpClient:
         own: bool = True,
         credentials: tuple[str, str] | None = None,
     ) -> requests.Response:
-        """Send one request. A large body of the answer is not read yet.
+        """Send one request. A large body of the response is not read yet.
 
-        `own` is whether `url` lies on the server itself, to which alone a client certificate is shown.
-        Raises RequestFailed when there is no answer.
+        `own` is whether `url` is on the server itself; only that server receives a client certificate. Raises
+        RequestFailed when there is no response.
         """
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -84,7 +84,7 @@ class HttpClient:
                 url,
                 headers={"Accept-Encoding": "identity", **headers},
                 data=body,  # any sized iterable is sent with its length
-                # None has requests look into netrc.
+                # With None, requests looks into netrc.
                 auth=credentials or (None if self.as_pip else lambda request: request),
                 stream=True,
                 allow_redirects=self.as_pip,
@@ -95,14 +95,14 @@ class HttpClient:
             answered = True
             if _is_small(response):
                 response.content  # noqa: B018 - this reads it
-        except (OSError, ValueError) as error:  # requests' own are OSErrors, bad URLs ValueErrors
+        except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
             passing = _passing(error, parts.netloc in self._alive)
             raise RequestFailed(reason_of(error), passing=passing, answered=answered) from None
         self._alive.add(parts.netloc)
         return response
 
     def close(self) -> None:
-        """Close the connections that are kept open."""
+        """Close the idle connections."""
         if self._session is not None:
             self._session.close()
 
@@ -128,7 +128,10 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from requests.adapters import HTTPAdapter
 
     class Adapter(HTTPAdapter):
-        """Judges each hop by its own host: trust must not follow a redirect elsewhere. Sends bodies in large blocks."""
+        """Adapter that verifies each hop by its own host, so that trust does not follow a redirect to another host.
+
+        It sends bodies in large blocks.
+        """
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
             super().init_poolmanager(*arguments, **options, blocksize=BLOCK)
@@ -138,7 +141,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             return super().send(request, *args, **options)
 
     class Session(requests.Session):
-        """Leaves redirects to the caller; requests reads ahead of one even where it is not to follow it."""
+        """Session that leaves redirects to the caller; requests would read ahead even without following them."""
 
         def get_redirect_target(self, resp: requests.Response) -> str | None:
             return super().get_redirect_target(resp) if as_pip else None
@@ -153,7 +156,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
 
 
 def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes]:
-    """The answer's body in blocks. Raises RequestFailed when it is cut, Stopped when `stop` is set."""
+    """Yield the response's body in blocks. Raises RequestFailed when it is cut off, Stopped when `stop` is set."""
     from requests import RequestException
 
     stream = response.iter_content(BLOCK)
@@ -170,7 +173,7 @@ def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes
 
 
 def read_all(response: requests.Response, limit: int, stop: threading.Event) -> bytes:
-    """The answer's whole body. Raises RequestFailed when it has more than `limit` bytes."""
+    """Return the response's body. Raises RequestFailed when it has more than `limit` bytes."""
     data = bytearray()
     for block in blocks(response, stop):
         data += block
@@ -180,7 +183,7 @@ def read_all(response: requests.Response, limit: int, stop: threading.Event) -> 
 
 
 def failure(response: requests.Response, advice: str = "") -> RequestFailed:
-    """What an answer with an error status says, with `advice` where it is about credentials."""
+    """Return the error for a response with an error status, with `advice` for errors of authorization (401, 403)."""
     code = response.status_code
     text = f"HTTP {code} {response.reason or ''}".strip()
     if said := _said(response):
@@ -193,23 +196,23 @@ def failure(response: requests.Response, advice: str = "") -> RequestFailed:
 
 
 def split(url: str) -> SplitResult:
-    """The parts of a URL that a server sent. Raises RequestFailed for what is none."""
+    """Return the parts of a URL that a server sent. Raises RequestFailed for an invalid URL."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # read here, since it is checked only when it is read
+        _ = parts.port  # urlsplit validates the port only when it is read
     except ValueError:
         raise RequestFailed("it names an address that is no URL") from None
     return parts
 
 
 def origin(url: str) -> tuple[str, str, int]:
-    """What decides whether two URLs lie on one server: scheme, host, port."""
+    """Return scheme, host and port; two URLs are on the same server if these are equal."""
     parts = split(url)
     return parts.scheme, parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
 
 
 def reason_of(error: BaseException) -> str:
-    """The innermost cause of a requests error in one line."""
+    """Return the innermost cause of a requests error, in one line."""
     cause = error
     while isinstance(
         inner := getattr(cause, "reason", None) or cause.__context__, BaseException
@@ -229,7 +232,7 @@ def _is_small(response: requests.Response) -> bool:
 
 
 def _passing(error: BaseException, alive: bool) -> bool:
-    """Whether trying again may help. A server that answered before may be starting anew."""
+    """Return whether a retry may help. A server that answered before may be restarting."""
     from requests import exceptions as known
 
     if isinstance(error, known.SSLError | known.ProxyError | ValueError):
@@ -243,7 +246,7 @@ def _passing(error: BaseException, alive: bool) -> bool:
 
 
 def _said(response: requests.Response) -> str:
-    """The first error in the body, as the OCI distribution specification has them, in one line."""
+    """Return the first error in the body (format: OCI distribution specification), in one line, or "" if none."""
     try:
         data = json.loads(read_all(response, _SMALL, threading.Event()))
         first = data["errors"][0]

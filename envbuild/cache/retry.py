@@ -1,4 +1,4 @@
-"""Failed requests: whether another try may help, and when."""
+"""Retries of failed requests: whether and when to try again."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# Answers after which another try may help.
+# Statuses after which a retry may help.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 60.0
 
 
 class RequestFailed(Exception):
-    """A request that was not served; the text says why, without credentials.
+    """A failed request; the text states the reason, without credentials.
 
-    `status` is None when there was no answer; `passing` when another try may help, after `wait_s`
-    seconds if the server said so. `is_down` when no request to this server can succeed: there is no connection
-    (unless the server has `answered` before something else failed), or it accepts no credentials of ours.
+    `status` is None when there was no response. `passing` is true when a retry may help, after `wait_s` seconds
+    if the server requested a delay. `is_down` is true when no request to this server can succeed: it cannot be
+    connected to (and has not `answered` before another failure), or it does not accept the credentials.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class RequestFailed(Exception):
 
 
 class NotFound(RequestFailed):
-    """The server answers, and does not have it."""
+    """The server answers, and does not have the resource."""
 
 
 class Mismatch(RequestFailed):
-    """Content that is not the expected one; `sha256` is its digest. The server answers, so that it is not down."""
+    """Content with an unexpected digest, `sha256`. The server answered, so it is not down."""
 
     def __init__(self, sha256: str, what: str = "content") -> None:
         super().__init__(f"it sent {what} with digest sha256:{sha256}", status=200)
@@ -52,11 +52,11 @@ class Mismatch(RequestFailed):
 
 
 class Stopped(Exception):
-    """Another thread failed, or the user pressed Ctrl-C: this one leaves off."""
+    """Another thread failed, or the user pressed Ctrl-C; this thread stops."""
 
 
 def patiently(action: Callable[[], T], retries: int, stop: threading.Event) -> T:
-    """`action()`, tried again up to `retries` times while its failures are passing ones."""
+    """Return `action()`; retry it up to `retries` times while its failures are passing."""
     attempt = 0
     while True:
         try:
@@ -69,7 +69,7 @@ def patiently(action: Callable[[], T], retries: int, stop: threading.Event) -> T
 
 
 def pause(attempt: int, error: RequestFailed, stop: threading.Event) -> None:
-    """Wait before another try: as the server said, else twice as long each time, less some chance."""
+    """Wait before a retry: as long as the server requested, else with exponential backoff and jitter."""
     wait = error.wait_s
     if wait is None:
         wait = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
@@ -78,7 +78,7 @@ def pause(attempt: int, error: RequestFailed, stop: threading.Event) -> None:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header (RFC 9110 §10.2.3), given as seconds or as a date."""
+    """Return the seconds of a Retry-After header (RFC 9110 §10.2.3), which is a number of seconds or a date."""
     if value is None:
         return None
     text = value.strip()

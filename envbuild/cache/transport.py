@@ -1,4 +1,4 @@
-"""How servers are reached: certificates, proxies, patience, and who may be spoken to without TLS."""
+"""Settings of connections: certificates, proxies, timeouts, retries, and hosts that may be used without TLS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _RETRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How servers are reached, from the site's settings and pip's.
+    """Settings of connections, from the site's settings and pip's.
 
-    `verify`: a CA bundle's path, or whether to check certificates; `unverified`: hosts (with or without
-    port) whose certificates are not checked; `insecure`: hosts that are spoken to in plain HTTP.
-    `proxies` go before those of the environment. `timeout_s` is for a connection and for each silence;
-    `retries` for tries that bring nothing new.
+    `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or
+    without port) whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies`
+    override those of the environment. `timeout_s` limits the time to connect and the time between two reads.
+    `retries` counts attempts that deliver no new data.
     """
 
     verify: bool | str = True
@@ -31,11 +31,11 @@ class Transport:
     unverified: frozenset[str] = frozenset()
 
     def is_insecure(self, netloc: str) -> bool:
-        """Whether the site lets us speak plain HTTP to this host."""
+        """Return whether the site allows plain HTTP to this host."""
         return _listed(netloc, self.insecure)
 
     def verify_of(self, url: str) -> bool | str:
-        """How to check the certificate of the server of `url`."""
+        """Return requests' `verify` setting for the server of `url`."""
         if not _listed(urlsplit(url).netloc, self.unverified):
             return self.verify
         import urllib3

@@ -1,1 +1,1 @@
-"""What goes with what, from driver and CUDA over torch and NCCL to the network, judged from data with sources."""
+"""Compatibility of a stack, from driver, CUDA, torch and NCCL to the network, judged by data with sources."""

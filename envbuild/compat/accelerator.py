@@ -1,4 +1,4 @@
-"""The chain from glibc and driver to torch and its NCCL."""
+"""Compatibility checks of glibc, driver, torch and torch's NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What locking and building do with the judgement: refuse what is known to be bad, say what is not known."""
+"""Compatibility checks of a lock or a build: refuse stacks known not to work, report unknown ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
 
-# Links that a resolution decides, and explains by these when it fails.
+# A resolution decides these links; when it fails, they explain why.
 _OF_RESOLUTION = ("glibc", "torch", "packages")
 
 
@@ -24,11 +24,12 @@ def check_stack(
     *,
     conda: bool = False,
 ) -> None:
-    """Judge `target` with the locked `packages` (name → version), see `stack_of`.
+    """Check `target` with the locked `packages` (name → version), as in `stack_of`.
 
-    Without `packages`, before there is a lock, the recipe's layers are judged by what it pins; what an index has, only
-    a resolution tells. Targets with neither GPUs nor layers are not judged. What is unknown is said, a line each.
-    Raises LockError with every reason and fix when something is known not to work.
+    If `packages` is None, because there is no lock yet, the recipe's layers are checked against its pins; the
+    contents of indexes are unknown before a resolution. Targets with neither GPUs nor layers are not checked.
+    Unknown links are reported through `say`, one line each. Raises LockError with every reason and fix for a
+    combination known not to work.
     """
     recipe = loaded.recipe
     layers = [name for name, table in recipe.layers.items() if table.for_target(target.name)]
@@ -53,7 +54,7 @@ def check_stack(
 
 
 def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
-    """Why no resolution can hold all that the recipe pins for `target`: lines to append, "" where none is known."""
+    """Return why the recipe's pins for `target` conflict, as lines to append; "" if no conflict is known."""
     from envbuild.compat.judge import judge
     from envbuild.compat.stack import stack_of
 

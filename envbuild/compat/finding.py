@@ -1,4 +1,4 @@
-"""One link of the chain of reasons."""
+"""Result of one compatibility check."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ Status = Literal["good", "bad", "unknown", "note"]
 
 @dataclass(frozen=True, slots=True)
 class CompatFinding:
-    """One link: "good" and "bad" rest on `source`, "unknown" is what no row says, a "note" is for the reader.
+    """Result for one link of the stack.
 
-    `fix` says what to change, `date` (ISO 8601) when the source was read.
+    "good" and "bad" rest on `source`, "unknown" means that the data have no row for it, a "note" informs the
+    reader. `fix` is the advised change, `date` (ISO 8601) the day when the source was read.
     """
 
     status: Status
@@ -23,7 +24,7 @@ class CompatFinding:
     date: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """As `envbuild explain --json` prints it."""
+        """Return the finding as `envbuild explain --json` prints it."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Does what a stack is made of go together, by which sources, and what is to change where it does not."""
+"""Compatibility of a stack: whether its parts work together, by which sources, and what to change."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from envbuild.compat.versions import matches
 
 
 def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
-    """Judge `stack` by `rows` (default: data/compatibility.toml), from the glibc up to the network.
+    """Judge `stack` by `rows` (default: data/compatibility.toml), from glibc up to the network.
 
-    Never raises for what a version looks like: what cannot be read is unknown.
+    Malformed versions do not raise; they give "unknown".
     """
     rows = rows or load_rows()
     links = (
@@ -37,7 +37,7 @@ def rule_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
 
 
 def applies(rule: CompatRule, stack: Stack) -> bool:
-    """Whether `stack` is what `rule` is about: all that it names is there and is so."""
+    """Return whether `rule` applies to `stack`: every value that the rule names is known and matches."""
     for name, wanted in rule.when.items():
         found = stack.value(name)
         if found is None:

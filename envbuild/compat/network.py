@@ -1,4 +1,4 @@
-"""The chain from NCCL over its plugin and libfabric to the network."""
+"""Compatibility checks from NCCL through its plugin and libfabric to the network."""
 
 from __future__ import annotations
 

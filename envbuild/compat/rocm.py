@@ -1,4 +1,4 @@
-"""The links of a stack for ROCm that one for CUDA has otherwise: torch's build and its RCCL."""
+"""Compatibility checks that differ between ROCm and CUDA: torch's build and its RCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envbuild.recipe.accelerators import torch_index
 
 
 def rocm_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
-    """Judge torch's build for ROCm, and say which RCCL is inside it."""
+    """Check torch's build for ROCm, and name the RCCL inside it."""
     if stack.rocm is None:
         return
     if stack.torch is None:

@@ -1,4 +1,4 @@
-"""The rows of data/compatibility.toml; its comments say what each column means."""
+"""Rows of data/compatibility.toml; comments in the file explain the columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The oldest driver (`minimum`) for CUDA of the versions `cuda`."""
+    """The oldest driver (`minimum`) for the CUDA versions `cuda`."""
 
     cuda: str
     minimum: str
@@ -28,10 +28,11 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The CUDA versions that torch's wheels of `versions` are built for on `arch`, see the data file.
+    """CUDA versions that the torch wheels of `versions` are built for on `arch`.
 
-    `default` is the CUDA of the default index's plain wheel, "cpu" where it has none, "" where that is not known; so
-    are `glibc` ("2.28") and `nccl` ("wheel", "inside").
+    `default` is the CUDA version of the default index's plain wheel, "cpu" for a wheel without CUDA, "" if
+    unknown. `glibc` ("2.28") and `nccl` ("wheel", "inside") are also "" if unknown. The data file explains the
+    columns.
     """
 
     versions: str
@@ -47,7 +48,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class NcclPin:
-    """The NCCL that torch of the versions `torch` pins where it is built for one of `cuda`."""
+    """NCCL version that the torch versions `torch` pin when they are built for one of `cuda`."""
 
     torch: str
     cuda: tuple[str, ...]
@@ -58,7 +59,7 @@ class NcclPin:
 
 @dataclass(frozen=True, slots=True)
 class TorchRocm:
-    """The ROCm versions that torch's wheels of `versions` are built for; there may be others."""
+    """ROCm versions that the torch wheels of `versions` are built for; the list may be incomplete."""
 
     versions: str
     rocm: tuple[str, ...]
@@ -68,7 +69,7 @@ class TorchRocm:
 
 @dataclass(frozen=True, slots=True)
 class Rccl:
-    """The NCCL that RCCL of the ROCm versions `rocm` is made from: torch for ROCm has that RCCL inside."""
+    """NCCL version that the RCCL of the ROCm versions `rocm` is based on: torch for ROCm contains that RCCL."""
 
     rocm: str
     nccl: str
@@ -78,7 +79,7 @@ class Rccl:
 
 @dataclass(frozen=True, slots=True)
 class Nccl:
-    """The versions of the net API that NCCL of `versions` looks for in a plugin."""
+    """Versions of the net API that the NCCL `versions` look for in a plugin."""
 
     versions: str
     apis: tuple[int, ...]
@@ -111,7 +112,7 @@ class Libfabric:
 
 @dataclass(frozen=True, slots=True)
 class CompatRule:
-    """What does not go together: a stack that has all of `when`. `fix` says what to change."""
+    """A combination that does not work: a stack with all of `when`. `fix` is the advised change."""
 
     id: str
     subject: str
@@ -125,7 +126,7 @@ class CompatRule:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """All of the data."""
+    """All rows of the data."""
 
     drivers: tuple[Driver, ...] = ()
     torch: tuple[TorchBuild, ...] = ()
@@ -140,7 +141,7 @@ class Rows:
 
 @functools.cache
 def load_rows() -> Rows:
-    """The rows of data/compatibility.toml."""
+    """Return the rows of data/compatibility.toml."""
     text = resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8")
     data = tomllib.loads(text)
     tables = {
@@ -162,17 +163,17 @@ def _value(value: Any) -> Any:
 
 
 def torch_build(rows: Rows, torch: str, arch: str) -> TorchBuild | None:
-    """The row of torch's builds for `arch`."""
+    """Return the row of torch's builds for `arch`."""
     return _first(row for row in rows.torch if row.arch == arch and matches(torch, row.versions))
 
 
 def pin_row(rows: Rows, torch: str, cuda: str) -> NcclPin | None:
-    """The row with the NCCL that torch pins."""
+    """Return the row with the NCCL that torch pins."""
     return _first(row for row in rows.nccl_pins if cuda in row.cuda and matches(torch, row.torch))
 
 
 def nccl_pin(torch: str, cuda: str) -> str | None:
-    """The NCCL that torch `torch` built for CUDA `cuda` ("12.6") pins; None where it is not known.
+    """Return the NCCL that torch `torch` for CUDA `cuda` ("12.6") pins, or None if unknown.
 
     >>> nccl_pin("2.7.1+cu126", "12.6")
     '2.26.2'
@@ -192,22 +193,22 @@ def rccl_row(rows: Rows, rocm: str) -> Rccl | None:
 
 
 def nccl_row(rows: Rows, version: str) -> Nccl | None:
-    """The row of NCCL `version`."""
+    """Return the row of NCCL `version`."""
     return _first(row for row in rows.nccl if matches(version, row.versions))
 
 
 def plugin_row(rows: Rows, version: str) -> Plugin | None:
-    """The row of aws-ofi-nccl `version`."""
+    """Return the row of aws-ofi-nccl `version`."""
     return _first(row for row in rows.plugins if matches(version, row.versions))
 
 
 def libfabric_row(rows: Rows, version: str) -> Libfabric | None:
-    """The row of libfabric `version`."""
+    """Return the row of libfabric `version`."""
     return _first(row for row in rows.libfabric if matches(version, row.versions))
 
 
 def driver_row(rows: Rows, cuda: str) -> Driver | None:
-    """The row of drivers for CUDA `cuda`."""
+    """Return the row of drivers for CUDA `cuda`."""
     return _first(row for row in rows.drivers if matches(cuda, row.cuda))
 
 

@@ -1,4 +1,4 @@
-"""A recipe's target as the stack that compatibility is about: from its layers, its lock, or else its pins."""
+"""Stack of a recipe's target, the input of the compatibility checks: from its layers and its lock, or its pins."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from envbuild.recipe.layers import kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-# A pin under a marker may not hold here.
+# The `;` is excluded because a pin under a marker may not apply here.
 _PIN = re.compile(r"===?([^,;*]+)")
-# What conda-forge calls them.
+# conda-forge's names for torch.
 _CONDA_TORCH = ("pytorch", "libtorch")
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What goes into one artifact, as far as it is known; None is absent or unknown.
+    """Known contents of one artifact; None means absent or unknown.
 
-    `torch` and `nccl` are versions as their packages write them. `torch_origin` is "lock", "recipe" or "conda";
-    `nccl_origin` is "pin" (torch's own), "lock", "wheel" ([layers.nccl]), "source", "host" or "conda"; `nccl_in` is
-    how this build of torch has NCCL ("wheel", "inside"). For ROCm `nccl` is the NCCL that RCCL is made from. `plugin`
-    is aws-ofi-nccl's version, `plugin_aws` whether it is built for AWS. `libfabric_origin` is "source", "host" or
-    "conda". `base` is whether images are built on an existing image, which may bring all of these. `packages` are
-    distributions with one version, by normalised name.
+    `torch` and `nccl` are versions in the spelling of their packages. `torch_origin` is "lock", "recipe" or
+    "conda"; `nccl_origin` is "pin" (torch's own), "lock", "wheel" ([layers.nccl]), "source", "host" or "conda";
+    `nccl_in` tells how this build of torch includes NCCL ("wheel", "inside"). For ROCm, `nccl` is the NCCL that
+    RCCL is based on. `plugin` is the version of aws-ofi-nccl, `plugin_aws` whether it is built for AWS.
+    `libfabric_origin` is "source", "host" or "conda". `base` is whether images are built on an existing image,
+    which may contain all of these. `packages` are distributions with exactly one version, by normalised name.
     """
 
     arch: str
@@ -55,11 +55,11 @@ class Stack:
 
     @property
     def gpus(self) -> bool:
-        """Whether torch is for GPUs, so that NCCL or RCCL carries its collectives."""
+        """Whether torch is for GPUs, so that NCCL or RCCL runs its collectives."""
         return self.cuda is not None or self.rocm is not None
 
     def value(self, name: str) -> str | None:
-        """What a rule's `when` compares: a field as text, or the version of the package `name`."""
+        """Return the value for a rule's `when`: a field as text, or the version of the package `name`."""
         if name in _FIELDS:
             found = getattr(self, name)
             return str(found).lower() if isinstance(found, bool) else found or None
@@ -91,10 +91,10 @@ def stack_of(
     conda: bool = False,
     rows: Rows | None = None,
 ) -> Stack:
-    """The stack of `target`.
+    """Return the stack of `target`.
 
-    `packages` are the locked distributions (name → version), None where there is no lock: then the recipe's pins
-    count. With `conda` they are conda packages.
+    `packages` are the locked distributions (name → version), or None without a lock; the recipe's pins are used
+    then. With `conda`, they are conda packages.
     """
     rows, recipe, table = rows or load_rows(), loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:
@@ -126,7 +126,7 @@ def stack_of(
 
 
 def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Names and versions of what is pinned exactly."""
+    """Yield names and versions of exactly pinned requirements."""
     for text in requirements:
         name, rest = requirement_parts(text)
         found = _PIN.fullmatch(rest)
@@ -146,7 +146,7 @@ def _of_conda(stack: Stack, found: Mapping[str, str]) -> Stack:
 
 
 def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Rows) -> Stack:
-    """NCCL as torch brings it: a locked wheel, or else what torch's release is known to pin."""
+    """Return `stack` with torch's own NCCL: the locked wheel, else the version that torch's release is known to pin."""
     if stack.rocm is not None and stack.torch is not None and stack.torch_origin != "conda":
         rccl = rccl_row(rows, stack.rocm)
         return (
@@ -179,7 +179,7 @@ def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
 
 
 def _aws(stack: Stack, options: tuple[str, ...]) -> bool:
-    """Whether the plugin is built for AWS: as its options say, the recipe's before the fabric's."""
+    """Return whether the plugin is built for AWS: the recipe's options override those of the fabric."""
     of_fabric = load_fabrics()[stack.fabric].options_of("aws-ofi-nccl", "cuda")
     for option in reversed([*(o for row in of_fabric for o in row.configure), *options]):
         name, _, value = option.partition("=")

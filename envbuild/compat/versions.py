@@ -1,7 +1,7 @@
-"""Versions as NVIDIA, PyPI, libfabric and AWS write them, compared as versions.
+"""Comparison of versions as NVIDIA, PyPI, libfabric and AWS write them.
 
-`2.26.2-1` (NCCL's releases), `1.22.0amzn4.0` (AWS's libfabric) and `2.7.1+cu126` are read up to what is not a number
-of the release: PEP 440 has no name for the first two.
+`2.26.2-1` (NCCL's releases), `1.22.0amzn4.0` (AWS's libfabric) and `2.7.1+cu126` are read up to the end of the
+release number: the first two are not valid under PEP 440.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _BEFORE = re.compile(
 )
 _CLAUSE = re.compile(r"\s*(==|!=|>=|<=|>|<)\s*(\S+)\s*")
 
-# Numbers without zeros at their end; 0 for what comes before the release, else 1.
+# Release numbers without trailing zeros; 0 for a pre-release, else 1.
 Key = tuple[tuple[int, ...], int]
 
 
 def key(version: str) -> Key | None:
-    """What orders versions; None for what does not begin with a number."""
+    """Return the sort key of a version, or None if it does not begin with a number."""
     found = _RELEASE.fullmatch(version.strip())
     if found is None:
         return None
@@ -30,13 +30,13 @@ def key(version: str) -> Key | None:
 
 
 def older(version: str, than: str) -> bool | None:
-    """Whether `version` comes before `than`; None where one of them is not a version."""
+    """Return whether `version` precedes `than`, or None if one of them is not a version."""
     first, second = key(version), key(than)
     return None if first is None or second is None else first < second
 
 
 def matches(version: str, specifier: str) -> bool | None:
-    """Whether `version` fulfils `specifier` (">=1.14,<1.15"); None where one of them cannot be read."""
+    """Return whether `version` satisfies `specifier` (">=1.14,<1.15"), or None if one of them is malformed."""
     found = key(version)
     if found is None:
         return None

@@ -1,1 +1,1 @@
-"""What this host has, what each artifact can and cannot do on it, and whether a site file is right."""
+"""Checks of this host, verdicts on each kind of artifact on it, and checks of site files."""

@@ -1,4 +1,4 @@
-"""What each kind of artifact can and cannot do here, from what the checks found. Pure."""
+"""Verdicts on each kind of artifact on this host, derived from the findings of the checks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.base import Artifact
 
 STEPS = ("build", "verify", "run")
-# What the store must hold of a source that is not asked.
+# Content of the store that replaces an unprobed source.
 _HELD = {
     "package index": "wheels",
     "conda-forge": "conda packages",
@@ -22,20 +22,23 @@ _LEAST_MEMORY = 1_500_000_000
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """Whether one step of one artifact works here: `ok`, `info` (under a condition), `warn` (partly, or not here),
-    `fail` (not at all)."""
+    """Verdict on one step of one kind of artifact on this host.
+
+    `status` is `ok`, `info` (works under a condition), `warn` (works partly, or not on this host) or `fail`
+    (does not work).
+    """
 
     status: Status
     what: str
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """As a JSON object."""
+        """Return the verdict as a JSON object."""
         return {"status": self.status, "what": self.what, "remedy": self.remedy}
 
 
 def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
-    """kind → step → verdict, from the findings by name."""
+    """Return kind → step → verdict; `found` maps names to findings."""
     return {
         name: {
             "build": _build(kind, found),
@@ -135,7 +138,7 @@ def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
 
 
 def _launchers(kind: Artifact, found: Mapping[str, HostFinding]) -> list[str]:
-    """What starts images of this kind here, best first."""
+    """Return the programs that start images of this kind on this host, best first."""
     how = [name for name in kind.starters if _works(found, name)]
     ways = _facts(found, "own launch").get("ways") or ()
     return how + [f"envbuild itself ({', '.join(ways)})"] * bool(ways)
@@ -157,7 +160,7 @@ def _unasked(found: Mapping[str, HostFinding], name: str) -> bool:
 
 
 def _from_the_store(unasked: Sequence[str], found: Mapping[str, HostFinding]) -> StepVerdict:
-    """What can be said of a build without having asked its sources: what the store has of them."""
+    """Return the verdict on a build whose sources were not probed, based on the contents of the store."""
     holds = _facts(found, "store").get("holds", {})
     empty = [_HELD[name] for name in unasked if not holds.get(_HELD[name])]
     not_asked = f"{' and '.join(unasked)} not asked"

@@ -1,4 +1,4 @@
-"""Asking a program something, with a time limit: one that hangs must not make us hang."""
+"""Run a probe program with a time limit, so that a program that hangs does not block envbuild."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# What batch systems and drivers take to answer when they are well.
+# Enough time for a healthy batch system or driver to answer.
 PATIENCE_S = 3.0
 
 
 def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbin") -> str | None:
-    """The path of `program` on PATH or in the system's own folders, None where there is none."""
+    """Return the path of `program` on PATH or in the folders `more`, or None."""
     search = variables.get("PATH") or os.defpath
     return shutil.which(program, path=f"{search}:{more}")
 
@@ -26,8 +26,12 @@ def ask(
     patience_s: float = PATIENCE_S,
     cwd: Path | None = None,
 ) -> tuple[int | None, str]:
-    """(exit status, both streams) of `command`; None and why where it cannot be run or does not end in time."""
-    # Charliecloud wants a $USER, which containers often lack.
+    """Return (exit status, stdout and stderr) of `command`.
+
+    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s`
+    seconds.
+    """
+    # Charliecloud requires $USER, which containers often lack.
     env = {"USER": "user", **variables, "LC_ALL": "C"}
     try:
         child = subprocess.Popen(
@@ -48,7 +52,7 @@ def ask(
     except subprocess.TimeoutExpired:
         return None, f"no answer in {patience_s:g} s"
     finally:
-        # What it started may hold the pipe: not waited for, and ended with it.
+        # Its child processes may keep the pipe open: kill them instead of waiting.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         if child.poll() is None:
@@ -61,6 +65,6 @@ def ask(
 
 
 def first_line(text: str, most: int = 160) -> str:
-    """The first line of what a program said that is not empty, cut to `most` characters, without control characters."""
+    """Return the first non-empty line of a program's output, without control characters, at most `most` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return "".join(c if c.isprintable() else "?" for c in line)[:most]

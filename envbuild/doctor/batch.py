@@ -1,4 +1,4 @@
-"""Schedulers and container runtimes of jobs on this host."""
+"""Checks of the schedulers and container runtimes of jobs on this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOCKER_S = 3.0
 
 
 def slurm(host: Host) -> Iterator[HostFinding]:
-    """Slurm: its version, whether the controller answers, its partitions, whether we are in an allocation."""
+    """Check Slurm: version, response of the controller, partitions, and the current allocation."""
     tool = find("scontrol", host.variables)
     if tool is None:
         return
@@ -42,7 +42,7 @@ def slurm(host: Host) -> Iterator[HostFinding]:
 
 
 def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
-    """The queues (Slurm's partitions) that the scheduler `name` lists; None where none of that name answers."""
+    """Return the queues (Slurm: partitions) that the scheduler `name` lists, or None if it does not answer."""
     facts = SCHEDULERS[name].host
     tool = find(facts.list_queues[0], variables) if facts else None
     if facts is None or tool is None:
@@ -52,7 +52,7 @@ def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
 
 
 def has_pyxis(variables: Mapping[str, str]) -> bool | None:
-    """Whether Slurm here has pyxis, by srun's own help, which lists the options of its plugins; None without srun."""
+    """Return whether Slurm has pyxis, or None without srun: srun's help lists the options of its plugins."""
     tool = find("srun", variables)
     if tool is None:
         return None
@@ -69,7 +69,7 @@ def _pyxis(host: Host) -> Iterator[HostFinding]:
 
 
 def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
-    """The scheduler `name`: its version, its queues, whether we are in an allocation."""
+    """Check the scheduler `name`: version, queues, and the current allocation."""
     facts = SCHEDULERS[name].host
     program = SCHEDULERS[name].submission.command[0]
     tool = find(program, host.variables)
@@ -97,7 +97,7 @@ def _allocation(name: str, facts: HostFacts | None, host: Host) -> Iterator[Host
 
 
 def kubernetes(host: Host) -> Iterator[HostFinding]:
-    """Kubernetes: whether a cluster answers, and whether it knows training jobs."""
+    """Check whether a Kubernetes cluster answers, and whether it supports training jobs."""
     tool = find("kubectl", host.variables)
     if tool is None:
         return
@@ -109,7 +109,7 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
     code, said = ask(command, host.variables)
     if code != 0:
-        # Its own log comes first, what it says to people last.
+        # kubectl prints its log first, its message to the user last.
         why = first_line(said.splitlines()[-1]) if said else "nothing is said"
         what = f"kubectl is here, and no cluster answers: {why}"
         yield HostFinding(
@@ -129,7 +129,7 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
 
 
 def docker_daemon(host: Host) -> Iterator[HostFinding]:
-    """The docker daemon, asked by its API."""
+    """Check the docker daemon through its API."""
     from envbuild.errors import HostError
     from envbuild.image.daemon import connect
 

@@ -1,4 +1,4 @@
-"""The network between nodes: interfaces, adapters of the fabrics that recipes may name, libfabric.
+"""Checks of the network between nodes: interfaces, adapters of the known fabrics, libfabric.
 
 Sources: the kernel's Documentation/ABI of /sys/class/net and /sys/class/infiniband; netdevice(7); fi_info(1).
 """
@@ -20,13 +20,13 @@ from envbuild.doctor.model import Host, HostFinding, Status
 from envbuild.fabrics import load_fabrics
 
 _SIOCGIFADDR = 0x8915
-# Bridges, and pairs, of containers: no way to another node.
+# Bridges and interface pairs of containers, which do not lead to other nodes.
 _INNER = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxc")
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One network interface; `addresses` are IPv4 and IPv6, not those of a single link."""
+    """One network interface; `addresses` are IPv4 and IPv6 without link-local ones, `speed` is in Mbit/s."""
 
     name: str
     up: bool
@@ -35,12 +35,12 @@ class Interface:
 
     @property
     def inner(self) -> bool:
-        """Whether it leads nowhere but to this host."""
+        """Whether the interface is internal to this host."""
         return self.name.startswith(_INNER)
 
 
 def interfaces(root: Path = Path("/")) -> list[Interface]:
-    """The interfaces of this network namespace, by name."""
+    """Return the interfaces of this network namespace, sorted by name."""
     sixes = _ipv6(root)
     found = []
     for _, name in sorted(socket.if_nameindex(), key=lambda row: row[1]):
@@ -79,7 +79,7 @@ def _ipv6(root: Path) -> dict[str, list[str]]:
 
 
 def network(host: Host) -> Iterator[HostFinding]:
-    """The interfaces that lead to other nodes."""
+    """Check the interfaces that lead to other nodes."""
     found = interfaces(host.root)
     outer = [one for one in found if one.up and one.addresses and not one.inner]
     facts = {
@@ -103,7 +103,7 @@ def network(host: Host) -> Iterator[HostFinding]:
 
 
 def adapters(host: Host) -> Iterator[HostFinding]:
-    """The adapters of the fabrics that recipes may name."""
+    """Check the adapters of the known fabrics."""
     rows, kinds, down, mounted = [], set(), [], set()
     known = [(f.name, f.adapter) for f in load_fabrics().values() if f.adapter]
     classes = dict.fromkeys(adapter.sysfs for _, adapter in known)
@@ -116,7 +116,7 @@ def adapters(host: Host) -> Iterator[HostFinding]:
         ]
         if not found:
             continue
-        # A fabric that names the driver goes before one that takes all of the class.
+        # A fabric that names the driver takes precedence over one that accepts the whole class.
         name, adapter = max(found, key=lambda row: row[1].driver)
         ports = [
             (_text(port / "link_layer"), _text(port / "state"), _text(port / "rate"))
@@ -148,7 +148,7 @@ def adapters(host: Host) -> Iterator[HostFinding]:
 
 
 def libfabric(host: Host) -> Iterator[HostFinding]:
-    """The providers of the host's libfabric."""
+    """Check the providers of the host's libfabric."""
     vendors = [fabric.fi_info for fabric in load_fabrics().values() if fabric.fi_info]
     tool = find("fi_info", host.variables, ":".join(["/usr/sbin", "/sbin", *vendors]))
     if tool is None:

@@ -1,4 +1,4 @@
-"""Processors, memory, shared memory and GPUs that are ours. Sources: envbuild/limits.py; nvidia-smi(1)."""
+"""Checks of available processors, memory, shared memory and GPUs. Sources: envbuild/limits.py; nvidia-smi(1)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ENOUGH_SHM = 1 << 30
 
 
 def processors(host: Host) -> Iterator[HostFinding]:
-    """How many processors we may use."""
+    """Report the number of available processors."""
     ours, all_ = limits.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
     what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
     yield HostFinding("processors", "ok", what, facts={"usable": ours, "all": all_})
 
 
 def memory(host: Host) -> Iterator[HostFinding]:
-    """How much memory we may use."""
+    """Check the available memory."""
     found = limits.memory(host.variables, root=host.root)
     if found is None:
         yield HostFinding("memory", "info", "not known")
@@ -39,7 +39,7 @@ def memory(host: Host) -> Iterator[HostFinding]:
 
 
 def shared_memory(host: Host) -> Iterator[HostFinding]:
-    """/dev/shm, through which loaders of data and NCCL pass what they have."""
+    """Check /dev/shm, through which data loaders and NCCL exchange data."""
     try:
         about = os.statvfs(host.root / "dev/shm")
     except OSError as error:
@@ -65,7 +65,7 @@ def shared_memory(host: Host) -> Iterator[HostFinding]:
 
 
 def gpus(host: Host) -> Iterator[HostFinding]:
-    """NVIDIA GPUs: the driver, what it lists, its library; else AMD's."""
+    """Check NVIDIA GPUs (driver, listed GPUs, driver library), else AMD GPUs."""
     driver = _driver_version(host)
     tool = find("nvidia-smi", host.variables)
     listed: list[list[str]] = []
@@ -114,7 +114,7 @@ def gpus(host: Host) -> Iterator[HostFinding]:
 
 
 def _amd(host: Host) -> HostFinding:
-    """AMD's GPUs, as the kernel's driver lists them: nodes of the topology that have compute units."""
+    """Check AMD GPUs as the kernel driver lists them: topology nodes with compute units."""
     nodes = (host.root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     count = sum(bool(re.search(r"^simd_count [1-9]", _text(path), re.MULTILINE)) for path in nodes)
     driver = _text(host.root / "sys/module/amdgpu/version").strip()
@@ -136,7 +136,7 @@ def _text(path: Path) -> str:
 
 
 def _libcuda(host: Host) -> str:
-    """The path of the driver's library, "" where there is none; found as verification finds it."""
+    """Return the path of the driver's library, found as verification finds it, or ""."""
     from envbuild.verify.driver import cached, named
 
     if tool := find("nvidia-container-cli", host.variables):
@@ -158,7 +158,7 @@ def _driver_version(host: Host) -> str:
 
 
 def _cuda(driver: str) -> tuple[list[str], str]:
-    """The major versions of CUDA that a driver runs, by data/compatibility.toml, and the same for people."""
+    """Return the major CUDA versions that a driver supports (data/compatibility.toml), and a text for messages."""
     from envbuild.compat.rows import load_rows
     from envbuild.compat.versions import older
 

@@ -1,6 +1,6 @@
-"""What the kernel lets us do: images mounted, namespaces without root, fuse.
+"""Checks of kernel features: image mounts, rootless namespaces, FUSE.
 
-The answer is found by doing it: a tiny image is launched as verification does. Sources: the kernel's
+Image mounts are tested by a launch of a tiny image, as in verification. Sources: the kernel's
 fs/squashfs/Kconfig, user_namespaces(7), subuid(5).
 """
 
@@ -21,7 +21,7 @@ from envbuild.doctor.launch_trials import ANSWERS, COMPRESSORS, START
 from envbuild.doctor.model import Host, HostFinding
 
 _CONFIGURED = {"gzip": "ZLIB", "lzo": "LZO", "xz": "XZ", "lz4": "LZ4", "zstd": "ZSTD"}
-# Of a trial that was not made: only root mounts images.
+# Result for a skipped trial: only root mounts images.
 _NO = (False, "only root mounts images", "")
 EXTRACTED = ("extract", "gzip")
 _TRIALS_S = 3.5
@@ -34,7 +34,7 @@ _SETTINGS = (
 
 
 def launching(host: Host) -> Iterator[HostFinding]:
-    """How envbuild's own launch works here: which squashfs the kernel mounts, squashfuse, unpacking."""
+    """Check envbuild's own launch: squashfs mounts by the kernel, squashfuse, extraction."""
     with tempfile.TemporaryDirectory(
         prefix="envbuild-doctor-", ignore_cleanup_errors=True
     ) as folder:
@@ -72,21 +72,21 @@ def launching(host: Host) -> Iterator[HostFinding]:
 
 
 def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
-    """What launch_trials.py has written until now, by way and compressor."""
+    """Return the results that launch_trials.py has written so far, by method and compressor."""
     try:
         lines = (folder / ANSWERS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     found = {}
     for line in lines:
-        with contextlib.suppress(ValueError):  # the last one was cut
+        with contextlib.suppress(ValueError):  # an incomplete last line
             way, compressor, works, why, remedy = json.loads(line)
             found[way, compressor] = (works, why, remedy)
     return found
 
 
 def _configured(host: Host, why: str) -> Iterator[HostFinding]:
-    """What the kernel's configuration says of squashfs, where mounting could not be tried."""
+    """Report the kernel configuration of squashfs when mounts could not be tested."""
     text = _kernel_config(host.root)
     if text is None:
         yield HostFinding(
@@ -113,7 +113,7 @@ def _kernel_config(root: Path) -> str | None:
 
 
 def _forbidden(host: Host) -> dict[str, str]:
-    """The settings of the kernel that decide about namespaces, as they are."""
+    """Return the current kernel settings that restrict namespaces."""
     found = {}
     for name in _SETTINGS:
         with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def _forbidden(host: Host) -> dict[str, str]:
 
 
 def fuse(host: Host) -> Iterator[HostFinding]:
-    """Whether we may open /dev/fuse."""
+    """Check whether /dev/fuse can be opened."""
     device = host.root / "dev/fuse"
     if not device.exists():
         yield HostFinding(
@@ -146,13 +146,13 @@ def fuse(host: Host) -> Iterator[HostFinding]:
 
 
 def subordinate_ids(host: Host) -> Iterator[HostFinding]:
-    """Subordinate user and group numbers, which rootless Docker, Podman and apptainer --fakeroot need."""
+    """Check subordinate user and group ids, which rootless Docker, Podman and apptainer --fakeroot need."""
     if os.geteuid() == 0:
         yield HostFinding("subuid", "info", "not needed by root")
         return
     try:
         names = {getpass.getuser(), str(os.getuid())}
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # for example a container's user without a name
         names = {str(os.getuid())}
     lacking = []
     for file in ("subuid", "subgid"):

@@ -1,7 +1,7 @@
-"""Launches of tiny images, tried one after the other. Runs in a process of its own.
+"""Launch trials of tiny images, one after the other, in a separate process.
 
-The doctor's checks are threads, and starting a process the way launches do (with code between fork and exec) is not
-safe in a process that has threads.
+The doctor's checks run in threads. Launches run code between fork and exec, which is not safe in a process with
+threads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
 
-# As fs/squashfs/squashfs_fs.h numbers them.
+# Numbers of fs/squashfs/squashfs_fs.h.
 COMPRESSORS = {"gzip": 1, "lzo": 3, "xz": 4, "lz4": 5, "zstd": 6}
 ANSWERS = "answers"
 _NOTHING = 0xFFFFFFFFFFFFFFFF
-# Our own modules and Python's, whatever the caller's variables and the current folder hold.
+# Imports only envbuild and Python's own modules, independent of the caller's variables and current folder.
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.doctor.launch_trials import main; main()"
 START = (sys.executable, "-I", "-c", _BOOT, str(Path(__file__).parents[2]))
 
 
 def main() -> None:
-    """`FOLDER`: write an answer a line into FOLDER/answers, as soon as it is known."""
+    """Write each result to FOLDER/answers (FOLDER is the first argument), one line each, as soon as it is known."""
     folder = Path(sys.argv[1])
     with (folder / ANSWERS).open("w", encoding="utf-8") as answers:
         for way, compressor in _trials():
@@ -45,7 +45,7 @@ def _trials() -> list[tuple[str, str]]:
 
 
 def attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
-    """(whether a tiny image was launched by `way`, else why not, what to change)."""
+    """Return (success, reason of a failure, hint) of a launch of a tiny image by the method `way`."""
     from envbuild.verify.image_file import ENROOT, ImageFile
     from envbuild.verify.own_runtime import own_runtime
 
@@ -61,10 +61,13 @@ def attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
 
 
 def tiny_image(compressor: str) -> bytes:
-    """A squashfs with nothing in it, whose blocks are all stored as they are: only its superblock names the
-    compressor, which the kernel must have to mount it. Source: Documentation/filesystems/squashfs.rst."""
+    """Return an empty squashfs whose blocks are stored uncompressed.
+
+    Only its superblock names the compressor, which the kernel must support to mount it. Source:
+    Documentation/filesystems/squashfs.rst.
+    """
     inode = struct.pack("<HHHHII", 1, 0o755, 0, 0, 0, 1) + struct.pack("<IIHHI", 0, 2, 3, 0, 2)
-    # lz4 alone must be told its options: version 1, none.
+    # Only lz4 requires compressor options: version 1, no flags.
     options = struct.pack("<HII", 0x8008, 1, 0) if compressor == "lz4" else b""
     parts = [struct.pack("<H", 0x8000 | len(inode)) + inode, struct.pack("<HB", 0x8001, 0)]
     inodes = 96 + len(options)
@@ -73,7 +76,7 @@ def tiny_image(compressor: str) -> bytes:
     parts.append(struct.pack("<HI", 0x8004, 0))
     index = owners + len(parts[2])
     parts.append(struct.pack("<Q", owners))
-    # Nothing compressed, no fragments, no xattrs; whether there are options.
+    # Uncompressed, no fragments, no xattrs; 0x400 if there are compressor options.
     flags = 0x1 | 0x2 | 0x8 | 0x10 | 0x200 | (0x400 if options else 0)
     head = struct.pack(
         "<IIIIIHHHHHHQQQQQQQQ",

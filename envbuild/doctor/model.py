@@ -1,4 +1,4 @@
-"""What a check is asked, and what it answers."""
+"""Data model of the checks: their input and their results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Status = Literal["ok", "info", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """One thing that was found. `status`: fine, worth knowing, a nuisance to some, or in the way. `what` is one line;
-    `remedy` what to change, "" where nothing is to be; `facts` the same for programs (JSON)."""
+    """One result of a check.
+
+    `status` is "ok", "info" (worth knowing), "warn" (a problem for some uses) or "fail" (blocks envbuild).
+    `what` is one line; `remedy` is the advised change, or ""; `facts` holds the same data for programs (JSON).
+    """
 
     name: str
     status: Status
@@ -24,7 +27,7 @@ class HostFinding:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the finding as a JSON object."""
         return {
             "name": self.name,
             "status": self.status,
@@ -36,8 +39,11 @@ class HostFinding:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host as checks see it: `variables` of the caller, `environment` (None where site.toml or pip's configuration
-    cannot be read; `problem` then says why, `hint` what to change); /proc, /sys and /etc lie below `root`."""
+    """Input of the checks: the host, with /proc, /sys and /etc below `root`.
+
+    `variables` are those of the caller. If site.toml or pip's configuration is unreadable, `problem` is the
+    reason, `hint` the advised change, and `environment` has defaults or is None.
+    """
 
     variables: Mapping[str, str]
     environment: Environment | None = None
@@ -49,7 +55,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """One check. Its function may yield several findings, and may raise or hang: see `run`."""
+    """One check. Its function may yield several findings, and may raise or hang: `run` handles this."""
 
     area: str
     name: str

@@ -1,4 +1,4 @@
-"""Names, clock and locale: small things by which jobs of several nodes fail."""
+"""Checks of host name, clock and locale, common causes of failures in multi-node jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import envbuild
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
 
-# adjtimex(2): the state of a clock that nothing keeps right.
+# adjtimex(2): the state of an unsynchronised clock.
 _TIME_ERROR = 5
 
 
 def own_name(host: Host) -> Iterator[HostFinding]:
-    """What this host's own name means: an address that others reach, or Debian's 127.0.1.1."""
+    """Check whether this host's name resolves to an address that other hosts reach, not to Debian's 127.0.1.1."""
     name = socket.gethostname()
     in_file = [
         line.partition("#")[0].split()[0]
@@ -64,7 +64,7 @@ def _loopback(address: str) -> bool:
 
 
 def clock(host: Host) -> Iterator[HostFinding]:
-    """Whether the clock is plausible, and whether something keeps it right."""
+    """Check whether the clock is plausible and synchronised."""
     newest = max(
         (path.stat().st_mtime for path in Path(envbuild.__file__).parent.glob("*.py")), default=0.0
     )
@@ -78,7 +78,7 @@ def clock(host: Host) -> Iterator[HostFinding]:
     state = None
     function = getattr(ctypes.CDLL(None), "adjtimex", None)
     if function is not None:
-        state = function(ctypes.create_string_buffer(512))  # struct timex, all 0: only asks
+        state = function(ctypes.create_string_buffer(512))  # struct timex, all 0: read only
     if state == _TIME_ERROR:
         remedy = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
         yield HostFinding(
@@ -93,7 +93,7 @@ def clock(host: Host) -> Iterator[HostFinding]:
 
 
 def locale(host: Host) -> Iterator[HostFinding]:
-    """Whether names of files and output are UTF-8, and the locale that is named exists."""
+    """Check whether file names and output use UTF-8, and whether the configured locale exists."""
     named = next(
         (host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), ""
     )
@@ -109,7 +109,7 @@ def locale(host: Host) -> Iterator[HostFinding]:
     tool = find("locale", host.variables)
     if named and tool:
         env = {key: value for key, value in host.variables.items() if key != "LC_ALL"}
-        # `ask` sets LC_ALL; what is judged is the name itself.
+        # `ask` sets LC_ALL, but the check is about the caller's locale.
         code, said = ask([tool, "-a"], env)
         known = {_plain(line) for line in said.splitlines()} if code == 0 else set()
         if known and _plain(named) not in known | {"c", "posix"}:
@@ -131,7 +131,7 @@ def _text(path: Path) -> str:
 
 
 def who(host: Host) -> Iterator[HostFinding]:
-    """Who we are."""
+    """Report the current user."""
     root = os.geteuid() == 0
     yield HostFinding(
         "user",

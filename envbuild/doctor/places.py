@@ -1,4 +1,7 @@
-"""File systems: of the store, the home folder, temporary files and the current folder. Sources: proc(5), statvfs(3)."""
+"""Checks of the file systems of the store, the home folder, temporary files and the current folder.
+
+Sources: proc(5), statvfs(3).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from envbuild.mounts import Mount, mount_of, read_mounts
 from envbuild.progress import human_size
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-# An environment with torch for CPUs, and its wheels; one for CUDA.
+# Disk space for a CPU environment of torch with its wheels, and for a CUDA one.
 _SMALL, _COMFORTABLE = 3 << 30, 12 << 30
 _LITTLE = 256 << 20
 _INODES = 60_000
-# Folders of the store (store/store.py), by the plural of what is in them.
+# Folders of the store (store/store.py), by the plural name of their contents.
 _HOLDS = {"wheels": "wheels", "conda packages": "conda/archives", "image blobs": "blobs/sha256"}
 
 
 def mount_at(path: Path, root: Path = Path("/")) -> Mount | None:
-    """The file system of `path`; None where the kernel does not tell."""
+    """Return the file system of `path`, or None if the kernel does not report it."""
     try:
         return mount_of(path, read_mounts(root))
     except OSError:
@@ -33,7 +36,7 @@ def mount_at(path: Path, root: Path = Path("/")) -> Mount | None:
 
 
 def store(host: Host) -> Iterator[HostFinding]:
-    """The store's folder."""
+    """Check the store's folder."""
     if host.environment is not None:
         held = _held(host.environment.site.store)
         for found in _place("store", host.environment.site.store, host, heavy=True):
@@ -41,7 +44,7 @@ def store(host: Host) -> Iterator[HostFinding]:
 
 
 def _held(store: Path) -> dict[str, int]:
-    """How many things of each kind the store has."""
+    """Return the number of files of each kind in the store."""
     counts = {}
     for what, folder in _HOLDS.items():
         try:
@@ -52,7 +55,7 @@ def _held(store: Path) -> dict[str, int]:
 
 
 def home(host: Host) -> Iterator[HostFinding]:
-    """$HOME, and its quota where `quota` or Lustre tell it."""
+    """Check $HOME, and its quota if `quota` or Lustre reports one."""
     named = host.variables.get("HOME")
     if not named:
         yield HostFinding(
@@ -64,7 +67,7 @@ def home(host: Host) -> Iterator[HostFinding]:
 
 
 def temporary(host: Host) -> Iterator[HostFinding]:
-    """The folder of temporary files."""
+    """Check the folder of temporary files."""
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
@@ -79,7 +82,7 @@ def temporary(host: Host) -> Iterator[HostFinding]:
 
 
 def current(host: Host) -> Iterator[HostFinding]:
-    """The current folder, where artifacts are built."""
+    """Check the current folder, where artifacts are built."""
     try:
         folder = Path.cwd()
     except OSError:
@@ -99,7 +102,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
     facts: dict[str, Any] = {
         "path": str(path),
         "kind": mount.kind if mount else "unknown file system",
-        # File systems that know no such number, as some over a network, say 0 of 0.
+        # File systems without such a count, such as some network file systems, report 0 of 0.
         "free": about.f_bavail * about.f_frsize if about.f_blocks else None,
         "inodes": about.f_favail if about.f_files else None,
         "noexec": bool(about.f_flag & os.ST_NOEXEC),
@@ -115,7 +118,10 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
-    """(status, what is wrong, what to change) of a folder with these facts. `heavy`: environments are written there."""
+    """Return (status, problem, advised change) for a folder with these facts.
+
+    `heavy` means that environments are written to the folder.
+    """
     other = {"store": "set ENVBUILD_STORE", "tmp": "set TMPDIR", "home": "move caches"}
     elsewhere = f"{other.get(name, 'use --out')} to a folder"
     free, inodes = facts["free"], facts["inodes"]
@@ -166,6 +172,6 @@ def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
 
 
 def _row(said: str) -> str:
-    """The row with the most numbers of what a quota tool printed."""
+    """Return the line with the most numbers in the output of a quota tool."""
     rows = [" ".join(line.split()) for line in said.splitlines()]
     return max(rows, key=lambda row: len(re.findall(r"\d+", row)), default="")[:160]

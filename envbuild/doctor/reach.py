@@ -1,4 +1,4 @@
-"""What can be reached: package indexes, channels, archives, registries, all at once and with short patience."""
+"""Checks of package indexes, channels, archives and registries, all at once and with short timeouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from envbuild.site.uv_config import uv_environment
 PATIENCE_S = 3.0
 _WAIT_S = 3.5
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# Recipes name these; a site's mirrors stand in for them.
+# Recipes name these; a site's mirrors replace them.
 _PYTORCH = "https://download.pytorch.org/whl/cpu"
 _CHANNEL = "https://conda.anaconda.org/conda-forge"
 _SUITE = "bookworm"
@@ -32,7 +32,7 @@ _SUITE = "bookworm"
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One address, and what of it is asked: an index's page of a package, or a file below it that is small."""
+    """A small `page` or file below `url` to probe; with `answers_refused`, status 401 counts as an answer."""
 
     url: str
     page: str
@@ -40,18 +40,18 @@ class Probe:
 
 
 def impatient(environment: Environment) -> PipConfig:
-    """pip's configuration with short patience."""
+    """Return pip's configuration without retries and with a short timeout."""
     return replace(environment.pip, retries=0, timeout_s=PATIENCE_S)
 
 
 def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | None]:
-    """For each probe None when it answers, else why not, without credentials."""
+    """Return for each probe None when it answers, else the reason without credentials."""
     answers: list[str | None] = [f"no answer in {_WAIT_S:g} s"] * len(probes)
 
     def one(number: int) -> None:
         try:
             answers[number] = reach(probes[number], environment)
-        except Exception as error:  # noqa: BLE001 - whatever an address makes the libraries raise
+        except Exception as error:  # noqa: BLE001 - a bad URL may raise anything
             answers[number] = redact(f"{type(error).__name__}: {error}".splitlines()[0])
 
     together([partial(one, n) for n in range(len(probes))], _WAIT_S)
@@ -59,7 +59,7 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
 
 
 def reach(probe: Probe, environment: Environment) -> str | None:
-    """None when the address answers, else why not. Only headers are waited for."""
+    """Return None when the URL answers, else the reason. Reads only headers."""
     from envbuild.cache.retry import NotFound, RequestFailed
     from envbuild.debian.sources import debian_client
 
@@ -72,13 +72,13 @@ def reach(probe: Probe, environment: Environment) -> str | None:
     except NotFound:
         return f"it answers, and has no {probe.page}"
     except RequestFailed as error:
-        # A registry that wants to know who asks is there.
+        # A registry that requires authorization is reachable.
         return None if probe.answers_refused and error.status == 401 else str(error)
     return None
 
 
 def package_index(host: Host) -> Iterator[HostFinding]:
-    """The package indexes of pip's configuration, and its find-links."""
+    """Check the package indexes and find-links of pip's configuration."""
     environment = host.environment
     if environment is None:
         return
@@ -114,8 +114,10 @@ def package_index(host: Host) -> Iterator[HostFinding]:
 
 
 def _default_index(environment: Environment) -> str:
-    """uv's own default index. As Environment.default_index finds it, but within our patience, and without a cache:
-    nothing is to be written here. Raises HostError when uv does not tell."""
+    """Return uv's default index. Raises HostError when uv does not report it.
+
+    Unlike Environment.default_index, this has a short timeout and no cache: a check must not write to the store.
+    """
     with tempfile.TemporaryDirectory() as folder:
         env = uv_environment(environment.pip, environment.variables, Path(folder))
         command = [
@@ -137,12 +139,12 @@ def _default_index(environment: Environment) -> str:
 
 
 def sources(host: Host) -> Iterator[HostFinding]:
-    """What recipes take from elsewhere, by the site's mirrors: PyTorch's index, conda-forge, Debian, Docker Hub."""
+    """Check the other sources of recipes, with the site's mirrors: PyTorch's index, conda-forge, Debian, Docker Hub."""
     environment = host.environment
     if environment is None:
         return
     if host.offline:
-        for name in ("conda-forge", "Debian's archive"):  # what verdicts on artifacts depend on
+        for name in ("conda-forge", "Debian's archive"):  # verdicts on artifacts need these
             yield HostFinding(name, "info", "not asked (--offline)", facts={"asked": False})
         return
     site = environment.site
@@ -194,7 +196,7 @@ def _debian(environment: Environment) -> list[Probe]:
 def _judged(
     name: str, urls: Sequence[str], answers: Sequence[str | None], remedy: str, *, needed: bool = True, local: int = 0
 ) -> HostFinding:  # fmt: skip
-    """One finding of several addresses, of which one that answers is enough."""
+    """Return one finding for several URLs, of which one that answers is enough."""
     good = [url for url, answer in zip(urls, answers, strict=True) if answer is None]
     bad = [f"{redact(u)}: {a}" for u, a in zip(urls, answers, strict=True) if a is not None]
     facts = {
@@ -217,7 +219,7 @@ def _judged(
 
 
 def certificates(host: Host) -> Iterator[HostFinding]:
-    """The file of certificate authorities that is in force."""
+    """Check the effective CA bundle."""
     pip = host.environment.pip if host.environment else PipConfig()
     named = ca_bundle(pip, host.variables)
     if named is None:
@@ -234,7 +236,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(named)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         why = (
             error.strerror
             if error.errno and not isinstance(error, ssl.SSLError)
@@ -267,7 +269,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
 
 
 def proxies(host: Host) -> Iterator[HostFinding]:
-    """The proxies in force, passwords hidden."""
+    """Check the effective proxies, with passwords hidden."""
     found: dict[str, str] = {}
     for name in _PROXIES:
         values = {host.variables[n] for n in (name, name.upper()) if host.variables.get(n)}

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are told."""
+"""All checks of the doctor, in the order of the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envbuild.site.schedulers import TITLES
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
 
-# Those of which more is asked than their version and queues.
+# Schedulers with checks of more than their version and queues.
 _OWN_CHECKS = {"slurm": batch.slurm, "kubernetes": batch.kubernetes}
 
 CHECKS = (
@@ -55,14 +55,14 @@ CHECKS = (
 
 
 def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
-    """The host as the checks see it, whatever is wrong with its site.toml or pip's configuration."""
+    """Return the host as input of the checks, even if its site.toml or pip's configuration is faulty."""
     try:
         return Host(variables, load_environment(variables), offline=offline)
     except EnvbuildError as error:
         problem, hint = redact(error.message), error.hint or ""
-    except (OSError, RuntimeError) as error:  # no home folder: Path.home() tells so by RuntimeError
+    except (OSError, RuntimeError) as error:  # Path.home() raises RuntimeError without a home
         problem, hint = f"{type(error).__name__}: {error}", "set HOME to a folder of yours"
-    # Defaults, so that the rest can still be looked at.
+    # Defaults, so that the other checks can run.
     fallback = Path(variables.get("ENVBUILD_STORE") or "/nonexistent/envbuild")
     environment = Environment(variables, Site(fallback, ()), PipConfig(), Store(fallback))
     return Host(

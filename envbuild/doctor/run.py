@@ -1,4 +1,4 @@
-"""Running checks: side by side, each guarded, all of them within one deadline."""
+"""Execution of checks: in parallel, isolated from each other, with a common deadline."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ class _Answer:
 def run_checks(
     checks: Sequence[HostProbe], host: Host, deadline_s: float = DEADLINE_S
 ) -> list[tuple[HostProbe, list[HostFinding]]]:
-    """Each check with its findings, in order. One that raises, or has not ended after `deadline_s` seconds, becomes a
-    finding of its own, beside what it had found until then."""
+    """Run the checks and return each with its findings, in order.
+
+    A check that raises, or has not ended after `deadline_s` seconds, gets an additional finding that says so.
+    """
     answers = [_Answer([]) for _ in checks]
 
     def run(check: HostProbe, answer: _Answer) -> None:
         try:
             for finding in check.run(host):
                 answer.findings.append(finding)
-        except Exception as error:  # noqa: BLE001 - whatever is broken here must not hide the rest
+        except Exception as error:  # noqa: BLE001 - one broken check must not hide the others
             answer.findings.append(_crashed(check, error))
         answer.done = True
 
@@ -49,10 +51,10 @@ def run_checks(
 
 
 def together(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
-    """Run all of `jobs` side by side and come back when they are done, after `deadline_s` seconds at the latest.
+    """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
 
-    The threads are daemons: one that hangs in a system call must not keep the process from ending. One that raises has
-    no answer: what it leaves undone tells so.
+    The threads are daemons: one that hangs in a system call must not prevent the process from exiting.
+    Exceptions of jobs are suppressed; a missing result shows the failure.
     """
     end = time.monotonic() + deadline_s
 
@@ -70,7 +72,7 @@ def together(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
 def facts_of(
     results: Sequence[tuple[HostProbe, Sequence[HostFinding]]],
 ) -> Mapping[str, HostFinding]:
-    """The findings by name; of several with one name the first."""
+    """Return the findings by name; the first of several with one name."""
     found: dict[str, HostFinding] = {}
     for _, findings in results:
         for finding in findings:

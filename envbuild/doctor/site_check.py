@@ -1,4 +1,4 @@
-"""Whether a site file is true of this host: what can be judged here is, the rest is said to be for the nodes."""
+"""Checks of a site file against this host; values that only the nodes can confirm are reported as such."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ _DEADLINE_S = 12.0
 def check_site(
     name: str | None, variables: Mapping[str, str], environment: Environment | None, *, offline: bool = False
 ) -> list[HostFinding]:  # fmt: skip
-    """What is to be said of the site called `name` (None: the one in force): mistakes of its files with positions,
-    contradictions, and what this host shows to be wrong. Raises UsageError for an unknown name."""
+    """Check the site called `name` (None: the effective one) and return the findings.
+
+    They are mistakes in its files with positions, contradictions, and differences from this host. Raises
+    UsageError for an unknown name.
+    """
     try:
         site = load_job_site(name, variables)
     except EnvbuildError as error:
@@ -70,7 +73,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
         yield elsewhere("[modules]", "bash is not on this host")
         return
     start = f". {shlex.quote(table.init)}; " if table.init else ""
-    # As in jobs: no login shell; its profile could hide what is missing.
+    # A non-login shell, as in jobs: a profile could hide missing modules.
     code, said = ask([bash, "-c", f"{start}type -t module"], variables, _MODULES_S)
     if code != 0 or "function" not in said.split():
         remedy = 'init = "…", the file that defines it (`envbuild doctor` finds it)'
@@ -83,7 +86,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
         code, said = ask(
             [bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S
         )
-        # Old versions of Environment Modules say what is wrong and exit with 0.
+        # Old versions of Environment Modules report an error and exit with 0.
         wrong = code != 0 or "ERROR" in said or "Unable to locate" in said
         if wrong:
             yield missing(
@@ -114,7 +117,7 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
         path, name = Path(text), f"[paths] {key}"
         there = next((one for one in (path, path.parent) if one.is_dir()), None)
         if there is None:
-            # A node's own disk need not be on a login node.
+            # A login node may lack the nodes' scratch disk.
             yield missing(
                 name,
                 f"neither {path} nor {path.parent} exists",
@@ -235,7 +238,7 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
         return
     answers = reach.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
-        # A server that has not this page of ours answers all the same.
+        # A server without this page is reachable all the same.
         good = answer is None or answer.startswith("it answers")
         what = redact(probe.url) + ("" if good else f": {answer}")
         yield HostFinding(

@@ -1,4 +1,4 @@
-"""A commented site file for this host, from what is found on it."""
+"""Generator of a commented site file from the findings on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from envbuild.site.jobs import job_variable_problem, value_problem
 from envbuild.site.schedulers import TITLES, listed
 
 _WAIT_S = 8.0
-# What nodes need of the caller's environment to reach anything.
+# The caller's variables that nodes need for network access.
 _VARIABLES = (
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
@@ -32,7 +32,7 @@ _LINE = 48
 
 
 def site_file(variables: Mapping[str, str]) -> str:
-    """The text of a site file for this host. Never secrets: a proxy with a password is left out, and said."""
+    """Return the text of a site file for this host. A proxy with a password is left out, with a comment."""
     host = Host(variables)
     parts: dict[str, list[str]] = {}
 
@@ -65,7 +65,7 @@ def site_file(variables: Mapping[str, str]) -> str:
 
 
 def _said(key: str, value: object, why: str = "", *, off: bool = False) -> str:
-    """One line `key = value   # why`; `off` makes it a comment."""
+    """Return one line `key = value # why`; `off` comments it out."""
     text = f"{'# ' if off else ''}{key} = {_toml(value)}"
     return f"{text.ljust(_LINE)} # {_plain(why)}" if why else text
 
@@ -81,7 +81,7 @@ def _toml(value: object) -> str:
         return str(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(one) for one in value)}]"
-    # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+    # JSON's strings are valid TOML, except for DEL, which TOML requires to be escaped.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -99,7 +99,7 @@ def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
-    """[scheduler] of the scheduler `name`, whose queues were `found`."""
+    """Yield [scheduler] for the scheduler `name` with the queues `found`."""
     names = ", ".join(
         f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in found
     )
@@ -117,7 +117,7 @@ def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
 
 
 def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue]] | None:
-    """The first scheduler that answers on this host, and its queues."""
+    """Return the first scheduler that answers on this host, and its queues."""
     known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
     return next(
         (
@@ -250,7 +250,8 @@ def _fabric() -> Iterator[str]:
     if best is None:
         yield _said("interface", "eth0", "no interface here has an address", off=True)
     else:
-        # Nodes may call theirs otherwise, and jobs find it by the route; Slingshot's is not the default one.
+        # Nodes may have other interface names, and jobs select the interface by the route. Slingshot's interface
+        # is not on the default route, so it is named.
         off = not best.name.startswith(own)
         yield _said("interface", best.name, f"this host has {names}", off=off)
     yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'

@@ -1,4 +1,4 @@
-"""What contradicts itself in a site, whatever host one looks from. Pure."""
+"""Contradictions within a site file, independent of the host. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envbuild.site.schedulers import LAUNCHERS, listed
 
 
 def contradictions(site: JobSite) -> Iterator[HostFinding]:
-    """What of `site` does not go together."""
+    """Yield the contradictions in `site`."""
     kind = site.scheduler.kind
     chosen = SCHEDULERS.get(kind)
     pods = chosen is not None and chosen.pods
@@ -157,12 +157,12 @@ def _environment(site: JobSite) -> Iterator[HostFinding]:
 
 
 def duration(text: str) -> int | None:
-    """Seconds of a time as Slurm writes it (D-HH:MM:SS, HH:MM:SS, MM:SS, minutes); None for no limit."""
+    """Return the seconds of a time in Slurm's spelling (D-HH:MM:SS, HH:MM:SS, MM:SS, minutes), or None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
     if not match:
         return None
     days, hours, minutes, last = (int(part or 0) for part in match.groups())
-    if match[3] is None:  # one number: minutes, or hours behind days
+    if match[3] is None:  # one number: minutes, or hours after days
         return days * 86400 + (last * 3600 if match[1] else last * 60)
     if match[2] is None and match[1]:  # D-HH:MM
         return days * 86400 + minutes * 3600 + last * 60

@@ -1,4 +1,4 @@
-"""Whether a site's scheduler, and what is asked of it, is what this host sees."""
+"""Checks of a site's [scheduler] and [node] values against the scheduler on this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLURM_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
 
 
 def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
-    """Whether this host has the site's scheduler: it is one of its login nodes then, or one that runs jobs."""
+    """Return whether this host has the site's scheduler and therefore belongs to the site."""
     kind = site.scheduler.kind
     if kind not in SCHEDULERS:
         return True
@@ -26,7 +26,7 @@ def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
 
 
 def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
-    """What this host's scheduler says to what the site asks of it."""
+    """Compare the site's settings with the scheduler on this host."""
     kind = site.scheduler.kind
     if kind not in SCHEDULERS:
         yield HostFinding(
@@ -130,7 +130,10 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
 
 
 def missing(name: str, what: str, here: bool, remedy: str) -> HostFinding:
-    """What must be on nodes and is not on this host: wrong where this is one of the site's hosts."""
+    """Return the finding for a requirement on nodes that this host does not meet.
+
+    It is a failure if this host belongs to the site (`here`).
+    """
     if here:
         return HostFinding(name, "fail", what, remedy)
     return HostFinding(

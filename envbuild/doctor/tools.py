@@ -1,4 +1,4 @@
-"""Which programs are here, and their versions."""
+"""Checks of installed programs and their versions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.run import together
 from envbuild.site.settings import site_files
 
-# What a shell says of a program that cannot be started, a library missing for instance.
+# Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
 _UNSTARTED = (126, 127)
 _VERSION = re.compile(r"\d+(?:\.\d+)+[\w.+~-]*")
-# program → (what makes it say its version, what it is for)
+# program → (arguments that print its version, its purpose)
 _PROGRAMS = {
     "apptainer": (("--version",), "starts and makes .sif images"),
     "singularity": (("--version",), "starts .sif images"),
@@ -41,7 +41,7 @@ _PROGRAMS = {
     "gcc": (("-dumpfullversion",), "compiles source-built layers"),
     "nvcc": (("--version",), "compiles source-built layers for CUDA"),
 }
-# What each kind of build imports; all come with envbuild, unless an installation is damaged.
+# Modules that builds import; all are installed with envbuild, unless an installation is damaged.
 _MODULES = {
     "rattler": "conda environments",
     "deflate": "images",
@@ -52,12 +52,12 @@ _MODULES = {
     "docker": "the docker daemon",
     "requests": "downloads",
 }
-# What pip calls a module of another name.
+# Names on PyPI of modules whose distribution has another name.
 _DISTRIBUTIONS = {"rattler": "py-rattler"}
 
 
 def envbuild_itself(host: Host) -> Iterator[HostFinding]:
-    """The versions of envbuild and Python, and whether what envbuild imports is here."""
+    """Report the versions of envbuild and Python, and check envbuild's dependencies."""
     version = f"envbuild {envbuild.__version__}, Python {platform.python_version()}"
     yield HostFinding(
         "envbuild", "ok", f"{version} ({sys.executable})",
@@ -75,7 +75,7 @@ def envbuild_itself(host: Host) -> Iterator[HostFinding]:
 
 
 def configuration(host: Host) -> Iterator[HostFinding]:
-    """Whether site.toml and pip's configuration can be read."""
+    """Check whether site.toml and pip's configuration are readable."""
     if host.problem:
         yield HostFinding(
             "configuration",
@@ -91,10 +91,10 @@ def configuration(host: Host) -> Iterator[HostFinding]:
 
 
 def uv(host: Host) -> Iterator[HostFinding]:
-    """uv, which resolves and installs."""
+    """Check uv, which resolves and installs."""
     if host.environment is None:
         return
-    path = host.environment.uv  # raises HostError where it is missing
+    path = host.environment.uv  # raises HostError if missing
     code, said = ask([path, "--version"], host.variables)
     if code != 0:
         remedy = "pip install --force-reinstall uv"
@@ -104,7 +104,7 @@ def uv(host: Host) -> Iterator[HostFinding]:
 
 
 def programs(host: Host) -> Iterator[HostFinding]:
-    """Every program of the list that is here, and one finding for those that are not."""
+    """Check every listed program on this host; report missing ones in one finding."""
     found: dict[str, tuple[str, int | None, str]] = {}
 
     def look(name: str) -> None:
@@ -135,7 +135,7 @@ def programs(host: Host) -> Iterator[HostFinding]:
 
 
 def modules(host: Host) -> Iterator[HostFinding]:
-    """Environment modules: whether batch shells have `module`, and which file defines it."""
+    """Check whether batch shells define `module`, and which file defines it."""
     bash = find("bash", host.variables)
     if bash is None:
         yield HostFinding("modules", "warn", "bash is not installed", "job scripts need bash")
@@ -159,7 +159,7 @@ def modules(host: Host) -> Iterator[HostFinding]:
 
 
 def module_init(host: Host) -> str:
-    """The file that defines `module`, "" where none is found."""
+    """Return the file that defines `module`, or "" if none is found."""
     variables, root = host.variables, host.root
     places = [
         f"{variables[name]}/init/bash"

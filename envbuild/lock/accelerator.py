@@ -1,4 +1,8 @@
-"""The field's most reported trap: a CPU target that resolved to CUDA, a CUDA target to a CPU torch."""
+"""Check of torch's build against the target's accelerator.
+
+The most reported failure of PyTorch locks is a CPU target that resolves to a CUDA build, or a CUDA target that
+resolves to a CPU build.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from envbuild.recipe.targets import Target
 
 
 def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
-    """Raise LockError when the build of torch in `packages` is not one for `target`'s accelerator.
+    """Raise LockError when the torch build in `packages` does not match `target`'s accelerator.
 
-    A wheel's build is known from its local version (`+cpu`, `+cu126`: download.pytorch.org's
-    names) and from the CUDA packages that it pulls in (the builds on the default index).
+    The build follows from the wheel's local version (`+cpu`, `+cu126`: the naming of download.pytorch.org) and from
+    the CUDA packages that it depends on (builds on the default index have no local version).
     """
     locked, wanted, families = list(packages), target.family, gpu_families()
     torch = next((p for p in locked if p.name == "torch"), None)
@@ -27,7 +31,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
         for p in locked
         if any(re.fullmatch(one.wheels, p.name) for one in families)
     )
-    # `+cu126`, `+rocm6.4` and what has no targets here.
+    # Local versions `+cu126`, `+rocm6.4`, and `+xpu`, for which envbuild has no targets.
     named = local.startswith(("xpu", *(one.usual[0].rstrip(".0123456789") for one in families)))
     if not wanted.gpu and (gpu or named):
         seen = f"{len(gpu)} GPU packages ({', '.join(gpu[:4])}{', …' if len(gpu) > 4 else ''})"
@@ -58,7 +62,10 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
 
 
 def _of_runtime(packages: Iterable[LockedPackage]) -> str | None:
-    """`cu126` where torch's wheel from the default index pins the runtime of CUDA 12.6; None where nothing tells."""
+    """Return `cu126` when torch's wheel from the default index pins the runtime of CUDA 12.6.
+
+    Returns None when no package names the CUDA version.
+    """
     for package in packages:
         if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", package.name):
             major, _, rest = package.version.partition(".")

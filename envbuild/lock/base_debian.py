@@ -1,4 +1,4 @@
-"""The base of an image from Debian packages: which suite and packages a recipe asks for, and their lock."""
+"""Debian base of an image: the suite and packages that a recipe requests, and their lock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from envbuild.recipe.targets import Target
 def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
     """Resolve the Debian packages of `recipe` for `target`. Raises LockError.
 
-    Where conda brings Python, Debian's is left out, and any release will do.
+    With conda packages, Debian's Python is left out; if no suite has the recipe's Python, the newest suite is used.
     """
     known, conda = suites_by_python(), recipe.environment == "conda"
     suite = recipe.image.suite or known.get(recipe.python, newest_suite() if conda else "")
@@ -48,7 +48,7 @@ def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> 
 
 
 def site_archives(suite: str, date: str, environment: Environment) -> list[DebianSuite]:
-    """Where this site has the packages of `suite`, in order; snapshots of `date` come last."""
+    """Return this site's sources for the packages of `suite`, in order; snapshots of `date` come last."""
     site = environment.site.debian
     return archives(
         suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None

@@ -1,4 +1,4 @@
-"""The base of an image that exists already: its digest for a target, and its blobs."""
+"""Existing image as the base of an image: its digest for a target, and its blobs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _LOCAL = ("oci", "docker-archive", "docker-daemon")
 
 
 def resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
-    """The digest of the manifest that `base` has for `target`'s architecture. Relative paths begin at
-    `folder`. Raises LockError."""
+    """Return the digest of the manifest that `base` has for `target`'s architecture.
+
+    Relative paths are relative to `folder`. Raises LockError.
+    """
     try:
         if _kind(base) in _LOCAL:
             return _local(base, target.arch, environment, folder).manifest.digest
         registry = registry_of(base, environment)
         manifest = _manifest(registry, None, target.arch)
-        # An image without an index says only in its configuration for which architecture it is.
+        # Without an index, only the image's configuration names its architecture.
         blobs = environment.store.blobs
         registry.fetch_blob(manifest.config, blobs, lambda _: None)
         config = parse_config(blobs.read(manifest.config.digest), base)
@@ -39,8 +41,10 @@ def resolve_digest(base: str, target: Target, environment: Environment, folder: 
 
 
 def pull(base: str, digest: str, arch: str, environment: Environment, folder: Path) -> Pulled:
-    """The image `base` as it was locked, its blobs in the store. Raises BuildError when it is not there
-    any more, or is another one."""
+    """Return the image `base` as locked, with its blobs in the store.
+
+    Raises BuildError when the image no longer exists or has another digest.
+    """
     blobs = environment.store.blobs
     if (known := _stored(digest, blobs)) is not None:
         return known
@@ -56,10 +60,10 @@ def pull(base: str, digest: str, arch: str, environment: Environment, folder: Pa
 
 
 def fetch_image(source: str, arch: str, environment: Environment, folder: Path) -> Pulled:
-    """The image that `source` names now, for `arch` (x86_64, aarch64), its blobs in the store.
+    """Return the image that `source` names now, for `arch` (x86_64, aarch64), with its blobs in the store.
 
-    `source` is a registry's name, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative paths
-    begin at `folder`. Raises BuildError for one that is not there or is for another architecture.
+    `source` is an image name in a registry, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative
+    paths are relative to `folder`. Raises BuildError when the image does not exist or is for another architecture.
     """
     if _kind(source) in _LOCAL:
         return _local(source, arch, environment, folder)
@@ -67,7 +71,7 @@ def fetch_image(source: str, arch: str, environment: Environment, folder: Path) 
 
 
 def registry_of(image: str, environment: Environment) -> Registry:
-    """The registry of `image`, as this site reaches it."""
+    """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
     site = environment.site
     reference = parse_reference(image)
     insecure = frozenset(host for host, table in site.registries if table.insecure)
@@ -87,7 +91,7 @@ def _fetch(
             registry.fetch_blobs(wanted, blobs, moved)
     config = parse_config(blobs.read(manifest.config.digest), name)
     check_image(manifest, config, arch, name)
-    blobs.add(manifest.raw)  # last: what has a manifest here is whole
+    blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
     return Pulled(manifest, config, blobs)
 
 

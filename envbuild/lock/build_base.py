@@ -1,7 +1,7 @@
-"""The builder's lock: in which image the source-built layers of a target's images are built.
+"""Lock of the builder image, in which the source layers of a target's images are built.
 
-`<target>.build.toml` beside the image lock and in its format: Debian packages, those of the image and compilers, or
-the digest of `build_base`, an existing image with compilers.
+The file is `<target>.build.toml` beside the image lock, in the same format. It holds Debian packages (those of the
+image, and compilers) or the digest of `build_base`, an existing image with compilers.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 Say = Callable[[str], None]
-# What nearly every build runs besides the programs that an image has itself.
+# Packages that nearly every build needs in addition to those of the image.
 COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
 
 
 def build_lock_name(target: str) -> str:
-    """The file that holds the builder's lock of `target`, beside the recipe."""
+    """Return the name of the builder image's lock file for `target`, in the recipe's folder."""
     return f"{target}.build.toml"
 
 
 def build_packages(recipe: LoadedRecipe, sources: Sequence[SourceLayer]) -> tuple[str, ...]:
-    """The Debian packages that a builder of `sources` has besides those of the image's base."""
+    """Return the Debian packages that the builder image of `sources` adds to the image's base."""
     own = {package for layer in sources for package in layer.packages}
     return tuple(sorted({*COMPILERS, *own, *recipe.recipe.image.build_packages}))
 
 
 def check_build_base(recipe: LoadedRecipe, sources: Sequence[SourceLayer]) -> None:
-    """Raise UsageError where there is no image in which `sources` could be built."""
+    """Raise UsageError when no image is configured in which `sources` can be built."""
     image = recipe.recipe.image
     if sources and image.base != "debian" and not image.build_base:
         names = ", ".join(layer.name for layer in sources)
@@ -51,7 +51,7 @@ def check_build_base(recipe: LoadedRecipe, sources: Sequence[SourceLayer]) -> No
 def inspect_build_lock(
     recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]
 ) -> LockState[ImageLock]:
-    """Read the builder's lock without changing anything. Raises LockError when it is not readable."""
+    """Read the builder image's lock without changing anything. Raises LockError when it is not readable."""
     return inspect_lock_file(
         recipe, target, build_lock_name(target.name), read_image, build_digest(recipe, target, sources),
         part="image", what="lock of the builder", subject="what the layers need to be built",
@@ -69,10 +69,10 @@ def ensure_build_lock(
     say: Say,
     write: bool = True,
 ) -> ImageLock:
-    """The current lock of the image in which `sources` are built; a missing or stale one is made, and said, unless
-    `locked`. Without `write` it is resolved and no file is written.
+    """Return the current lock of the image in which `sources` are built; resolve a missing or stale one.
 
-    Raises LockError when `locked` and there is none, or when it cannot be made; UsageError as `check_build_base`.
+    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    and the lock is missing or stale, or when it cannot be resolved; UsageError as `check_build_base`.
     """
     check_build_base(recipe, sources)
     state = inspect_build_lock(recipe, target, sources)
@@ -92,7 +92,7 @@ def update_build_lock(
     say: Say,
     write: bool = True,
 ) -> ImageLock:
-    """Resolve the builder anew and write its lock; what changed is said line by line."""
+    """Resolve the builder image again and write its lock. Each change is reported through `say`, one line each."""
     check_build_base(recipe, sources)
     old = inspect_build_lock(recipe, target, sources).lock
     image, digest = recipe.recipe.image, build_digest(recipe, target, sources)
@@ -109,7 +109,7 @@ def update_build_lock(
 
 
 def build_digest(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> str:
-    """`sha256:…` over what decides the builder's lock."""
+    """Return `sha256:…` over all inputs of the builder image's lock."""
     image = recipe.recipe.image
     what: list[object] = ["builder", recipe.image_digest(target)]
     what.append(build_packages(recipe, sources) if image.base == "debian" else image.build_base)

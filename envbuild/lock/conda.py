@@ -1,4 +1,4 @@
-"""The conda lock of one target: exact packages by hash, and what pip adds to them."""
+"""Conda lock of one target: exact packages by hash, and the packages that pip adds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
 
 @dataclass(frozen=True, slots=True)
 class CondaPackage:
-    """One conda package. `url` is canonical: that of its channel, never of a mirror, never with credentials.
+    """One conda package.
 
-    `md5` and `sha256` are hexadecimal, `depends` match specs ("numpy >=1.21"); `subdir` is a platform
-    or "noarch".
+    `url` is canonical: the URL at its channel, never at a mirror, and without credentials. `md5` and `sha256` are
+    hexadecimal, `depends` holds match specs ("numpy >=1.21"), `subdir` is a platform or "noarch".
     """
 
     name: str
@@ -31,25 +31,26 @@ class CondaPackage:
 
     @property
     def file_name(self) -> str:
-        """NAME-VERSION-BUILD.conda or .tar.bz2."""
+        """File name: NAME-VERSION-BUILD.conda or .tar.bz2."""
         return self.url.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """NAME-VERSION-BUILD: what caches and conda-meta call it."""
+        """NAME-VERSION-BUILD, the name of the package in caches and in conda-meta."""
         return f"{self.name}-{self.version}-{self.build}"
 
     @property
     def channel(self) -> str:
-        """The URL of its channel."""
+        """URL of the package's channel."""
         return self.url.rsplit("/", 2)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class CondaLock:
-    """What a target's conda environment is made of. `recipe_digest` covers all of the recipe that decides it.
+    """Contents of a target's conda environment.
 
-    `packages` are in the order of names; `pip` is what uv adds, without packages where the recipe asks for none.
+    `recipe_digest` covers every part of the recipe that affects the lock. `packages` are sorted by name. `pip`
+    holds the packages that uv adds; it has none if the recipe requests none.
     """
 
     recipe: str
@@ -60,7 +61,7 @@ class CondaLock:
 
     @property
     def digest(self) -> str:
-        """sha256 of what will be installed, independent of layout and of where it comes from."""
+        """sha256 of the packages to install, independent of the file's layout and of their source."""
         content = [
             self.target,
             [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages],
@@ -70,30 +71,30 @@ class CondaLock:
 
     @property
     def python_version(self) -> str:
-        """Python's exact version."""
+        """Exact version of Python."""
         return next(p.version for p in self.packages if p.name == "python")
 
 
 def conda_platform(target: Target) -> str:
-    """The platform as conda spells it: linux-64 or linux-aarch64."""
+    """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
     return _PLATFORMS[target.arch]
 
 
 def conda_lock_name(target: Target) -> str:
-    """The file, beside the recipe, with the conda packages of all targets of one accelerator.
+    """Return the name of the file, beside the recipe, with the conda packages of all targets of one accelerator.
 
-    conda-lock.yml has one set of packages a platform, so that cpu and CUDA targets have a file each. It ends
-    as micromamba wants it.
+    conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
+    requires the suffix `conda-lock.yml`.
     """
     return f"{target.accelerator}.conda-lock.yml"
 
 
 def pip_lock_name(target: Target) -> str:
-    """The file, beside the recipe, with what pip adds to the conda packages of `target`."""
+    """Return the name of the file, beside the recipe, with the packages that pip adds to `target`'s conda packages."""
     return f"{target.name}.conda.requirements.txt"
 
 
 def no_pip(recipe: str, target: str, python: str, platform: str, recipe_digest: str) -> Lock:
-    """The pip part of a recipe that asks for none."""
+    """Return an empty pip lock, for a recipe without pip requirements."""
     packages: tuple[LockedPackage, ...] = ()
     return Lock(recipe, target, python, platform, recipe_digest, packages)

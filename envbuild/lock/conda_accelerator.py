@@ -1,4 +1,4 @@
-"""The same trap in conda's packages: a CPU target that got a CUDA build of PyTorch, or the reverse."""
+"""Check of conda's PyTorch build against the target's accelerator; `accelerator` does the same for wheels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from envbuild.recipe.targets import Target
 
 
 def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], source: str) -> None:
-    """Raise LockError when PyTorch's build in `packages` is not one for `target`'s accelerator.
+    """Raise LockError when the PyTorch build in `packages` does not match `target`'s accelerator.
 
-    A build is one for GPUs when its string begins with `cuda`, or when it needs CUDA's packages.
+    A build is a CUDA build when its build string begins with `cuda`, or when it depends on CUDA packages and its
+    build string does not begin with `cpu`.
     """
     from envbuild.lock.conda_pip import conda_data
 

@@ -1,4 +1,4 @@
-"""Conda locks for other tools: conda-lock.yml with pip's packages, environment.yml, explicit lists."""
+"""Export of conda locks for other tools: conda-lock.yml with pip's packages, environment.yml, explicit lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envbuild.recipe.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class PipFile:
-    """One wheel as conda-lock records it: `url` without credentials, `sha256` hexadecimal."""
+    """One wheel in conda-lock's form: `url` without credentials, `sha256` hexadecimal."""
 
     name: str
     version: str
@@ -28,9 +28,10 @@ class PipFile:
 
 
 def pip_files(lock: CondaLock, pylock: str) -> tuple[PipFile, ...]:
-    """The wheel of each package that pip adds: of those that fit, the one whose tags say most.
+    """Return one locked wheel for each package that pip adds: a platform wheel before a `none-any` one.
 
-    `pylock` is the resolution (PEP 751) that names URLs. Raises LockError for a package that it does not name.
+    Among equals the first by URL is chosen. `pylock` is the resolution (PEP 751) with the URLs. Raises LockError
+    for a package without a locked wheel in it.
     """
     listed = {normalise(row["name"]): row for row in tomllib.loads(pylock).get("packages", [])}
     files = []
@@ -57,7 +58,10 @@ def _address(wheel: Mapping[str, Any]) -> str:
 
 
 def conda_lock_text(parts: Sequence[CondaPart], pip: Mapping[str, Sequence[PipFile]]) -> str:
-    """conda-lock.yml with all that is installed; `pip` by target, as conda-lock records it (manager: pip)."""
+    """Return the text of conda-lock.yml with all packages.
+
+    `pip` maps a target to its wheels, which conda-lock lists with `manager: pip`.
+    """
     lines = []
     for part in parts:
         for file in pip.get(part.target, ()):
@@ -77,7 +81,7 @@ def conda_lock_text(parts: Sequence[CondaPart], pip: Mapping[str, Sequence[PipFi
 
 
 def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
-    """environment.yml (conda's documentation, "Managing environments") with exact versions and builds."""
+    """Return environment.yml (conda's documentation, "Managing environments") with exact versions and builds."""
     lines = [f"name: {_text(lock.recipe)}", "channels:"]
     lines += [f"- {_text(channel)}" for channel in channels]
     lines += ["- nodefaults", "dependencies:"]
@@ -90,9 +94,9 @@ def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
 
 
 def explicit_text(lock: CondaLock) -> str:
-    """conda's explicit list: URLs with md5, a package after those that it depends on.
+    """Return conda's explicit list: URLs with md5, each package after its dependencies.
 
-    It cannot hold what pip adds: that stands in comments, as conda-lock writes it.
+    The format has no pip packages; they are listed in comments, as conda-lock does.
     """
     lines = [
         f"# {lock.recipe}, {lock.target}; install with: conda create --name NAME --file THIS",
@@ -106,7 +110,7 @@ def explicit_text(lock: CondaLock) -> str:
 
 
 def in_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
-    """`packages`, each after those that it depends on; a circle is cut anywhere."""
+    """Return `packages`, each after its dependencies; a dependency cycle is broken at an arbitrary package."""
     by_name = {package.name: package for package in packages}
     done: dict[str, CondaPackage] = {}
     for first in packages:
@@ -131,7 +135,7 @@ def _needs(package: CondaPackage) -> list[str]:
 
 
 def file_name(kind: str, recipe: str, target: Target) -> str:
-    """The name of an exported file; that of `conda-lock` serves all targets of an accelerator."""
+    """Return the name of an exported file; a `conda-lock` file holds all targets of an accelerator."""
     if kind == "conda-lock":
         return f"{recipe}-{target.accelerator}.conda-lock.yml"
     return f"{recipe}-{target.name}." + {"environment": "yml", "explicit": "txt"}[kind]

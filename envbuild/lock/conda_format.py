@@ -1,10 +1,10 @@
 """conda-lock.yml: the conda packages of all targets of one accelerator, in one file.
 
-The format is conda-lock's unified lock file, version 1 (conda-lock's documentation, "File Formats"; the field
-names are those of its published schema https://schemas.conda.org/conda-lock-v1.schema.json), so that
-conda-lock, micromamba and pixi read it as it is. What envbuild needs besides stands in `custom_metadata`, which
-the format has for that. Every text is written in double quotes: such a file is YAML, and a reader of lines takes
-it in a tenth of the time that a YAML parser needs (`conda_yaml`).
+The format is conda-lock's unified lock file, version 1 (conda-lock's documentation, "File Formats"; field names
+from the published schema https://schemas.conda.org/conda-lock-v1.schema.json), so conda-lock, micromamba and pixi
+read the file unchanged. envbuild's own data is in `custom_metadata`, which the format reserves for such data. All
+strings are double-quoted: the file is valid YAML, and a line-based reader needs a tenth of a YAML parser's time
+(`conda_yaml`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from envbuild.lock.state import read_lock_file
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"
-_MARK = "envbuild_"  # our keys of custom_metadata
+_MARK = "envbuild_"  # envbuild's keys in custom_metadata
 _HINT = "restore the file from version control, or remove it and run `envbuild lock RECIPE --conda`"
 _HEX = {"md5": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"[0-9a-f]{64}")}
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
@@ -35,10 +35,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class CondaPart:
-    """The conda packages of one target, as a file holds them: a CondaLock without what pip adds.
+    """Conda packages of one target in the lock file: a CondaLock without the packages that pip adds.
 
-    `channels` are spelt as in the recipe. `pip_digest` is the digest of the pip part that was resolved against
-    exactly these packages, "" where there is none.
+    `channels` are spelled as in the recipe. `pip_digest` is the digest of the pip lock that was resolved against
+    exactly these packages, or "" without one.
     """
 
     recipe: str
@@ -50,14 +50,14 @@ class CondaPart:
 
 
 def part_of(lock: CondaLock, channels: Sequence[str], pip_digest: str = "") -> CondaPart:
-    """What conda-lock.yml holds of `lock`."""
+    """Return the part of `lock` that conda-lock.yml holds."""
     return CondaPart(
         lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest
     )
 
 
 def render(parts: Sequence[CondaPart]) -> str:
-    """The text of the file with `parts`, targets of one accelerator; `parse` gives back equal ones."""
+    """Return the text of the file with `parts`, all of one accelerator; `parse` returns equal parts."""
     parts = sorted(parts, key=lambda part: conda_platform(Target.parse(part.target)))
     recipe, accelerator = parts[0].recipe, Target.parse(parts[0].target).accelerator
     platforms = [conda_platform(Target.parse(part.target)) for part in parts]
@@ -116,9 +116,10 @@ def _text(value: str) -> str:
 
 
 def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
-    """Match specs as the format can hold them: one a name, in the order of names.
+    """Return match specs in the form that the format can hold: one per name, sorted by name.
 
-    Of several for one name the versions are joined; one that names a build says most, and stays alone.
+    The versions of several specs for one name are joined; a spec that names a build is the most specific one and is
+    kept alone.
     """
     found: dict[str, str] = {}
     for spec in specs:
@@ -134,9 +135,9 @@ def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse(text: str, source: str) -> dict[str, CondaPart]:
-    """The parts of a file that `render` wrote, by target; `source` names it in messages.
+    """Parse a file that `render` wrote and return its parts by target; `source` names the file in messages.
 
-    Raises LockError for what is no such file, or holds what envbuild cannot install.
+    Raises LockError when the text is not such a file, or when it holds entries that envbuild cannot install.
     """
     data = load(text, source, _HINT)
     metadata = _table(data, "metadata", source)
@@ -180,16 +181,16 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
 
 
 def parse_packages(text: str, source: str) -> dict[str, tuple[CondaPackage, ...]]:
-    """The packages of any conda-lock.yml of version 1, by platform, whoever made it.
+    """Parse any conda-lock.yml of version 1, written by any tool, and return its packages by platform.
 
-    Raises LockError for what is none, and for what envbuild does not install from it: pip packages,
-    categories other than main.
+    Raises LockError when the text is not such a file, and for entries that envbuild does not install: pip packages,
+    and categories other than main.
     """
     return _packages(load(text, source, _HINT), source, text)
 
 
 def read(path: Path) -> dict[str, CondaPart] | None:
-    """The parts in `path`, None when there is no such file. Raises LockError when it cannot be read."""
+    """Return the parts in `path`, or None when the file does not exist. Raises LockError when it is not readable."""
     return read_lock_file(path, parse)
 
 
@@ -227,7 +228,7 @@ def _packages(
 
 
 def _package(row: object) -> tuple[str, CondaPackage]:
-    """(platform, package) of one entry. Raises ValueError, whose text never holds a URL's credentials."""
+    """Return (platform, package) of one entry. Raises ValueError; its text never holds a URL's credentials."""
     if not isinstance(row, dict):
         raise ValueError("an entry of 'package' is no table")
     name, version = row.get("name"), row.get("version")
@@ -270,9 +271,9 @@ def _package(row: object) -> tuple[str, CondaPackage]:
 
 
 def file_parts(url: str, name: str, version: str) -> tuple[str, str]:
-    """(subdir, build) of a package file's URL, .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2.
+    """Return (subdir, build) from a package file's URL, .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2.
 
-    Raises ValueError when that is not the URL of `name` `version`.
+    Raises ValueError when the URL does not belong to `name` `version`.
     """
     folder, _, file = unquote(url).rpartition("/")
     subdir = folder.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""conda-lock itself as the solver, where a site wants conda's, mamba's or micromamba's own answer."""
+"""conda-lock as the solver, for sites that require the solution of conda, mamba or micromamba."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from envbuild.store.credentials import split_credentials
 
 _PROGRAMS = ("micromamba", "mamba", "conda")
 _VARIABLE = "ENVBUILD_CONDA"
-# What conda-lock prints when the program that it calls finds no solution, less the command line.
+# conda-lock's output when the program that it calls finds no solution; the match leaves out the command line.
 _REFUSAL = re.compile(
     r"Could not lock the environment for platform \S+\n(?P<text>.*?)(?:\n\s+Command: |\nTraceback|\Z)",
     re.S,
@@ -43,7 +43,7 @@ _REFUSAL = re.compile(
 
 
 def find_conda(environment: Environment) -> str:
-    """The conda, mamba or micromamba to solve with: $ENVBUILD_CONDA, else the first on PATH.
+    """Return the conda, mamba or micromamba to solve with: $ENVBUILD_CONDA, else the first on PATH.
 
     Raises HostError when there is none, or when conda-lock is not installed.
     """
@@ -76,10 +76,10 @@ def solve_by_conda_lock(
     keep: Collection[CondaPackage] = (),
     offline: bool = False,
 ) -> tuple[CondaPackage, ...]:
-    """What `conda_solve.solve` gives, found by conda-lock. Channels are asked through the site's first mirror.
+    """Solve with conda-lock and return what `conda_solve.solve` returns.
 
-    Credentials are conda's own affair here: its .condarc and netrc. Raises HostError when conda-lock or a conda is
-    missing, LockError with what it printed when it fails.
+    Channels are read through the site's first mirror. conda handles credentials itself here (.condarc and netrc).
+    Raises HostError when conda-lock or conda is missing, and LockError with conda-lock's output when it fails.
     """
     program = find_conda(environment)
     channels = {}
@@ -92,13 +92,13 @@ def solve_by_conda_lock(
     env = network_variables(environment)
     if offline:
         env["CONDA_OFFLINE"] = env["MAMBA_OFFLINE"] = "true"
-    # conda-lock takes the last of several specs for one name: a pin stands for the recipe's own.
+    # conda-lock uses the last of several specs for one name: a pin replaces the recipe's own spec.
     pins = [
         f"{package.name} =={package.version} {package.build}"
         for package in keep
         if not _missed(asked, package)
     ]
-    for more in [pins, []] if pins else [[]]:  # all kept as it is; else free
+    for more in [pins, []] if pins else [[]]:  # all kept packages pinned, then without pins
         with tempfile.TemporaryDirectory(prefix="envbuild-conda-lock-") as folder:
             work = Path(folder)
             _write_inputs(work, recipe, target, [*specs, *more], list(channels))
@@ -129,7 +129,7 @@ def solve_by_conda_lock(
 
 
 def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
-    """Those of `specs` that `package` does not satisfy. Raises RecipeError for a spec that is none."""
+    """Return those of `specs` that `package` does not satisfy. Raises RecipeError for an invalid match spec."""
     from rattler import MatchSpec, PackageRecord
     from rattler.exceptions import InvalidMatchSpecError
     from rattler.package import BuildString
@@ -163,7 +163,7 @@ def _failure(
 def _write_inputs(
     folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]
 ) -> None:
-    """environment.yml and virtual-packages.yml. JSON is YAML."""
+    """Write environment.yml and virtual-packages.yml as JSON, which is valid YAML."""
     environment = {
         "name": recipe.recipe.name,
         "channels": channels,

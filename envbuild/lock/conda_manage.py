@@ -1,8 +1,8 @@
-"""Conda locks: whether they are current, and how they are renewed.
+"""Conda locks: check whether they are current, and update them.
 
-A target's lock lies in two files: its conda packages in `<accelerator>.conda-lock.yml`, with those of the
-accelerator's other targets, and what pip adds in `<target>.conda.requirements.txt`. The first holds the digest of
-the second, so that a run that was killed between the two is noticed.
+A target's lock consists of two files: its conda packages in `<accelerator>.conda-lock.yml`, together with those of
+the accelerator's other targets, and the packages that pip adds in `<target>.conda.requirements.txt`. The first file
+holds the digest of the second, so that a run killed between the two writes is detected.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Solver = Callable[..., tuple[CondaPackage, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CondaResolution:
-    """A fresh lock, and the resolution of what pip adds (None where the recipe asks for nothing)."""
+    """New lock, and the resolution of the packages that pip adds (None when the recipe requests none)."""
 
     lock: CondaLock
     pip: Resolution | None
@@ -64,7 +64,7 @@ def inspect_conda_lock(recipe: LoadedRecipe, target: Target) -> LockState[CondaL
         return CondaLock(
             part.recipe,
             part.target,
-            # A pip part of other conda packages makes the whole stale.
+            # A pip lock for other conda packages makes the whole lock stale.
             part.recipe_digest if _goes_with(part, pip, recipe) else "",
             part.packages,
             pip or _without_pip(recipe, target),
@@ -112,11 +112,10 @@ def ensure_conda_lock(
     say: Say,
     write: bool = True,
 ) -> CondaLock:
-    """The current conda lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write`
-    it is solved and no file is written.
+    """Return the current conda lock of `target`; solve a missing or stale one.
 
-    Raises UsageError for a recipe without conda packages, LockError when `locked` and there is none, or when it
-    cannot be made.
+    Each solve is reported through `say`. Without `write` no file is written. Raises UsageError for a recipe without
+    conda packages, and LockError when `locked` and the lock is missing or stale, or when it cannot be solved.
     """
     check_has_conda(recipe)
     state = inspect_conda_lock(recipe, target)
@@ -135,8 +134,10 @@ def ensure_conda_lock(
 def check_conda_lock(
     recipe: LoadedRecipe, target: Target, lock: CondaLock, source: str, say: Say
 ) -> None:
-    """Raise LockError where the current `lock`, read from `source`, holds a pytorch for another accelerator, or what is
-    known not to work."""
+    """Raise LockError when `lock` has a PyTorch for another accelerator, or a combination known not to work.
+
+    `source` is the file that `lock` was read from.
+    """
     check_conda_accelerator(target, lock.packages, source)
     check_stack(recipe, target, conda_versions(lock), say, conda=True)
 
@@ -152,10 +153,10 @@ def update_conda_lock(
     write: bool = True,
     solver: Solver | None = None,
 ) -> CondaResolution:
-    """Solve anew and write the lock. `upgrade`: None moves every package, names move only those.
+    """Solve again and write the lock. With `upgrade` None every package may change, otherwise only the named ones.
 
-    Files are replaced by renames, other targets' packages in them stay; what changed is said line by line.
-    `solver` is `conda_solve.solve`, or another with its signature.
+    The file is replaced atomically and keeps other targets' packages. Each change is reported through `say`, one
+    line each. `solver` is `conda_solve.solve` or a function with its signature.
     """
     from envbuild.lock import conda_pip, conda_solve
 
@@ -201,7 +202,8 @@ def _write(
     part = part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
     beside = path.with_name(pip_lock_name(target))
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # another target's run may be writing the same file
+        # Another target's run may write the same file at the same time.
+        with contextlib.suppress(OSError):
             held.enter_context(folder_lock(path.parent))
         others = read(path) or {}
         parts = {
@@ -218,9 +220,10 @@ def _write(
 
 
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
-    """`lock` less `names`, of conda packages or of what pip adds: what is left is preferred, the rest may move.
+    """Return `lock` without the conda and pip packages in `names`.
 
-    Raises LockError when a name is not in the lock.
+    A solve prefers the remaining versions; the named packages may change. Raises LockError when a name is not in
+    the lock.
     """
     known = lock_names(lock)
     unknown = sorted(name for name in names if not _is_known(name, known))
@@ -237,13 +240,13 @@ def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
 
 
 def conda_versions(lock: CondaLock) -> dict[str, str]:
-    """The versions of all packages of `lock` by name; a conda package stands before pip's of the same name."""
+    """Return the versions of all packages of `lock` by name; a conda package overrides pip's of the same name."""
     added = {package.name: package.version for package in lock.pip.packages}
     return added | {package.name: package.version for package in lock.packages}
 
 
 def lock_names(lock: CondaLock) -> set[str]:
-    """The names of all packages of `lock`, conda's and pip's."""
+    """Return the names of all packages of `lock`, conda's and pip's."""
     return {p.name for p in lock.packages} | {p.name for p in lock.pip.packages}
 
 
@@ -252,12 +255,12 @@ def _is_known(name: str, known: set[str]) -> bool:
 
 
 def knows(lock: CondaLock, name: str) -> bool:
-    """Whether `name` is a package of `lock`, conda's or pip's."""
+    """Return whether `name` is a package of `lock`, conda's or pip's."""
     return _is_known(name, lock_names(lock))
 
 
 def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
-    """What an update changed, one line a package: conda packages in the order of names, then pip's."""
+    """Return the changes of an update, one line per package: conda packages sorted by name, then pip's."""
     lines = package_changes(
         {p.name: p for p in old.packages} if old else {},
         {p.name: p for p in new.packages},

@@ -1,4 +1,4 @@
-"""What pip adds to conda packages: resolved by uv, to which the conda packages appear as wheels that are fixed."""
+"""Packages that pip adds to conda packages: uv resolves them with the conda packages as fixed wheels."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-# In a version's local part (PEP 440), so that no index has it, and uv's explanations name conda.
+# In the local part of a version (PEP 440): no index has such a version, and uv's explanations name conda.
 _LOCAL = "conda"
 
 
 @functools.cache
 def conda_data() -> dict[str, Any]:
-    """data/conda.toml."""
+    """Return the contents of data/conda.toml."""
     text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
-    """The Python distributions that conda packages hold: normalised name → version with `+conda`.
+    """Return the Python distributions in conda packages: normalised name → version with `+conda`.
 
-    A package holds one when it depends on Python; its name is the package's own but for those in
-    data/conda.toml. A version that is none by PEP 440 is left out.
+    A package contains a distribution when it depends on Python. The distribution has the package's name, except
+    for the names in data/conda.toml. Versions that are invalid under PEP 440 are left out.
     """
     from packaging.version import InvalidVersion, Version
 
@@ -66,10 +66,10 @@ def resolve_pip(
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolution:
-    """What pip adds to `packages` for [conda]'s requirements; versions in `keep` stay where they still fit.
+    """Return the packages that pip adds to `packages` for the requirements in [conda].
 
-    Nothing that a conda package holds is taken from an index. Raises LockError with uv's explanation when the
-    requirements do not go with the conda packages.
+    Versions in `keep` are kept while they fit. A distribution in a conda package is never taken from an index.
+    Raises LockError with uv's explanation when the requirements conflict with the conda packages.
     """
     there = provided(packages)
     with tempfile.TemporaryDirectory(prefix="envbuild-conda-pip-") as folder:
@@ -96,7 +96,7 @@ def resolve_pip(
 
 
 def _stub(folder: Path, name: str, version: str) -> None:
-    """A wheel with nothing but its name and version (wheel format 1.0, core metadata 2.1)."""
+    """Write a wheel that holds only its name and version (wheel format 1.0, core metadata 2.1)."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     files = {

@@ -1,4 +1,4 @@
-"""Solve a recipe's conda packages for one target with rattler, from any host."""
+"""Solver for a recipe's conda packages for one target: rattler, on a host of any platform."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _TOKEN = re.compile(r"/t/[^/\s]+")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A match spec, and where the recipe asks for it (FILE:LINE:COL)."""
+    """A match spec and its position in the recipe (FILE:LINE:COL)."""
 
     text: str
     where: str
 
     @property
     def name(self) -> str:
-        """The package's name."""
+        """Name of the package."""
         return re.split(r"[^A-Za-z0-9_.-]", self.text, maxsplit=1)[0].lower()
 
 
 def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
-    """What the recipe asks for: its Python, [conda]'s dependencies, the target's."""
+    """Return the recipe's specs: its Python, the dependencies in [conda], and those of the target."""
     table = recipe.recipe.targets[target.name]
     specs = [Spec(f"python {recipe.recipe.python}.*", recipe.where("python"))]
     for index, text in enumerate(recipe.recipe.conda.dependencies):
@@ -52,7 +52,7 @@ def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
 
 
 def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, str, str]]:
-    """(name, version, build) of what the target's hosts provide: never what this host does.
+    """Return (name, version, build) of the virtual packages of the target's hosts, independent of this host.
 
     conda's documentation, "Managing virtual packages", defines them.
     """
@@ -74,11 +74,11 @@ def solve(
     keep: Collection[CondaPackage] = (),
     offline: bool = False,
 ) -> tuple[CondaPackage, ...]:
-    """The conda packages of `target`, in the order of names; those in `keep` stay where they still fit.
+    """Return the conda packages of `target`, sorted by name; those in `keep` are kept while they fit.
 
-    Channels are asked through the site's mirrors; `offline` uses what earlier runs kept in the store. Raises
-    RecipeError for a match spec that is none, and LockError when a channel cannot be read or nothing satisfies the
-    specs: with the solver's explanation and the lines of the recipe that it concerns.
+    Channels are read through the site's mirrors; `offline` uses indexes that earlier runs left in the store.
+    Raises RecipeError for an invalid match spec, and LockError when a channel cannot be read or no packages
+    satisfy the specs, with the solver's explanation and the lines of the recipe that it concerns.
     """
     specs = recipe_specs(recipe, target)
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
@@ -114,7 +114,7 @@ def _key(channels: Sequence[str]) -> str:
 
 
 def _address(url: str, environment: Environment) -> dict[str, str]:
-    """`url` without its user part, and the Authorization header (RFC 7617) that this or netrc gives."""
+    """Return `url` without credentials, and the Authorization header (RFC 7617) from them or from netrc."""
     plain, credentials = split_credentials(url.rstrip("/"))
     if credentials is None:
         credentials = _netrc(plain, environment.variables)
@@ -125,7 +125,7 @@ def _address(url: str, environment: Environment) -> dict[str, str]:
 
 
 def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
-    """User and password for the host of `url` in $NETRC or ~/.netrc; rattler does not read them here."""
+    """Return user and password for the host of `url` from $NETRC or ~/.netrc; rattler does not read them here."""
     import netrc
 
     path = (
@@ -141,7 +141,7 @@ def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
 def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
     from envbuild.lock import conda_solver
 
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # mode 0700: credentials
+    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
         path = Path(folder, "request.json")
         path.write_text(json.dumps(request), encoding="utf-8")
         done = process.run(
@@ -163,7 +163,7 @@ def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]
 
 
 def network_variables(environment: Environment) -> dict[str, str]:
-    """The process environment with pip's certificates and proxy, in the names that rattler and conda read."""
+    """Return the process environment with pip's certificates and proxy under the names that rattler and conda read."""
     env = dict(environment.variables)
     if bundle := ca_bundle(environment.pip, env):
         env["SSL_CERT_FILE"] = bundle
@@ -174,12 +174,15 @@ def network_variables(environment: Environment) -> dict[str, str]:
 
 
 def hide(text: str) -> str:
-    """`text` without the passwords and tokens of its URLs."""
+    """Return `text` without the passwords and tokens in its URLs."""
     return _TOKEN.sub("/t/****", redact(text))
 
 
 def canonical_url(url: str, serving: Mapping[str, str]) -> str:
-    """A package file's URL below its channel, whichever address served it. Raises LockError for credentials."""
+    """Return a package file's URL at its channel, whichever mirror served it.
+
+    Raises LockError for a URL that holds a token.
+    """
     plain = split_credentials(url)[0]
     for address, channel in serving.items():
         if plain.startswith(address + "/"):
@@ -236,7 +239,7 @@ def _error(
 
 
 def bad_spec(spec: Spec, why: str) -> RecipeError:
-    """The error for a match spec that is none."""
+    """Return the error for an invalid match spec."""
     return RecipeError(
         f"{spec.where}: {spec.text!r} is not a match spec: {why}",
         "a match spec is NAME, NAME VERSION or NAME VERSION BUILD, such as 'pytorch >=2.7,<3 cpu*'",
@@ -246,7 +249,7 @@ def bad_spec(spec: Spec, why: str) -> RecipeError:
 def unsatisfiable(
     recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]
 ) -> LockError:
-    """The error for specs that nothing satisfies: the solver's tree, and which lines asked for what it names."""
+    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     return LockError(

@@ -1,9 +1,9 @@
-"""A process of its own that solves one conda environment: `python -P conda_solver.py REQUEST`.
+"""Separate process that solves one conda environment: `python -P conda_solver.py REQUEST`.
 
-rattler runs here and not in envbuild itself: its network threads outlive a failed request and can crash the
-interpreter when it ends, and here it sees the site's certificates and proxies in its variables. REQUEST is a
-private file of JSON (`conda_solve.Request`); the answer is one line of JSON on standard output: {"records": …} or
-{"fault": KIND, "text": …}. It imports nothing of envbuild.
+rattler runs in its own process for two reasons: its network threads outlive a failed request and can crash the
+interpreter at exit, and the process gets the site's certificates and proxies in its environment. REQUEST is a
+private JSON file that `conda_solve.solve` describes; the answer is one line of JSON on standard output:
+{"records": …} or {"fault": KIND, "text": …}. This module imports nothing from envbuild.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INDEX = ".shards-cache-v1"
 
 
 class SolveFailed(Exception):
-    """What is wrong: `kind` and the rest of the answer."""
+    """Failure of a solve; `answer` is the JSON answer, with the kind of failure as `fault`."""
 
     def __init__(self, kind: str, **more: Any) -> None:
         super().__init__(kind)
@@ -33,7 +33,7 @@ class SolveFailed(Exception):
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The records that solve `request`. Raises SolveFailed."""
+    """Return the records that solve `request`, and the URLs that served the channels. Raises SolveFailed."""
     from rattler import MatchSpec, solve
     from rattler.channel import ChannelPriority
     from rattler.exceptions import InvalidMatchSpecError, SolverError
@@ -66,7 +66,7 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
-    """(gateway, channels, the URLs that serve them): each channel by the first of its addresses that answers."""
+    """Return (gateway, channels, URLs in use); the first address of a channel that answers serves it."""
     from rattler import Channel
 
     serving: dict[str, dict[str, Any]] = {}
@@ -94,14 +94,14 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
 
 
 def _place(channel: str, address: str) -> str:
-    """What rattler is told to ask: the channel itself, whose requests go to its mirror, or a local folder."""
+    """Return the URL for rattler: the channel, whose requests go to its mirror, or a local folder."""
     return address if address.startswith("file:") else channel
 
 
 def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any:
-    """A gateway whose requests for each channel go to the address that serves it, with its credentials.
+    """Return a gateway that sends each channel's requests to the address that serves it, with its credentials.
 
-    A channel's own URL names its cache, and no credentials ever get into that.
+    The channel's own URL is the cache key, so credentials never get into the cache.
     """
     from rattler import Gateway, SourceConfig
     from rattler.networking import (
@@ -129,7 +129,7 @@ def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any
                 return {"Authorization": value}
         return None
 
-    # What rattler itself knows of (RATTLER_AUTH_FILE, keyrings) serves where we know nothing.
+    # Without credentials of our own, rattler looks for its own: RATTLER_AUTH_FILE, keyrings.
     known = AddHeadersMiddleware(headers) if servers else AuthenticationMiddleware()
     chain = [RetryMiddleware(_RETRIES), *([MirrorMiddleware(mirrors)] if mirrors else []), known]
     action = "force-cache-only" if request["offline"] else "cache-or-fetch"
@@ -141,7 +141,7 @@ def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any
 
 
 def _reach(url: str, offline: bool) -> None:
-    """Raise OSError soon where nobody answers: rattler itself waits for minutes."""
+    """Raise OSError quickly when no server answers; rattler itself waits for minutes."""
     parts = urlsplit(url)
     if offline or parts.scheme not in ("http", "https") or parts.hostname is None:
         return
@@ -156,7 +156,7 @@ def _reach(url: str, offline: bool) -> None:
 async def _kept(
     gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]
 ) -> list[Any]:
-    """The channels' own records of the packages to keep: what a channel no longer has may move."""
+    """Return the channels' own records of the packages to keep; a package that no channel has any more may change."""
     if not keep:
         return []
     from rattler import MatchSpec
@@ -196,12 +196,12 @@ def _row(record: Any) -> dict[str, Any]:
 
 
 def _set_aside(cache: Path, offline: bool) -> list[tuple[Path, Path]]:
-    """Channels' indexes of an earlier run, moved so that they are asked for again.
+    """Rename the channel indexes of an earlier run so that rattler requests them again; return (new, old) paths.
 
-    Their servers often say nothing of how long an index is good, and rattler then takes a tenth of its age:
-    after ten quiet days a new package would not be seen for one.
+    Many servers do not send a cache lifetime, and rattler then assumes a tenth of the index's age: if the index
+    is ten days old, a new package stays invisible for a day.
     """
-    for left in cache.glob("*.old-*"):  # of a run that was killed
+    for left in cache.glob("*.old-*"):  # left by a killed run
         with contextlib.suppress(OSError):
             place = left.with_suffix(_INDEX)
             left.unlink() if place.exists() else left.replace(place)
@@ -215,14 +215,14 @@ def _set_aside(cache: Path, offline: bool) -> list[tuple[Path, Path]]:
 
 
 def main(path: str) -> None:
-    """Read the request, write the answer, and leave without waiting for rattler's threads."""
+    """Read the request, write the answer, and exit without waiting for rattler's threads."""
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     moved = _set_aside(Path(request["cache"]), request["offline"])
     try:
         result = asyncio.run(answer(request))
     except SolveFailed as fault:
         result = fault.answer
-        for aside, place in moved:  # what --offline needs
+        for aside, place in moved:  # --offline needs the old indexes
             with contextlib.suppress(OSError):
                 aside.replace(place)
     for aside, _ in moved:

@@ -1,4 +1,4 @@
-"""Reading conda-lock.yml: line by line where envbuild wrote it, by a YAML parser where another tool did."""
+"""Reader of conda-lock.yml: line by line for envbuild's own files, with a YAML parser for those of other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from envbuild.errors import LockError
 
-# The largest lock files in use have some megabytes; what is larger is no lock.
+# The largest lock files in use have a few megabytes; a larger file is not a lock.
 _LIMIT = 64 << 20
 _LINE = re.compile(
     r'( *)(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?'
@@ -19,7 +19,7 @@ _CONSTANTS: dict[str, Any] = {"1": 1, "false": False}
 
 
 def load(text: str, source: str, hint: str) -> dict[str, Any]:
-    """The table that a YAML document holds. Raises LockError, with the line, for what is none."""
+    """Return the table in a YAML document. Raises LockError, with the line, when there is none."""
     if len(text) > _LIMIT:
         raise LockError(f"{source}: {len(text) >> 20} MiB are no lock", hint)
     data = read_lines(text)
@@ -31,12 +31,14 @@ def load(text: str, source: str, hint: str) -> dict[str, Any]:
 
 
 def read_lines(text: str) -> dict[str, Any] | None:
-    """What `text` holds if it has the form that `conda_format.render` writes, else None.
+    """Return the contents of `text` if it has the form that `conda_format.render` writes, else None.
 
-    That form: two blanks a level, lists at the level of their key, texts in double quotes without escapes.
+    That form has two spaces per level, lists at the level of their key, and strings in double quotes without
+    escapes.
     """
     root: dict[str, Any] = {}
-    # (indent, container) of all that is open; a key without a value waits until the next line tells its kind.
+    # (indent, container) of all open containers; the line after a key without a value decides the container's
+    # type.
     stack: list[tuple[int, Any]] = [(0, root)]
     waiting: tuple[int, dict[str, Any], str] | None = None
     for line in text.split("\n"):
@@ -54,7 +56,7 @@ def read_lines(text: str) -> dict[str, Any] | None:
             if indent != (level if dash else level + 2):
                 return None
             owner[name] = inside
-            stack.append((indent if not dash else indent + 1, inside))  # a list's odd level
+            stack.append((indent if not dash else indent + 1, inside))  # a list is at an odd level
         place = indent + 1 if dash else indent
         while stack and stack[-1][0] > place:
             stack.pop()
@@ -101,12 +103,12 @@ def _parse(text: str, source: str, hint: str) -> Any:
     except RecursionError:
         raise LockError(f"{source}: not a lock: nested too deeply", hint) from None
     except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError) as error:
-        # a number with thousands of digits, a date that is none, a key that is a list …
+        # for example a number with thousands of digits, an invalid date, a list as a key
         raise LockError(f"{source}: not a lock: {str(error).splitlines()[0]}", hint) from None
 
 
 def package_line(text: str, index: int) -> int:
-    """The line where entry `index` of `package` begins, as every tool lays such a file out."""
+    """Return the line where entry `index` of `package` begins, in the layout that all tools use."""
     start = re.search(r"^package:", text, re.MULTILINE)
     at = start.end() if start else 0
     entry = next(islice(_FIRST.finditer(text, at), index, None), None)

@@ -1,4 +1,4 @@
-"""Locks in other tools' formats."""
+"""Export of locks in other tools' formats."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import re
 
 
 def without_credentials(pylock: str) -> str:
-    """A PEP 751 file less user names and passwords in its URLs: a site's index may need them, a file must not."""
+    """Return a PEP 751 file without user names and passwords in its URLs; an exported file must not hold them."""
     return re.sub(r"(://)[^/@\s\"']+@", r"\1", pylock)

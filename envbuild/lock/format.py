@@ -1,9 +1,8 @@
-"""The wheel lock: one hash-pinned requirements file for each target.
+"""Wheel lock: one hash-pinned requirements file per target.
 
-The format is pip's requirements file in hash-checking mode (pip documentation, "Secure installs"), so
-that `pip install --require-hashes`, `uv pip sync` and a Dockerfile read it as it is. What envbuild
-needs besides stands in comments at its top. It never holds a URL: which index or mirror serves a
-hash is the site's affair.
+The format is pip's requirements file in hash-checking mode (pip documentation, "Secure installs"), so `pip
+install --require-hashes`, `uv pip sync` and a Dockerfile read it unchanged. envbuild's own data is in comments
+at the top. The file never holds a URL: the site decides which index or mirror serves a hash.
 """
 
 from __future__ import annotations
@@ -38,8 +37,11 @@ class LockedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """What a target resolved to. `recipe_digest` covers all of the recipe that decides a resolution; `warnings` are of
-    the resolution, and every build that uses the lock repeats them."""
+    """Resolution of one target.
+
+    `recipe_digest` covers every part of the recipe that affects the resolution. `warnings` come from the
+    resolution, and every build that uses the lock repeats them.
+    """
 
     recipe: str
     target: str
@@ -51,22 +53,22 @@ class Lock:
 
     @property
     def digest(self) -> str:
-        """sha256 of what will be installed, independent of comments and layout."""
+        """sha256 of the packages to install, independent of comments and layout."""
         content = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def version(self, name: str) -> str | None:
-        """The locked version of the distribution `name`, or None."""
+        """Return the locked version of the distribution `name`, or None."""
         return next((p.version for p in self.packages if p.name == name), None)
 
 
 def lock_file_name(target: str) -> str:
-    """The file that holds the lock of `target`, beside the recipe."""
+    """Return the name of the lock file of `target`, in the recipe's folder."""
     return f"{target}.requirements.txt"
 
 
 def render(lock: Lock) -> str:
-    """The text of the lock file; `parse` gives back an equal lock."""
+    """Return the text of the lock file; `parse` returns an equal lock."""
     head = [
         f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
         f"# recipe: {lock.recipe}",
@@ -80,7 +82,7 @@ def render(lock: Lock) -> str:
 
 
 def requirements(packages: Sequence[LockedPackage]) -> str:
-    """`packages` as the lines of a requirements file, without the header."""
+    """Return `packages` as the lines of a requirements file, without the header."""
     lines: list[str] = []
     for package in packages:
         parts = [f"{package.name}=={package.version}"]
@@ -90,9 +92,9 @@ def requirements(packages: Sequence[LockedPackage]) -> str:
 
 
 def parse(text: str, source: str) -> Lock:
-    """Read a lock file's text; `source` names it in messages.
+    """Parse a lock file's text; `source` names the file in messages.
 
-    Raises LockError with every faulty line: not a pin, no sha256, a package twice, a header missing.
+    Raises LockError that lists every faulty line: not a pin, no sha256, a duplicate package, a missing header.
     """
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
@@ -151,7 +153,7 @@ def parse(text: str, source: str) -> Lock:
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Lines joined at a trailing backslash, with the number of the first; blank ones left out."""
+    """Return lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
     joined: list[tuple[int, str]] = []
     pending: tuple[int, str] | None = None
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -169,12 +171,12 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
 
 
 def read(path: Path) -> Lock | None:
-    """The lock in `path`, None when there is no such file. Raises LockError when it cannot be read."""
+    """Return the lock in `path`, or None when the file does not exist. Raises LockError when it is not readable."""
     return read_lock_file(path, parse)
 
 
 def changes(old: Lock | None, new: Lock) -> list[str]:
-    """What an update changed, one line a package, in the order of names."""
+    """Return the changes of an update, one line per package, sorted by name."""
 
     def files(was: LockedPackage, now: LockedPackage) -> str:
         if set(was.hashes) == set(now.hashes):

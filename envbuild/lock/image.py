@@ -1,7 +1,7 @@
-"""The image lock: what a target's container images are built on, by exact digests.
+"""Image lock: the base of a target's container images, pinned by digests.
 
-`<target>.image.toml` beside the recipe: Debian packages (name, version, sha256, path in the archive's pool)
-or the digest of an existing image. It holds no mirror and no credential.
+The file is `<target>.image.toml` beside the recipe. It holds Debian packages (name, version, sha256, path in the
+archive's pool) or the digest of an existing image, and neither mirrors nor credentials.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class OciLock:
-    """An existing image: `reference` as the recipe has it, `digest` of its manifest for this target."""
+    """Existing image: `reference` as in the recipe, `digest` of its manifest for this target."""
 
     reference: str
     digest: str
@@ -31,7 +31,7 @@ class OciLock:
 
 @dataclass(frozen=True, slots=True)
 class ImageLock:
-    """The base of one target's images. `recipe_digest` covers all of the recipe that decides it."""
+    """Base of one target's images. `recipe_digest` covers every part of the recipe that affects it."""
 
     recipe: str
     target: str
@@ -40,7 +40,7 @@ class ImageLock:
 
     @property
     def digest(self) -> str:
-        """sha256 of what the base is, independent of layout and of where it comes from."""
+        """sha256 of the base's contents, independent of the file's layout and of their source."""
         if isinstance(self.base, OciLock):
             content: list[Any] = ["oci", self.base.digest]
         else:
@@ -49,12 +49,12 @@ class ImageLock:
 
 
 def image_lock_name(target: str) -> str:
-    """The file that holds the image lock of `target`, beside the recipe."""
+    """Return the name of the image lock file of `target`, in the recipe's folder."""
     return f"{target}.image.toml"
 
 
 def render_image(lock: ImageLock) -> str:
-    """The text of the lock; `parse_image` gives back an equal one."""
+    """Return the text of the lock; `parse_image` returns an equal lock."""
     lines = [
         f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}",
         f"format = {FORMAT}",
@@ -71,7 +71,7 @@ def render_image(lock: ImageLock) -> str:
     packages = table.pop("package")
     lines += ["[debian]", *(f"{key} = {_value(value)}" for key, value in table.items())]
     lines.append("package = [")
-    for package in packages:  # a line each: an update is read as a list of packages
+    for package in packages:  # one line each, so that a diff lists the changed packages
         fields = ", ".join(f"{key} = {_value(value)}" for key, value in package.items())
         lines.append(f"  {{ {fields} }},")
     lines.append("]")
@@ -79,7 +79,7 @@ def render_image(lock: ImageLock) -> str:
 
 
 def parse_image(text: str, source: str) -> ImageLock:
-    """Read a lock's text; `source` names it in messages. Raises LockError."""
+    """Parse a lock's text; `source` names the file in messages. Raises LockError."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -130,12 +130,12 @@ def _faulty(source: str, what: str) -> LockError:
 
 
 def read_image(path: Path) -> ImageLock | None:
-    """The lock in `path`, None when there is no such file. Raises LockError when it cannot be read."""
+    """Return the lock in `path`, or None when the file does not exist. Raises LockError when it is not readable."""
     return read_lock_file(path, parse_image)
 
 
 def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
-    """What an update changed, one line each, in the order of names."""
+    """Return the changes of an update, one line each, sorted by name."""
     was, now = old.base if old else None, new.base
     if isinstance(now, OciLock):
         if was == now:
@@ -168,7 +168,7 @@ def _kind(base: DebianLock | OciLock | None) -> str:
 
 
 def _text(value: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which TOML does not allow as it is.
+    # JSON's escapes are valid TOML, except that JSON leaves DEL as it is, which TOML forbids.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

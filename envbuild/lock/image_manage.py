@@ -1,4 +1,4 @@
-"""Image locks: whether they are current, and how they are renewed."""
+"""Image locks: check whether they are current, and update them."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def ensure_image_lock(
     say: Say,
     write: bool = True,
 ) -> ImageLock:
-    """The current image lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write`
-    it is resolved and no file is written.
+    """Return the current image lock of `target`; resolve a missing or stale one.
 
-    Raises LockError when `locked` and there is none, or when it cannot be made.
+    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    or `offline` and the lock is missing or stale, or when it cannot be resolved.
     """
     state = inspect_image_lock(recipe, target)
     current = current_lock(state, recipe, target, locked=locked, offline=offline)
@@ -72,9 +72,9 @@ def current_lock(
     locked: bool,
     offline: bool,
 ) -> ImageLock | None:
-    """The lock of `state` where it is current, None where one has to be made.
+    """Return the lock of `state` if it is current, or None if it must be resolved.
 
-    Raises LockError where `locked` or `offline` forbids to make one.
+    Raises LockError when `locked` or `offline` forbids to resolve it.
     """
     if state.fault is None and state.lock is not None:
         return state.lock
@@ -92,7 +92,7 @@ def update_image_lock(
     say: Say,
     write: bool = True,
 ) -> ImageLock:
-    """Resolve the base anew and write the lock; what changed is said line by line."""
+    """Resolve the base again and write the lock. Each change is reported through `say`, one line each."""
     loaded, digest = recipe.recipe, recipe.image_digest(target)
     old = inspect_image_lock(recipe, target).lock
     base, what = resolve_base(loaded, loaded.image.base, recipe.folder, target, environment)
@@ -105,8 +105,11 @@ def update_image_lock(
 def resolve_base(
     recipe: Recipe, reference: str, folder: Path, target: Target, environment: Environment
 ) -> tuple[DebianLock | OciLock, str]:
-    """The packages or the digest of `reference` ("debian" with the recipe's packages, or an existing image; paths begin
-    at `folder`), and what it is in a line. Raises LockError."""
+    """Return the lock of the base `reference`, and a one-line description of it. Raises LockError.
+
+    `reference` is "debian", for the recipe's Debian packages, or names an existing image; paths are relative to
+    `folder`.
+    """
     if reference == "debian":
         debian = resolve_debian(recipe, target, environment)
         return debian, f"{len(debian.packages)} Debian packages of {debian.suite}"
@@ -117,7 +120,10 @@ def resolve_base(
 def put_image_lock(
     path: Path, old: ImageLock | None, new: ImageLock, what: str, *, say: Say, write: bool
 ) -> None:
-    """Write `new`, which is `what`, to `path`; what changed is said line by line. Without `write` only that."""
+    """Report each change through `say`, one line each, and write `new` to `path` unless `write` is false.
+
+    `what` is a one-line description of `new`.
+    """
     differences = image_changes(old, new)
     for line in differences if old else ():
         say(f"  {line}")

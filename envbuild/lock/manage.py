@@ -1,4 +1,4 @@
-"""Wheel locks: whether they are current, and how they are renewed."""
+"""Wheel locks: check whether they are current, and update them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def ensure_lock(
     say: Say,
     write: bool = True,
 ) -> Lock:
-    """The current lock of `target`; a missing or stale one is made, and said, unless `locked`. Without `write` it is
-    resolved and no file is written.
+    """Return the current lock of `target`; resolve a missing or stale one.
 
-    Raises LockError when `locked` and there is none, when it cannot be made, or when what it holds is known not to
-    go together with the recipe's layers or with each other.
+    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    and the lock is missing or stale, when it cannot be resolved, or when its packages are known not to work with
+    the recipe's layers or with each other.
     """
     state = inspect_lock(recipe, target)
     if state.fault is None and state.lock is not None:
@@ -61,8 +61,10 @@ def ensure_lock(
 
 
 def check_lock(recipe: LoadedRecipe, target: Target, lock: Lock, source: str, say: Say) -> None:
-    """Raise LockError where the current `lock`, read from `source`, holds a torch for another accelerator, or what is
-    known not to work."""
+    """Raise LockError when `lock` has a torch for another accelerator, or a combination known not to work.
+
+    `source` is the file that `lock` was read from.
+    """
     check_accelerator(target, lock.packages, source)
     check_stack(recipe, target, _versions(lock), say)
 
@@ -77,12 +79,12 @@ def update_lock(
     say: Say,
     write: bool = True,
 ) -> Resolution:
-    """Resolve anew and write the lock. `upgrade`: None moves every package, names move only those.
+    """Resolve again and write the lock. With `upgrade` None every package may change, otherwise only the named ones.
 
-    The new file replaces the old one by a rename; what changed is said line by line. Raises LockError when nothing
-    satisfies the recipe, or when the result is known not to work.
+    The file is replaced atomically. Each change is reported through `say`, one line each. Raises LockError when
+    no packages satisfy the recipe, or when the result is known not to work.
     """
-    # What the recipe pins itself may be known not to work: then nothing need be resolved.
+    # The recipe's own pins may already be known not to work; this saves the resolution.
     check_stack(recipe, target, None, None)
     old = inspect_lock(recipe, target).lock
     keep = None if upgrade is None or old is None else without(old, upgrade)
@@ -107,7 +109,7 @@ def update_lock(
 
 
 def say_warnings(lock: Lock, say: Say) -> None:
-    """Say what the resolution of `lock` warns of, a line each."""
+    """Report each warning of the resolution of `lock` through `say`, one line each."""
     for warning in lock.warnings:
         say(f"warning: {lock.target}: {warning}")
 

@@ -1,7 +1,7 @@
-"""`[layers.nccl]` with NCCL from PyPI: a newer wheel in the place of the one that torch pins.
+"""`[layers.nccl]` with NCCL from PyPI: a newer wheel replaces the one that torch pins.
 
-torch's libtorch_cuda finds libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch: no LD_LIBRARY_PATH changes
-which one it loads, another wheel of the same distribution does.
+torch's libtorch_cuda finds libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch. LD_LIBRARY_PATH
+therefore does not select another NCCL, but another wheel of the same distribution does.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from envbuild.recipe.targets import Target
 
 
 def nccl_package(target: Target) -> str:
-    """The distribution that has NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
+    """Return the distribution with NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
     return f"{target.family.nccl_wheel}{target.accelerator[:4]}"
 
 
 def nccl_override(recipe: LoadedRecipe, target: Target) -> str | None:
-    """The pin that replaces torch's own in a resolution for `target`; None where the recipe asks for none."""
+    """Return the pin that overrides torch's own in a resolution for `target`, or None if the recipe requests none."""
     version = recipe.nccl_wheel(target)
     return None if version is None else f"{nccl_package(target)}=={version}"
 
 
 def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
-    """Refuse what cannot replace the NCCL in `pinned`, the resolution without a replacement.
+    """Raise LockError when [layers.nccl] cannot replace the NCCL in `pinned`, the resolution without an override.
 
-    Raises LockError where torch takes no NCCL from PyPI, and where the replacement is older than torch's pin: torch
-    may call what an older NCCL lacks.
+    That is the case when torch takes no NCCL from PyPI, and when the override is older than torch's pin: torch
+    may call functions that an older NCCL lacks.
     """
     from packaging.version import InvalidVersion, Version
 
@@ -59,7 +59,7 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
 
 
 def free_of(keep: Lock | None, target: Target) -> Lock | None:
-    """`keep` less NCCL, whose version an override decides."""
+    """Return `keep` without NCCL, whose version the override decides."""
     if keep is None:
         return None
     name = nccl_package(target)

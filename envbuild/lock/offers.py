@@ -1,4 +1,4 @@
-"""The releases that pip's sources offer, and the Pythons and platforms that their wheels are for."""
+"""Releases that pip's sources offer, with the Pythons and platforms that their wheels support."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class OfferedFile:
-    """A wheel with its tags (PEP 425), or an sdist, which has none; `requires_python` is "" for every Python."""
+    """A wheel with its tags (PEP 425), or an sdist, which has none; an empty `requires_python` allows every Python."""
 
     tags: frozenset[Any]
     requires_python: str
 
     def accepts(self, python: str) -> bool:
-        """Whether the file says that it is for `python` (3.11)."""
+        """Return whether the file's `requires_python` allows `python` (3.11)."""
         return _accepts(self.requires_python, python)
 
     def fits(self, python: str, platform: str) -> bool:
-        """Whether the file is a wheel that installs on `python` and `platform` (x86_64-manylinux_2_28)."""
+        """Return whether the file is a wheel that installs on `python` and `platform` (x86_64-manylinux_2_28)."""
         return self.accepts(python) and not self.tags.isdisjoint(tag_set(python, platform))
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectRelease:
-    """A version of a project: its files, less what was yanked, and when the first was uploaded if that is known."""
+    """A version of a project: its files without yanked ones, and the time of the first upload if it is known."""
 
     version: Version
     files: tuple[OfferedFile, ...]
@@ -48,19 +48,19 @@ class ProjectRelease:
         return f"{self.version} ({self.uploaded:%Y-%m-%d})" if self.uploaded else f"{self.version}"
 
     def accepts(self, python: str) -> bool:
-        """Whether any file is for `python`."""
+        """Return whether any file supports `python`."""
         return any(file.accepts(python) for file in self.files)
 
     def fits(self, python: str, platform: str) -> bool:
-        """Whether any wheel installs on `python` and `platform`."""
+        """Return whether any wheel installs on `python` and `platform`."""
         return any(file.fits(python, platform) for file in self.files)
 
 
 @dataclass
 class Offers:
-    """The releases of projects as local find-links, find-links pages and `indexes` besides pip's own list them.
+    """Releases of projects in local find-links, find-links pages, pip's indexes and `indexes`.
 
-    A page that cannot be read is left out: uv says so where that decides a resolution.
+    Unreadable pages are left out: uv reports them when they affect a resolution.
     """
 
     environment: Environment
@@ -69,7 +69,7 @@ class Offers:
     _known: dict[str, list[ProjectRelease]] = field(default_factory=dict)
 
     def releases(self, names: Iterable[str]) -> dict[str, list[ProjectRelease]]:
-        """The releases of each of `names` (normalised), oldest version first."""
+        """Return the releases of each of `names` (normalised), oldest version first."""
         missing = [name for name in dict.fromkeys(names) if name not in self._known]
         if missing:
             links = self._links(missing)
@@ -109,7 +109,7 @@ class Offers:
 
 
 def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
-    """The releases of the project `name` among `links`, oldest version first; other projects' files are left out."""
+    """Return the releases of the project `name` in `links`, oldest version first; other projects are left out."""
     files: defaultdict[Version, list[OfferedFile]] = defaultdict(list)
     times: dict[Version, datetime] = {}
     for link in links:
@@ -127,7 +127,7 @@ def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
 
 
 def _parse(filename: str) -> tuple[str, Version, frozenset[Any]] | None:
-    """(normalised name, version, tags) of a wheel or sdist, None for any other file."""
+    """Return (normalised name, version, tags) of a wheel or sdist, None for any other file."""
     from packaging.utils import (
         InvalidSdistFilename,
         InvalidWheelFilename,
@@ -163,18 +163,18 @@ def _accepts(requires_python: str, python: str) -> bool:
 
     try:
         return SpecifierSet(requires_python).contains(f"{python}.0")
-    except InvalidSpecifier:  # as uv and pip: a file with a faulty one is for every Python
+    except InvalidSpecifier:  # as uv and pip: an invalid one allows every Python
         return True
 
 
 @functools.cache
 def tag_set(python: str, platform: str) -> frozenset[Any]:
-    """The wheel tags that install on CPython `python` and `platform`."""
+    """Return the wheel tags that install on CPython `python` and `platform`."""
     return frozenset(compatible_tags(python, platform))
 
 
 def compatible_tags(python: str, platform: str) -> Iterator[Any]:
-    """The wheel tags (PEP 425, PEP 600) that install on CPython `python` and `ARCH-manylinux_2_N`."""
+    """Return the wheel tags (PEP 425, PEP 600) that install on CPython `python` and `ARCH-manylinux_2_N`."""
     from packaging import tags
 
     arch, _, minor = platform.partition("-manylinux_2_")

@@ -1,4 +1,4 @@
-"""Resolve a recipe's requirements for one target with uv, from any host."""
+"""Resolver of a recipe's requirements for one target: uv, on a host of any platform."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from envbuild.recipe.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A fresh lock, the same resolution as PEP 751 text, and notes that the user should see."""
+    """New lock, the same resolution as PEP 751 text, and notes for the user."""
 
     lock: Lock
     pylock: str
@@ -35,11 +35,11 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class ResolveRequest:
-    """What uv is to resolve: requirements and constraints, and `digest`, the new lock's recipe_digest.
+    """Input of a resolution: requirements, constraints, and `digest`, the recipe_digest of the new lock.
 
-    `provided` are distributions that something else installs, by version; `stubs` is the folder with wheels that
-    stand for them. They take part in the resolution and are no part of the lock. `overrides` take the place of what
-    packages require.
+    `provided` maps distributions that another installer provides to their versions; `stubs` is the folder with
+    stub wheels for them. They take part in the resolution but are not in the lock. `overrides` replace the
+    requirements of packages.
     """
 
     requirements: tuple[str, ...]
@@ -58,11 +58,11 @@ def resolve(
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolution:
-    """Resolve `target` of `recipe`; versions pinned in `keep` are preferred where they still fit.
+    """Resolve `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
-    Raises LockError with uv's explanation when nothing satisfies the requirements, when a file
-    has no sha256, when the result is for another accelerator than the target's, or when [layers.nccl]
-    cannot replace torch's NCCL.
+    Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no
+    fitting wheel with a sha256, when the result is for another accelerator than the target's, or when
+    [layers.nccl] cannot replace torch's NCCL.
     """
     table = recipe.recipe.targets[target.name]
     wanted = ResolveRequest(
@@ -72,7 +72,7 @@ def resolve(
     )
     override = nccl_override(recipe, target)
     if override is not None:
-        # Only the resolution itself tells what torch pins, whatever its version and index.
+        # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
         before = free_of(keep, target)
         pinned = resolve_wanted(wanted, recipe, target, environment, keep=before, offline=offline)
         check_override(recipe, target, pinned.lock)
@@ -90,7 +90,7 @@ def resolve_wanted(
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolution:
-    """Resolve `wanted` for `target` as `resolve` does, through the target's indexes."""
+    """Resolve `wanted` for `target` as `resolve` does, with the target's indexes."""
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, notes = _reachable(table.indexes, environment, offline)
@@ -143,7 +143,7 @@ def resolve_wanted(
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:
-    """`lock` less `names`: what is left is preferred, what is taken out is free to move.
+    """Return `lock` without `names`: the remaining versions are preferred, the named packages may change.
 
     Raises LockError when a name is not in the lock.
     """
@@ -161,7 +161,10 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
 def _reachable(
     indexes: Sequence[str], environment: Environment, offline: bool
 ) -> tuple[list[str], list[str]]:
-    """The recipe's indexes that answer, through the first mirror that does; a note for each other."""
+    """Return the URLs of the indexes that answer, and a note for each index that does not.
+
+    The URL is that of the index's first mirror that answers. When `offline`, no index is probed.
+    """
     if offline:
         return [], [f"offline: {index} was not asked" for index in indexes]
     answering: list[str] = []
@@ -180,10 +183,10 @@ def _reachable(
 
 
 def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackage, ...]]]:
-    """(constraints, preferences) to try in turn: everything kept as it is; kept where it still fits; free.
+    """Return (constraints, preferences) to try in turn: every package pinned, every package preferred, no limits.
 
-    Preferences alone would do, but uv 0.13 takes a preferred version from the first index that has it,
-    even when only another index has a wheel of it that fits the target.
+    Preferences alone would suffice, but uv 0.13 takes a preferred version from the first index that has it, even
+    when only another index has a wheel of it that fits the target.
     """
     if keep is None:
         return [([], ())]
@@ -193,7 +196,10 @@ def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackag
 def _fitting_files(
     pylock: Mapping[str, Any], python: str, platform: str, source: str
 ) -> Iterator[LockedPackage]:
-    """Each package of a PEP 751 file with the hashes of the wheels that install on the target."""
+    """Yield each package of a PEP 751 file with the hashes of the wheels that install on the target.
+
+    Raises LockError for a package without such a wheel.
+    """
     from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
     tags = tag_set(python, platform)

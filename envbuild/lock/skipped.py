@@ -1,4 +1,4 @@
-"""Newer releases without a wheel that a lock passes over: a warning, an error where the lock is years behind."""
+"""Newer releases without a wheel that a lock skips: a warning, or an error when the lock is years behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _TOO_OLD = timedelta(days=2 * 365)
 
 @dataclass(frozen=True, slots=True)
 class SkippedRelease:
-    """`chosen` is locked though `newest` is allowed; `without_wheel` is the requirement that has no wheel: `newest`
-    itself or a dependency of it."""
+    """A newer release that was skipped: `chosen` is locked although `newest` is allowed.
+
+    `without_wheel` is the requirement without a wheel: `newest` itself or a dependency of it.
+    """
 
     name: str
     chosen: ProjectRelease
@@ -29,18 +31,18 @@ class SkippedRelease:
 
     @property
     def own(self) -> bool:
-        """Whether `newest` itself has no wheel, not a dependency of it."""
+        """Whether `newest` itself has no wheel, rather than a dependency of it."""
         return self.without_wheel == _pin(self.name, self.newest)
 
     @property
     def too_old(self) -> bool:
-        """Whether the locked release is over two years older; False where upload times are unknown."""
+        """Whether the locked release is over two years older; False if an upload time is unknown."""
         if self.chosen.uploaded is None or self.newest.uploaded is None:
             return False
         return self.newest.uploaded - self.chosen.uploaded > _TOO_OLD
 
     def text(self, where: str) -> str:
-        """What was skipped and why; `where` is the Python and platform of the target."""
+        """Return a description of the skipped release and the reason; `where` is the target's Python and platform."""
         subject = self.newest.version if self.own else f"it needs {self.without_wheel}, which"
         return (
             f"{self.name} {self.chosen} is locked instead of {self.newest}: {subject} has no wheel"
@@ -49,7 +51,7 @@ class SkippedRelease:
 
     @property
     def hint(self) -> str:
-        """What to do about it."""
+        """Advice for the user."""
         return (
             f"pin {self.name} to the version that you want ({_pin(self.name, self.chosen)} keeps the locked one), or "
             f"run `pip wheel --no-deps '{self.without_wheel}'` and name the folder in pip's find-links"
@@ -65,10 +67,10 @@ def skipped_releases(
     platform: str,
     without_wheel: Callable[[str], str | None],
 ) -> list[SkippedRelease]:
-    """The direct requirements whose newest allowed release is not `locked` (name → version) for want of a wheel.
+    """Return the direct requirements whose newest allowed release is not `locked` because of a missing wheel.
 
-    `without_wheel` resolves one requirement alone and returns what of it has no wheel, None where that is no
-    obstacle: a release with a wheel may depend on one that has none.
+    `locked` maps names to versions. `without_wheel` resolves one requirement alone and returns the requirement
+    that has no wheel, or None: a release with a wheel may depend on one that has none.
     """
     from packaging.version import Version
 
@@ -102,8 +104,10 @@ def skipped_releases(
 
 
 def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> tuple[str, ...]:
-    """A line for each of `skipped`. Raises LockError where a locked release is over two years older than the newest
-    one; `source` is the recipe and target in the message."""
+    """Return a warning for each of `skipped`; `source` is the recipe and target in the message.
+
+    Raises LockError when a locked release is over two years older than the newest one.
+    """
     old = [one for one in skipped if one.too_old]
     if old:
         hints = [one.hint for one in old]
@@ -120,8 +124,10 @@ def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> t
 def allowed_releases(
     releases: Iterable[ProjectRelease], lines: Sequence[Requirement], python: str
 ) -> list[ProjectRelease]:
-    """Those of `releases` that all of `lines` allow and that are for `python`, wheel or not, as uv chooses them:
-    pre-releases only where a line names one, or where there is nothing else."""
+    """Return the `releases` that all of `lines` allow and that support `python`, with or without a wheel.
+
+    As in uv, pre-releases count only if a line names one or if there is no other release.
+    """
     from packaging.specifiers import SpecifierSet
 
     specifier = SpecifierSet()
@@ -137,7 +143,7 @@ def allowed_releases(
 
 
 def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
-    """The requirements that hold on the target, by normalised name."""
+    """Return the requirements whose markers hold on the target, by normalised name."""
     from packaging.requirements import Requirement
 
     variables = {
@@ -155,7 +161,7 @@ def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list
 
 
 def _is_pin(line: Requirement) -> bool:
-    """Whether `line` allows one version alone: then there is nothing newer to look for."""
+    """Return whether `line` allows only one version, so that there is no newer release to look for."""
     return any(
         one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier
     )

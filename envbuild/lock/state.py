@@ -1,4 +1,4 @@
-"""What locks of every kind share: where they lie, whether they are current, how they are written."""
+"""Common parts of all locks: their folders, whether they are current, and how they are written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LockState(Generic[L]):
-    """A lock file of one target: where it is, what it holds, and why it is not current (or None)."""
+    """Lock file of one target: its path, its contents, and the reason why it is not current (or None)."""
 
     path: Path
     lock: L | None
@@ -39,8 +39,11 @@ class LockState(Generic[L]):
 
 
 class LockUse(TypedDict):
-    """How a build comes by a lock that is missing or stale: it is refused if `locked`, else made, `offline` from the
-    store, and said; without `write` in memory alone."""
+    """Handling of a missing or stale lock in a build.
+
+    With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`, and reported
+    through `say`; without `write` it is created in memory only.
+    """
 
     locked: bool
     offline: bool
@@ -59,17 +62,17 @@ def inspect_lock_file(
     what: str,
     subject: str,
 ) -> LockState[L]:
-    """The best of the files `name` that may be there: one for `digest`, else one that exists.
+    """Return the state of the best of the files `name`: one for `digest`, else one that exists.
 
-    `part` is what of `envbuild lock` makes it, `what` the lock's name and `subject` what of the recipe it hangs on, all
-    for messages. Raises LockError when a file is not readable.
+    For messages: `part` is the option of `envbuild lock` that creates the lock, `what` the lock's name, and
+    `subject` the part of the recipe that it depends on. Raises LockError when a file is not readable.
     """
 
     def judge(path: Path) -> LockState[L]:
         try:
             lock = read(path)
         except LockError as error:
-            if error.hint is None:  # the file may not be opened at all
+            if error.hint is None:  # the file could not even be opened
                 raise
             command = (
                 f"mv {quote(str(path))} {quote(f'{path}.old')} && {_command(recipe, target, part)}"
@@ -91,9 +94,9 @@ def inspect_lock_file(
 
 
 def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
-    """What `parse` makes of the text of `path` and its name, None when there is no such file.
+    """Return `parse` applied to the text and the name of `path`, or None when the file does not exist.
 
-    Raises LockError when it cannot be read.
+    Raises LockError when the file is not readable.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -110,9 +113,10 @@ def package_changes(
     version: Callable[[T], str],
     other: Callable[[T, T], str],
 ) -> list[str]:
-    """What an update changed, one line a package, in the order of names.
+    """Return the changes of an update, one line per package, sorted by name.
 
-    `version` is what is said of a package; of one whose version stays, `other` says in what it differs, or "".
+    `version` describes a package; if a package's version is unchanged, `other` describes the remaining
+    difference, or returns "" when there is none.
     """
     lines: list[str] = []
     for name in sorted(before.keys() | after.keys()):
@@ -128,7 +132,7 @@ def package_changes(
 
 
 def write_lock_file(path: Path, text: str) -> None:
-    """Replace the lock in `path` by a rename. Raises LockError when it cannot be written."""
+    """Replace the lock in `path` atomically. Raises LockError when it cannot be written."""
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -139,8 +143,10 @@ def write_lock_file(path: Path, text: str) -> None:
 
 
 def how_to_make(recipe: LoadedRecipe, target: Target, part: str) -> str:
-    """The hint for a lock that is missing or stale where none may be made. `part` is the option of `envbuild lock`
-    that makes it: wheels, image or conda."""
+    """Return the hint for a missing or stale lock that may not be created.
+
+    `part` is the option of `envbuild lock` that creates it: wheels, image or conda.
+    """
     indexes = recipe.recipe.targets[target.name].indexes if part == "wheels" else ()
     where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
     return f"make it with `{_command(recipe, target, part)}`{where} and commit it"
@@ -151,13 +157,13 @@ def _command(recipe: LoadedRecipe, target: Target, part: str) -> str:
 
 
 def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
-    """Beside the recipe first; a recipe that may not be written has its own locks under build/."""
+    """Return the folders to search for locks: the recipe's; for a read-only recipe also its own under build/."""
     beside = Path("build") / recipe.recipe.name / target.name
     return [recipe.folder] if _writable(recipe) else [recipe.folder, beside]
 
 
 def _writable(recipe: LoadedRecipe) -> bool:
-    # Recipes inside an installed wheel belong to the installer, even where the file system allows more.
+    # Recipes inside an installed wheel belong to the installer, even if the file system permits writes.
     installed = shipped_folder().resolve()  # lib64 may be a link to lib
     if installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents:
         return False

@@ -1,4 +1,4 @@
-"""Hints for a failed resolution, by the cause that uv's explanation names."""
+"""Hints for a failed resolution, chosen by the cause in uv's explanation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envbuild.recipe.model import PYTHONS
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"
 _SPECIFIER = r"((?:[<>=!~]=|[<>])\S+)?"
-# uv 0.13's words, with runs of blanks made one.
+# Wording of uv 0.13, after runs of whitespace are collapsed to one space.
 _CAUSES = {
     "unknown": re.compile(_NAME + r" was not found in the (?!cache)"),
     "version": re.compile(r"there (?:is no version|are no versions) of " + _NAME + _SPECIFIER),
@@ -31,9 +31,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class FailedResolution:
-    """What hints depend on besides uv's text: the target, what it may use, and the `command` that locks it.
+    """Inputs of a hint in addition to uv's text: target, package sources, and the `command` that locks it.
 
-    `unreached` tells that an index of the recipe was left out; `of_target` are the requirements beside it.
+    `unreached` is true when an index of the recipe was left out; `of_target` holds the target's own
+    requirements.
     """
 
     python: str
@@ -46,7 +47,7 @@ class FailedResolution:
     offline: bool
 
     def hint(self, stderr: str) -> str:
-        """What usually cures the failure that uv explains in `stderr`."""
+        """Return the advice that usually cures the failure that uv explains in `stderr`."""
         if self.offline:
             return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
         if _NETWORK.search(stderr):
@@ -85,7 +86,7 @@ class FailedResolution:
         return f"{self._pythons(name, specifier, releases)}; {there}"
 
     def _pythons(self, name: str, specifier: str, releases: Sequence[ProjectRelease]) -> str:
-        """Which Pythons the newest release that is asked for has wheels for."""
+        """Return advice on the Pythons that the newest requested release has wheels for."""
         from packaging.requirements import Requirement
 
         lines = [
@@ -112,13 +113,13 @@ class FailedResolution:
 
 
 def without_wheel(stderr: str) -> str | None:
-    """The requirement (name and versions) that has no wheel by uv's explanation; None where that is not the cause."""
+    """Return the requirement (name and versions) that has no wheel according to uv, or None for any other cause."""
     match = _CAUSES["wheel"].search(" ".join(stderr.split()))
     return f"{match[1]}{match[2] or ''}" if match else None
 
 
 def _causes(stderr: str, direct: set[str]) -> Iterator[tuple[str, str, str]]:
-    """(kind, normalised name, specifier) of each cause: of what the recipe asks for itself, then of dependencies."""
+    """Yield (kind, normalised name, specifier) of each cause, direct requirements first, then all."""
     text = " ".join(stderr.split())
     found = [
         (kind, normalise(match[1]), (match.group(2) if match.re.groups > 1 else "") or "")

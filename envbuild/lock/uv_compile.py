@@ -1,4 +1,4 @@
-"""Runs of `uv pip compile` for one target: the recipe's requirements, or one of them alone."""
+"""Runs of `uv pip compile` for one target: all requirements of the recipe, or one of them alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envbuild.lock.format import LockedPackage
 
 @dataclass(frozen=True, slots=True)
 class UvCompile:
-    """uv with the same indexes, platform and constraints in every run; its files lie in the folder `work`."""
+    """Runs of uv that share indexes, platform and constraints; their files are in the folder `work`."""
 
     work: Path
     environment: Environment
@@ -29,7 +29,7 @@ class UvCompile:
 
     @property
     def pylock(self) -> Path:
-        """The PEP 751 file of the last run that succeeded."""
+        """PEP 751 file of the last successful run."""
         return self.work / "pylock.toml"
 
     def run(
@@ -38,7 +38,7 @@ class UvCompile:
         pins: Iterable[str] = (),
         preferred: Iterable[LockedPackage] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Resolve `requirements` with `pins` as more constraints; `preferred` versions are taken where they fit."""
+        """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
         work, environment = self.work, self.environment
         environment.write_uv_settings(work / "uv.toml", self.indexes)
         (work / "requirements.in").write_text("\n".join(requirements) + "\n")
@@ -47,7 +47,8 @@ class UvCompile:
         command: list[str | Path] = [
             environment.uv, "pip", "compile", work / "requirements.in",
             "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
-            # Any interpreter will do, as nothing is built: uv would search the host for one of --python-version.
+            # Nothing is built, so any interpreter will do; otherwise uv searches the host for one of
+            # --python-version.
             "--python", sys.executable, "--python-version", self.python,
             "--python-platform", self.platform, "--only-binary", ":all:",
             "--format", "pylock.toml", "--output-file", self.pylock,
@@ -64,7 +65,7 @@ class UvCompile:
 
 
 def _preferences(packages: Iterable[LockedPackage]) -> str:
-    """A PEP 751 file naming versions alone: uv prefers what its output file already holds."""
+    """Return a PEP 751 file with versions only: uv prefers the versions in its existing output file."""
     lines = ['lock-version = "1.0"', 'created-by = "envbuild"']
     packages = list(packages)
     if not packages:

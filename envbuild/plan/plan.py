@@ -1,4 +1,4 @@
-"""Recipe + lock + target → plan: what a builder does, in order, with a digest. Pure, no I/O."""
+"""Plan of an artifact, from recipe, lock and target: the ordered steps of the build, with a digest. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One ordered part of an artifact. `digest` covers all that determines its bytes.
+    """One step of a plan: one part of an artifact, in order. `digest` covers all inputs that determine its bytes.
 
-    `kind` is "python" (an interpreter of version `version`), "base" (what an image is built on),
-    "bytecode" (the interpreter that compiles modules for an image), "conda" (a locked conda package),
-    "wheel" (a locked distribution), "source" (built from source), "host" (what the nodes have), "fabric" (the
-    network that must be in use), "trainer" (the bundled ddp_train) or "config" (an image's settings).
+    `kind` is "python" (an interpreter of version `version`), "base" (the base of an image), "bytecode" (the
+    interpreter that compiles modules for an image), "conda" (a locked conda package), "wheel" (a locked
+    distribution), "source" (a source layer), "host" (a layer that the nodes provide), "fabric" (the network that
+    must be in use), "trainer" (the bundled ddp_train) or "config" (the settings of an image).
     """
 
     kind: str
@@ -37,12 +37,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a builder needs. Equal plans give equal artifacts.
+    """All inputs of a build. Equal plans give equal artifacts.
 
-    `packages` are wheels; where there are `conda` packages they are what pip adds to those. `mtime` is the
-    time of an image's files (seconds since 1970), `folder` the recipe's: paths of local base images begin there.
-    `sources` are built from source, in this order; `host_layers` are what the nodes have.
-    `warnings` are those of the lock.
+    `packages` are wheels; with `conda` packages, they are the packages that pip adds. `mtime` is the time of an
+    image's files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative
+    to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
+    are those of the lock.
     """
 
     recipe: str
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of what decides the artifact's content: not where wheels come from, nor how it is verified."""
+        """sha256 over the inputs of the artifact's content; the sources of wheels and the verification do not count."""
         return _digest(
             [
                 FORMAT,
@@ -83,19 +83,22 @@ class Plan:
 
     @property
     def has_torch(self) -> bool:
-        """Whether the artifact has torch: from its locks, from source, or from an existing image that it is built on,
-        whose packages an environment of wheels sees."""
+        """Whether the artifact has torch.
+
+        torch comes from the locks, from source, or from an existing base image: an environment of wheels sees
+        its packages.
+        """
         if self.image is not None and self.image.base != "debian" and not self.conda:
             return True
         names = {one.name for one in self.packages} | {one.name for one in self.sources}
         return "torch" in names or any(one.name == "pytorch" for one in self.conda)
 
     def verify_settings(self) -> dict[str, Any]:
-        """The recipe's [verify] table as plain data, for the artifact's own record."""
+        """Return the recipe's [verify] table as plain data, for the artifact's state and receipt."""
         return asdict(self.verify)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as `envbuild plan --json` prints it."""
+        """Return the plan as `envbuild plan --json` prints it."""
         return {
             "recipe": self.recipe,
             "recipe_digest": self.recipe_digest,
@@ -115,8 +118,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """What decides an image besides recipe and wheel lock: its locked base, the interpreter that makes its
-    bytecode (name, version and magic number; None for no bytecode), and the time of its files (seconds since 1970)."""
+    """Inputs of an image in addition to recipe and wheel lock.
+
+    `base` is the locked base, `compiler` the interpreter that compiles its bytecode (name, version and magic
+    number; None for no bytecode), `mtime` the time of its files (seconds since 1970).
+    """
 
     base: ImageLock
     compiler: str | None
@@ -138,8 +144,11 @@ def make_plan(
     sources: tuple[SourceLayer, ...] = (),
     host_layers: tuple[HostLayer, ...] = (),
 ) -> Plan:
-    """The plan of one artifact: interpreter or base, every locked package by name, what is built from source, then
-    the trainer."""
+    """Return the plan of one artifact.
+
+    Its steps are the interpreter or the base, every locked package by name, the source layers, the host layers,
+    the fabric, the trainer, and the settings of an image.
+    """
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
     layers = _base_layers(image) if image else []
@@ -161,7 +170,7 @@ def make_plan(
         Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path]))
         for one in host_layers
     ]
-    if recipe.fabric != "any":  # what is built says which network it is for
+    if recipe.fabric != "any":  # the artifact records the network that it is for
         layers.append(Step("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
     layers.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:

@@ -1,1 +1,1 @@
-"""Recipes: what an environment shall contain and how it is proven (docs/reference/recipe.md)."""
+"""Recipes: the contents of an environment and the settings of its verification (docs/reference/recipe.md)."""

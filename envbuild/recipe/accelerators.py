@@ -1,6 +1,6 @@
-"""Accelerators: one row for each family of processors that torch is built for. A new family is a row here.
+"""Accelerators: one table row for each family of processors that torch supports. A new family needs only a new row.
 
-Part of the survey that runs inside artifacts: nothing but Python 3.9 is needed.
+This module is part of the survey that runs inside artifacts: it needs nothing but Python 3.9.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A family of accelerators; an empty field means that the family has no such thing.
+    """A family of accelerators; an empty field means that the family does not have the feature.
 
-    Names: `name` is the row's; `title` stands in messages; `tag` matches the names of targets, wheels' local versions
-    (`+cu126`) and PyTorch's indexes, its groups joined by dots are the version; `form` explains it, `usual` are
-    proposed for a misspelt one.
-    torch's build: the `torch_field` of torch.version and the `torch_library` tell what it is for; `wheels` matches the
-    distributions that only such a build needs, conda's build strings begin with `conda_builds`; `conda_virtual` is
-    conda's virtual package; `nccl_wheel` begins the name of the distribution with its NCCL.
-    Hosts: `devices` is the pattern of the files of GPUs, `probe` of any of the driver, both below /dev; `visible` is
-    the variable that restricts a process to some GPUs; `driver_libraries` says whether containers take libraries from
-    the host's driver.
-    Containers: `apptainer` is its option; `docker_request` asks a daemon's GPU runtime, `docker_devices` are passed to
-    a container otherwise; `container_variables` select devices where a runtime's hook reads them. `dockerfile` is the
-    file at the top of the repository.
-    Clusters: `kubernetes` is the resource of pods, `backend` torch's for collectives, `nccl` the name of the
-    library behind it and `net_plugin` how the file of aws-ofi-nccl begins that this library opens.
+    Names: `name` identifies the row; `title` is used in messages; `tag` matches the names of targets, local
+    versions of wheels (`+cu126`) and PyTorch's indexes, and its groups joined by dots are the version; `form`
+    explains the tag; `usual` are suggestions for a misspelled one.
+
+    torch's build: the `torch_field` of torch.version and the `torch_library` identify the accelerator; `wheels`
+    matches the distributions that only such a build needs; conda's build strings begin with `conda_builds`;
+    `conda_virtual` is conda's virtual package; `nccl_wheel` is the prefix of the distribution with its NCCL.
+
+    Hosts: `devices` is the pattern of the device files of GPUs, `probe` that of any file of the driver, both below
+    /dev; `visible` is the variable that restricts a process to some GPUs; `driver_libraries` tells whether
+    containers use libraries of the host's driver.
+
+    Containers: `apptainer` is its option; `docker_request` requests a daemon's GPU runtime, otherwise
+    `docker_devices` are passed to a container; `container_variables` select devices for the hooks of container
+    runtimes. `dockerfile` is the file at the top of the repository.
+
+    Clusters: `kubernetes` is the resource of pods, `backend` torch's backend for collectives, `nccl` the name of
+    the library behind it, and `net_plugin` the prefix of the aws-ofi-nccl file that this library opens.
     """
 
     name: str
@@ -85,7 +89,7 @@ CUDA = Accelerator(
     driver_libraries=True,
     apptainer="--nv",
     docker_request=True,
-    # Read by enroot's hook 98-nvidia.sh and by NVIDIA's container runtime.
+    # enroot's hook 98-nvidia.sh and NVIDIA's container runtime read these.
     container_variables=(
         ("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility"),
     ),
@@ -93,9 +97,9 @@ CUDA = Accelerator(
     kubernetes="nvidia.com/gpu",
     net_plugin="libnccl-net",
 )  # fmt: skip
-# Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques" (variable);
-# apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource); aws-ofi-nccl, src/Makefile.am of v1.18.0. torch calls
-# RCCL nccl, and brings it in its wheels.
+# Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques"
+# (variable); apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource); aws-ofi-nccl, src/Makefile.am of
+# v1.18.0. torch calls RCCL nccl, and its wheels contain RCCL.
 ROCM = Accelerator(
     "rocm", "ROCm", r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)", "rocmN.N (rocm6.4)",
     ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
@@ -117,7 +121,7 @@ ACCELERATORS = {one.name: one for one in (CPU, CUDA, ROCM)}
 
 
 def accelerator_of(tag: str) -> Accelerator | None:
-    """Return the family of the tag `cu126`; None where no family has such tags."""
+    """Return the family of the tag `cu126`, or None when no family has such tags."""
     return next((one for one in ACCELERATORS.values() if re.fullmatch(one.tag, tag)), None)
 
 
@@ -127,5 +131,5 @@ def gpu_families() -> list[Accelerator]:
 
 
 def torch_index(tag: str) -> str:
-    """Return the address of PyTorch's index of wheels for `cu126`."""
+    """Return the URL of PyTorch's wheel index for `cu126`."""
     return f"https://download.pytorch.org/whl/{tag}"

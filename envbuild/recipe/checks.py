@@ -1,11 +1,11 @@
-"""Checks of single recipe values: each returns what is wrong, or None."""
+"""Checks of single recipe values: each returns a description of the mistake, or None."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import urlsplit
 
-# The ordinary `name` or `name[extra]==1.2.3+local`, told apart without importing packaging.
+# Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
 _ORDINARY = re.compile(
     r"[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*(?:\[[A-Za-z0-9]+\])?"
     r"(?:==[0-9]+(?:\.[0-9]+)*(?:(?:a|b|rc)[0-9]+)?(?:\.post[0-9]+)?(?:\.dev[0-9]+)?"
@@ -16,11 +16,11 @@ _SITE = "which index or mirror serves a file is the site's affair; write name==v
 
 
 def requirement_problem(text: str) -> str | None:
-    """Why `text` is not a requirement of a recipe: a name with specifiers, extras, markers."""
-    file = text.endswith((".whl", ".zip", ".tar.gz"))  # in letters a project name, to pip a file
+    """Return why `text` is not a requirement of a recipe (a name with specifiers, extras, markers), or None."""
+    file = text.endswith((".whl", ".zip", ".tar.gz"))  # valid as a name, but a file to pip
     if _ORDINARY.fullmatch(text) and not file:
         return None
-    # An option's value and an address are not repeated: they may hold a password.
+    # The messages leave out an option's value and a URL: they may hold a password.
     option = re.match(r"\s*(--?[a-z-]*)", text)
     if option:
         return f"an option of pip ({option[1]}), not a requirement: {_SITE}"
@@ -41,7 +41,7 @@ def requirement_problem(text: str) -> str | None:
 
 
 def requirement_parts(text: str) -> tuple[str, str]:
-    """The normalised project name of a requirement, and its specifiers and marker as one word."""
+    """Return the normalised project name of a requirement, and its specifiers and marker without spaces."""
     found = _START.fullmatch(text.strip())
     if found is None:
         return text, ""
@@ -50,14 +50,14 @@ def requirement_parts(text: str) -> tuple[str, str]:
 
 
 def index_problem(url: str) -> str | None:
-    """Why `url` is not the address of an index. Never repeats it: it may hold a password."""
-    # Also where there is no scheme, or a wrong one, the password is the worse mistake.
+    """Return why `url` is not the URL of an index, or None. The text never repeats the URL: it may hold a password."""
+    # This check comes first: a password is a worse mistake than a missing or wrong scheme.
     if "@" in re.split(r"[/?#]", url.partition("://")[2] or url, maxsplit=1)[0]:
         return "holds a user name or password; a recipe is shared: credentials belong to the site"
     try:
         parts = urlsplit(url)
         port_is_good = parts.port is None or parts.port > 0
-    except ValueError:  # its text holds a part of the URL
+    except ValueError:  # the text of the error holds a part of the URL
         return "not a URL"
     if not url.isprintable() or " " in url:
         return "not a URL: holds blanks or unprintable characters"
@@ -70,7 +70,10 @@ def index_problem(url: str) -> str | None:
 
 
 def base_problem(text: str) -> str | None:
-    """Why `text` is not a base image: `debian`, or an image by registry, daemon, archive or layout."""
+    """Return why `text` is not a base image, or None.
+
+    A base image is `debian`, or an image in a registry, daemon, archive or layout.
+    """
     if text == "debian":
         return None
     kind, _, rest = text.partition(":")
@@ -89,7 +92,7 @@ def base_problem(text: str) -> str | None:
 
 
 def variable_problem(name: str) -> str | None:
-    """Why `name` is not the name of an environment variable that an image may set."""
+    """Return why `name` is not the name of an environment variable that an image may set, or None."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         return f"{name!r} is not the name of an environment variable"
     return None

@@ -1,4 +1,4 @@
-"""`[conda]`: what a conda environment, or an image that holds one, is made of."""
+"""The `[conda]` table: contents of a conda environment, or of an image with one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envbuild.recipe.checks import index_problem, requirement_problem
 if TYPE_CHECKING:
     from envbuild.toml import Document, Problem
 
-# conda's default `channel_alias`: where a channel that is only a name lies. Sites mirror it in site.toml.
+# conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"
 _NAMED_CHANNEL = re.compile(
     r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?"
@@ -21,7 +21,7 @@ _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?P<rest>.*)", re.S)
 
 
 def channel_problem(text: str) -> str | None:
-    """Why `text` is not a channel: a name on conda's own server, or a URL. Never repeats a URL."""
+    """Return why `text` is not a channel (a name on conda's own server, or a URL), or None. Never repeats a URL."""
     if "://" in text or "@" in text:
         if re.search(r"/t/[^/]+/", text):
             return "holds a token; a recipe is shared: credentials belong to the site"
@@ -32,7 +32,7 @@ def channel_problem(text: str) -> str | None:
 
 
 def spec_problem(text: str) -> str | None:
-    """Why `text` is not a conda match spec, judged by its form; the solver's parser judges the rest."""
+    """Return why `text` does not have the form of a conda match spec, or None; the solver's parser checks the rest."""
     if "://" in text or "::" in text or "@" in text:
         return "names a channel or an address: channels stand in `channels`, in their order"
     found = _SPEC.fullmatch(text)
@@ -77,12 +77,12 @@ class CondaTable:
 
 
 def channel_url(channel: str) -> str:
-    """The URL under which a channel's packages are known, whichever mirror serves them."""
+    """Return a channel's canonical URL, whichever mirror serves its packages."""
     return channel.rstrip("/") if "://" in channel else f"{CHANNEL_ALIAS}/{channel}"
 
 
 def conda_mistakes(document: Document) -> Iterator[Problem]:
-    """conda parts without which others make no sense."""
+    """Yield conda settings that are missing or that have no effect without others."""
     conda = document.data.get("conda")
     has = isinstance(conda, dict) and bool(conda.get("dependencies"))
     if document.data.get("environment") == "conda":

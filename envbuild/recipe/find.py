@@ -1,4 +1,4 @@
-"""Where recipes are looked for: ./recipes, the site's folders, the user's, the shipped ones."""
+"""Search for recipes: in ./recipes, the site's folders, the user's, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE_NAME = "recipe.toml"
 
 @dataclass(frozen=True)
 class ListedRecipe:
-    """One recipe in a search folder; a broken one has its `error` in place of the recipe."""
+    """One recipe in a search folder; an invalid one has an `error` instead of `loaded`."""
 
     name: str
     path: Path
@@ -30,34 +30,34 @@ class ListedRecipe:
 
 
 def shipped_folder() -> Path:
-    """The recipes that come with envbuild: inside an installed wheel, or at a checkout's top."""
+    """Return the folder of the shipped recipes: inside an installed wheel, or at the top of a checkout."""
     return shipped("recipes")
 
 
 def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:
-    """The folders to look in, first match wins; some may not exist."""
+    """Return the folders to search, in order of precedence; some may not exist."""
     wanted = [Path("recipes"), *site_folders, *_user_folders(), shipped_folder()]
     found: dict[Path, Path] = {}
-    for folder in wanted:  # at the top of a checkout ./recipes is the shipped folder too
+    for folder in wanted:  # at the top of a checkout, ./recipes is also the shipped folder
         found.setdefault(folder.absolute(), folder)
     return list(found.values())
 
 
 def _user_folders() -> list[Path]:
     config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    if not config.is_absolute():  # the XDG specification: ignore it then
+    if not config.is_absolute():  # the XDG specification requires to ignore a relative path
         try:
             config = Path.home() / ".config"
-        except RuntimeError:  # a container's user without a home
+        except RuntimeError:  # for example a container's user without a home
             return []
     return [config / "envbuild" / "recipes"]
 
 
 def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
-    """The recipe file that `name_or_path` means.
+    """Return the recipe file that `name_or_path` refers to.
 
-    What holds a path separator or ends in .toml is the path of a recipe file or of its folder;
-    anything else is a name to look for in `folders`. Raises UsageError when there is no such file.
+    A value with a path separator or the suffix .toml is the path of a recipe file or of its folder; any other
+    value is a name to search for in `folders`. Raises UsageError when there is no such file.
     """
     if "/" in name_or_path or name_or_path.endswith(".toml") or name_or_path in (".", ".."):
         path = Path(name_or_path)
@@ -68,7 +68,7 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
         return file
     for folder in folders if name_or_path else ():
         file = folder / name_or_path / FILE_NAME
-        if os.path.lexists(file.parent):  # a search folder that may not be entered hides no other
+        if os.path.lexists(file.parent):  # an inaccessible search folder must not hide others
             _check_readable(file)
         if _is_file(file):
             return file
@@ -79,8 +79,10 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
 
 
 def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
-    """The target `name` of the recipe, see `LoadedRecipe.target`. Raises UsageError, which names the recipes in
-    `folders` that have the target where this one has not."""
+    """Return the target `name` of the recipe, as `LoadedRecipe.target`.
+
+    Raises UsageError; if the recipe lacks the target, the error names the recipes in `folders` that have it.
+    """
     try:
         return loaded.target(name)[0]
     except UsageError:
@@ -97,7 +99,7 @@ def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path
 
 
 def command_word(recipe: LoadedRecipe) -> str:
-    """`recipe` as a command line names it here: its name where that finds this file, else its path."""
+    """Return the shell word for `recipe` in a command: its name if that finds this file, else its path."""
     name, path = recipe.recipe.name, recipe.path
     with contextlib.suppress(UsageError, OSError):
         if find_recipe(name, search_folders()).samefile(path):
@@ -108,7 +110,7 @@ def command_word(recipe: LoadedRecipe) -> str:
 
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
-    """Every recipe in `folders`, by name; the first folder wins where two have the same name."""
+    """Return every recipe in `folders`, sorted by name; of two with the same name, the first folder's wins."""
     found = []
     for name, path in sorted(_by_name(folders).items()):
         try:
@@ -123,7 +125,7 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
     for folder in folders:
         try:
             entries = sorted(entry.name for entry in os.scandir(folder))
-        except OSError:  # not there, or not ours to read: the next one
+        except OSError:  # missing or not readable
             continue
         for name in entries:
             if _is_file(folder / name / FILE_NAME):
@@ -132,7 +134,7 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _check_readable(file: Path) -> None:
-    """Raise UsageError where the permissions of a folder or of `file` itself keep it from being read."""
+    """Raise UsageError when the permissions of `file` or of one of its parent folders prevent reading it."""
     try:
         if stat.S_ISREG(file.stat().st_mode):
             file.open("rb").close()
@@ -143,7 +145,7 @@ def _check_readable(file: Path) -> None:
             f"ask the owner of {closed} for permission to {'read' if closed == file else 'enter'} it",
         ) from None
     except OSError:
-        return  # not there: said by the caller
+        return  # the caller reports a missing file
 
 
 def _searched(folder: Path) -> str:
@@ -157,5 +159,5 @@ def _may_enter(folder: Path) -> bool:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # in a folder that may not be entered, or too long a name
+    except OSError:  # the folder is inaccessible, or the name too long
         return False

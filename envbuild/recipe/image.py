@@ -1,4 +1,4 @@
-"""`[image]` in a recipe."""
+"""The `[image]` table of a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envbuild.toml import Document, Problem
 
 @dataclass(frozen=True)
 class ImageTable:
-    """`[image]`: what container images (docker, enroot, apptainer) are built on."""
+    """`[image]`: the base and the settings of container images (docker, enroot, apptainer)."""
 
     base: str = field(
         default="debian",
@@ -81,7 +81,7 @@ class ImageTable:
 
 
 def image_mistakes(document: Document) -> Iterator[Problem]:
-    """Keys of [image] that do not go with its base, and Pythons that no known Debian release has."""
+    """Yield keys of [image] that its base does not support, and a missing interpreter of an existing base."""
     image = document.data.get("image", {})
     if not isinstance(image, dict):
         return

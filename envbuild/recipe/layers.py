@@ -1,4 +1,7 @@
-"""`[layers.NAME]`: what comes into an artifact besides packages: libfabric, NCCL, its plugin, Horovod, own sources."""
+"""The `[layers.NAME]` tables: parts of an artifact other than packages.
+
+Examples are libfabric, NCCL, its plugin, Horovod, and the user's own sources.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ _OPTION = re.compile(r"\S[^\n\x00]*")
 
 
 def layer_name_problem(name: str) -> str | None:
-    """Why `name` is not the name of a layer."""
+    """Return why `name` is not the name of a layer, or None."""
     if _NAME.fullmatch(name):
         return None
     return f"{name!r} is not a layer's name: lower-case letters, digits and . _ + -"
 
 
 def option_problem(text: str) -> str | None:
-    """Why `text` is not one option of a configure script, or one variable of a make run."""
+    """Return why `text` is not one option of a configure script or one variable of make, or None."""
     return None if _OPTION.fullmatch(text) else f"{text!r} is not one option on one line"
 
 
 def patch_problem(text: str) -> str | None:
-    """Why `text` is not a file below the recipe's folder."""
+    """Return why `text` is not a file below the recipe's folder, or None."""
     parts = text.split("/")
     if not text or text.startswith("/") or ".." in parts or not text.isprintable():
         return f"{text!r} is not a file below the recipe's folder"
@@ -39,7 +42,7 @@ def patch_problem(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """`[layers.NAME]`: one thing that is built from source, replaced by a wheel, or taken from the host."""
+    """`[layers.NAME]`: one layer that is built from source, replaced by a wheel, or provided by the host."""
 
     version: str = field(
         metadata={
@@ -123,19 +126,19 @@ class LayerTable:
     )
 
     def for_target(self, target: str) -> bool:
-        """Whether `target` gets this layer."""
+        """Return whether `target` gets this layer."""
         return not self.targets or target in self.targets
 
 
 def kind_of(name: str, table: LayerTable) -> str:
-    """ "source", "wheel" or "host" of the layer called `name`."""
+    """Return the kind of the layer `name`: "source", "wheel" or "host"."""
     if table.kind != "default":
         return table.kind
     return "wheel" if name == "nccl" else "source"
 
 
 def layer_mistakes(document: Document) -> Iterator[Problem]:
-    """Keys of [layers.NAME] that do not go together, and names of layers and targets that are not there."""
+    """Yield keys of [layers.NAME] that conflict, and names of layers and targets that do not exist."""
     layers = document.data.get("layers")
     if not isinstance(layers, dict):
         return

@@ -1,4 +1,4 @@
-"""Read one recipe file, choose a target of it, and fingerprint it."""
+"""Read a recipe file, select one of its targets, and compute its fingerprints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envbuild.toml import Document, Problem, decode, nearest, read
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe without mistakes, and the file it came from."""
+    """A valid recipe and its file."""
 
     recipe: Recipe
     path: Path
@@ -27,23 +27,23 @@ class LoadedRecipe:
 
     @property
     def folder(self) -> Path:
-        """The folder of the recipe file."""
+        """Folder of the recipe file."""
         return self.path.parent
 
     @cached_property
     def digest(self) -> str:
-        """`sha256:...` over all that the recipe says, whatever its layout and comments."""
+        """`sha256:...` over the recipe's values, independent of layout and comments."""
         return _digest(dataclasses.asdict(self.recipe))
 
     def where(self, *keys: str | int) -> str:
-        """`FILE:LINE:COL` of a key of the file."""
+        """Return `FILE:LINE:COL` of a key of the file."""
         return self.document.where(*keys)
 
     def target(self, name: str | None = None) -> tuple[Target, TargetTable]:
-        """The target called `name`; without a name, the one that suits this host.
+        """Return the target `name`; without a name, the target for this host.
 
-        That is `cpu` on the host's architecture, or else the only target with this architecture.
-        Raises UsageError when the recipe has no such target.
+        That is `cpu` on the host's architecture, else the only target with this architecture. Raises UsageError
+        when the recipe has no such target.
         """
         recipe, names = self.recipe, list(self.recipe.targets)
         if name is None:
@@ -64,7 +64,7 @@ class LoadedRecipe:
         return Target.parse(name), recipe.targets[name]
 
     def image_digest(self, target: Target) -> str:
-        """`sha256:...` over what decides the image lock of `target`, and nothing else."""
+        """Return `sha256:...` over the inputs of the image lock of `target`, and nothing else."""
         recipe, image = self.recipe, self.recipe.image
         what: dict[str, Any] = {
             "target": target.name,
@@ -73,12 +73,12 @@ class LoadedRecipe:
             "suite": image.suite,
             "packages": image.packages,
         }
-        if recipe.environment == "conda":  # its base has no Python of its own
+        if recipe.environment == "conda":  # the base then has no Python
             what |= {"environment": "conda"}
         return _digest(what)
 
     def conda_digest(self, target: Target) -> str:
-        """`sha256:...` over what decides the conda lock of `target`, and nothing else."""
+        """Return `sha256:...` over the inputs of the conda lock of `target`, and nothing else."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
             {
@@ -94,7 +94,7 @@ class LoadedRecipe:
         )
 
     def resolution_digest(self, target: Target) -> str:
-        """`sha256:...` over what decides the lock of `target`, and nothing else.
+        """Return `sha256:...` over the inputs of the wheel lock of `target`, and nothing else.
 
         Raises UsageError when the recipe has no such target.
         """
@@ -112,10 +112,10 @@ class LoadedRecipe:
         return _digest(what)
 
     def nccl_wheel(self, target: Target) -> str | None:
-        """The version of NCCL's wheel that `[layers.nccl]` puts in the place of torch's pin, as PyPI writes it.
+        """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.
 
-        None for targets whose NCCL has no wheel of its own, and where it is not replaced. NCCL's own releases are
-        called 2.26.2-1, where PyPI has 2.26.2.
+        Returns None if the target's NCCL has no wheel of its own, or if the pin is not replaced. NCCL's release
+        2.26.2-1 is 2.26.2 on PyPI.
         """
         table = self.recipe.layers.get("nccl")
         if table is None or not target.family.nccl_wheel or not table.for_target(target.name):
@@ -124,7 +124,7 @@ class LoadedRecipe:
 
 
 def load_recipe(path: Path) -> LoadedRecipe:
-    """The recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
+    """Return the recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
     document = read(path)
 
     def check(document: Document) -> Iterator[Problem]:
@@ -138,7 +138,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:
-    """A recipe is found by its folder's name, so another name inside would only mislead."""
+    """Yield a `name` that differs from the folder's: recipes are found by their folder, so it would mislead."""
     path, name = document.path.absolute(), document.data.get("name")
     if path.name != "recipe.toml" or path.parent.parent.name != "recipes":
         return
@@ -147,7 +147,7 @@ def _wrong_folder(document: Document) -> Iterator[Problem]:
 
 
 def _digest(data: dict[str, Any]) -> str:
-    # Imported here: only what compares or writes locks needs them.
+    # Imported here: only commands that compare or write locks need these modules.
     import hashlib
     import json
 

@@ -1,4 +1,4 @@
-"""What a recipe may say; docs/reference/recipe.md explains it, docs/recipe.schema.json tells editors."""
+"""Data model of a recipe; docs/reference/recipe.md explains it, docs/recipe.schema.json describes it to editors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from envbuild.toml import Document, Keys, Problem
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
-# The manylinux levels that uv's --python-platform knows.
+# manylinux levels that uv's --python-platform supports.
 GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
 
 
 @dataclass(frozen=True)
 class TargetTable:
-    """`[targets.NAME]`: what one target adds to the common part."""
+    """`[targets.NAME]`: a target's additions to the common part."""
 
     requirements: tuple[str, ...] = field(
         default=(),
@@ -66,7 +66,7 @@ class TargetTable:
 
 @dataclass(frozen=True)
 class VerifyTable:
-    """`[verify]`: the distributed training that proves an artifact."""
+    """`[verify]`: the distributed training that verifies an artifact."""
 
     nodes: int = field(
         default=2, metadata={"doc": "Nodes that train together.", "minimum": 1, "example": 2}
@@ -108,7 +108,7 @@ class VerifyTable:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole recipe."""
+    """A complete recipe."""
 
     name: str = field(
         metadata={
@@ -190,9 +190,9 @@ class Recipe:
 
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
-    """Projects that a target gets twice with different specifiers.
+    """Yield projects that a target requires twice with different specifiers.
 
-    Works on data that may have other mistakes, so that all are reported at once.
+    The data may contain other mistakes, so that all mistakes are reported at once.
     """
     common = _strings(document.data, ("requirements",))
     targets = document.data.get("targets")
@@ -206,13 +206,13 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
             name, rest = requirement_parts(text)
             before, earlier = first.setdefault(name, (keys, text))
             other = requirement_parts(earlier)[1]
-            # Two markers may well exclude each other: pip's way to choose a version.
+            # Two markers may exclude each other, which is pip's way to select a version.
             if rest != other and not (";" in rest and ";" in other):
                 yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
 
 
 def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:
-    """The good requirements in the array at the end of `keys`, each with its own keys."""
+    """Return the valid requirements in the array at the end of `keys`, each with its own keys."""
     entries = table.get(keys[-1]) if isinstance(table, dict) else None
     return [
         ((*keys, index), text)

@@ -1,4 +1,4 @@
-"""`python -m envbuild.recipe.schema > docs/recipe.schema.json`: the recipe's schema for editors."""
+"""JSON schema of recipes for editors: `python -m envbuild.recipe.schema > docs/recipe.schema.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envbuild.toml import json_schema
 
 
 def render() -> str:
-    """The text of docs/recipe.schema.json."""
+    """Return the text of docs/recipe.schema.json."""
     schema = json_schema(Recipe, id="urn:envbuild:recipe", title="envbuild recipe")
     return json.dumps(schema, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""What is built from source for an artifact: described so that every builder makes the same of it."""
+"""Source layers of an artifact, specified so that every build gives the same result."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Patch:
 class SourceLayer:
     """One layer that is built from source.
 
-    `system` is "autotools", "make" or "wheel". `url` is where the archive comes from, `sha256` (hexadecimal) says
-    which one it is. `configure` holds options of configure (autotools) or variables of make, all of them: nothing is
-    left to what the build machine happens to have. In options {prefix} stands for the artifact's environment,
-    {NAME} for where the layer NAME is, {cuda} for CUDA's headers. `requires` are layers that come before.
-    `tools` are programs that a build needs, `packages` the Debian packages that have them and libraries.
-    `licences` are patterns of licence files in the source. `check` is a command of the artifact, with its arguments,
-    that shows that the layer works. `environment` is what the build depends on besides: the compiler of a host,
-    the digest of a builder image, the packages that a Python project is compiled against; "" until it is known.
-    `build` are the wheels that the build of a Python project runs: pip, setuptools, cmake.
+    `system` is "autotools", "make" or "wheel". `url` is the source of the archive, `sha256` (hexadecimal)
+    identifies it. `configure` holds all options of configure (autotools) or all variables of make, so that
+    nothing depends on the build host. In options, {prefix} is the artifact's environment, {NAME} the path of the
+    layer NAME, and {cuda} the path of CUDA's headers. `requires` are layers that are built first. `tools` are
+    programs that a build needs, `packages` the Debian packages with these programs and with libraries.
+    `licences` are patterns of licence files in the source. `check` is a command of the artifact, with arguments,
+    that tests the layer. `environment` names the build's other inputs: the compiler of a host, the digest of a
+    builder image, the packages that a Python project is compiled against; it is "" until they are known.
+    `wheels` are wheels that the build reads. `build` are wheels that the build of a Python project runs: pip,
+    setuptools, cmake.
     """
 
     name: str
@@ -58,20 +59,20 @@ class SourceLayer:
 
     @property
     def digest(self) -> str:
-        """`sha256:…` of all that decides the layer's files, but for the layers that it requires."""
+        """`sha256:…` over all inputs of the layer's files, except the contents of the layers that it requires."""
         content = [
             "source", 1, self.name, self.version, self.target, self.system, self.sha256, self.configure,
             [patch.sha256 for patch in self.patches], self.requires,
             [[wheel.name, wheel.version] for wheel in self.wheels], self.packages, self.environment,
         ]  # fmt: skip
-        if self.build:  # a layer without them has the digest that it always had
+        if self.build:  # keeps the digest of layers without build wheels unchanged
             content.append([[wheel.name, wheel.version] for wheel in self.build])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class HostLayer:
-    """A layer that the nodes have at `path` (libfabric of a Slingshot system)."""
+    """A layer that the nodes provide at `path` (libfabric of a Slingshot system)."""
 
     name: str
     version: str

@@ -1,4 +1,4 @@
-"""Targets: the accelerator and the CPU architecture that an environment is for."""
+"""Targets: the accelerator and the CPU architecture of an environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Target:
 
     @classmethod
     def parse(cls, name: str) -> Target:
-        """The target called `name`. Raises UsageError when that is not a target's name."""
+        """Return the target called `name`. Raises UsageError for an invalid name."""
         problem = target_problem(name)
         if problem is not None:
             raise UsageError(f"{name!r} is {problem}")
@@ -39,12 +39,12 @@ class Target:
 
     @property
     def table(self) -> str:
-        """`[targets.cpu-x86_64]`, the table of a recipe; a name with a dot is quoted in TOML."""
+        """Heading of the target's table in a recipe: `[targets.cpu-x86_64]`, with quotes if the name has a dot."""
         return f'[targets."{self.name}"]' if "." in self.name else f"[targets.{self.name}]"
 
     @property
     def family(self) -> Accelerator:
-        """The row of the accelerator: cpu, cuda, …"""
+        """Table row of the accelerator: cpu, cuda, …"""
         found = accelerator_of(self.accelerator)
         assert found is not None, self.accelerator
         return found
@@ -55,7 +55,7 @@ class Target:
         return self.family.version(self.accelerator)
 
     def platform(self, glibc: str) -> str:
-        """The platform as uv's --python-platform spells it: `x86_64-manylinux_2_28`."""
+        """Return the platform in the spelling of uv's --python-platform: `x86_64-manylinux_2_28`."""
         return f"{self.arch}-manylinux_{glibc.replace('.', '_')}"
 
     @property
@@ -65,7 +65,7 @@ class Target:
 
 
 def target_problem(name: str) -> str | None:
-    """Why `name` is not the name of a target; None when it is one."""
+    """Return why `name` is not the name of a target, or None."""
     tag, _, arch = name.partition("-")
     if arch in ARCHES and accelerator_of(tag) is not None:
         return None
@@ -75,7 +75,7 @@ def target_problem(name: str) -> str | None:
     close = closest(name.lower(), usual)
     if "." not in name and accelerator_of(
         f"{name}.0"
-    ):  # TOML takes the rest for a key of another table
+    ):  # TOML reads the rest as a key of another table
         return f'not a target; quote a name with a dot: [targets."{name}.N-{ARCHES[0]}"]'
     *first, last = (one.form for one in ACCELERATORS.values())
     form = f"not a target: expected ACCELERATOR-ARCH, of {', '.join(first)} or {last}, {' or '.join(ARCHES)}"
@@ -83,6 +83,6 @@ def target_problem(name: str) -> str | None:
 
 
 def host_arch() -> str:
-    """This machine's architecture as targets spell it (other machines: as the kernel does)."""
+    """Return this machine's architecture in the spelling of targets (for other machines: the kernel's spelling)."""
     machine = os.uname().machine.lower()
     return _ARCH_ALIASES.get(machine, machine)

@@ -1,6 +1,6 @@
-"""What a build of torch is for, told from its files without importing it.
+"""Accelerator that a torch build is for, read from torch's files without importing it.
 
-Part of the survey that runs inside artifacts: nothing but Python 3.9 is needed.
+This module is part of the survey that runs inside artifacts: it needs nothing but Python 3.9.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from envbuild.recipe.accelerators import accelerator_of, gpu_families
 
 VERSION_FILE = "torch/version.py"
-# torch/version.py has a few lines; what is longer is none.
+# torch/version.py has a few lines; a larger file is a different file.
 MAX_VERSION_FILE = 64 << 10
 # `cuda: Optional[str] = '12.6'` in one release, `cuda = '12.6'` in others; `hip = '6.4.43482-0f2d60242'`.
 _FIELD = r"^{}\b[^=\n]*=\s*['\"]([0-9.]+)[^'\"\n]*['\"]"
 
 
 def torch_libraries() -> set[str]:
-    """Return the names of torch's own libraries for accelerators: conda has them in lib, wheels in torch/lib."""
+    """Return the names of torch's accelerator libraries: conda installs them in lib, wheels in torch/lib."""
     return {one.torch_library for one in gpu_families()}
 
 
@@ -30,7 +30,7 @@ def torch_builds(text: str) -> dict[str, str]:
 
 
 def survey_builds(survey: Collection[str]) -> dict[str, str]:
-    """Return the same from the names that a survey has, `cuda=12.6` among them."""
+    """Return the accelerators that torch was built for from the entries of a survey, such as `cuda=12.6`."""
     pairs = (one.partition("=") for one in survey)
     return {name: version for name, equals, version in pairs if equals}
 
@@ -38,10 +38,9 @@ def survey_builds(survey: Collection[str]) -> dict[str, str]:
 def accelerator_fault(
     target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool
 ) -> str | None:
-    """Return why a torch that was built for `builds`, with `libraries` of accelerators, does not suit `target`.
+    """Return why a torch that was built for `builds`, with accelerator `libraries`, does not suit `target`, or None.
 
-    Without `exact` only the major version counts: conda's builds of one major version stand in for each other.
-    Returns None where it suits.
+    Without `exact` only the major version counts: conda builds of one major version are interchangeable.
     """
     tag = target.partition("-")[0]
     wanted = accelerator_of(tag)
@@ -53,7 +52,7 @@ def accelerator_fault(
     found = builds.get(wanted.torch_field)
     if found is None or wanted.torch_library not in libraries:
         return f"has no {title} in it, and {target} needs {title} {version}"
-    parts = 2 if exact else 1  # a release of HIP has more of them than its target
+    parts = 2 if exact else 1  # a HIP version has more components than its target
     if found.split(".")[:parts] == version.split(".")[:parts]:
         return None
     return f"is built for {title} {found}, and {target} is for {title} {version}"

@@ -1,4 +1,4 @@
-"""Where conda, mamba and micromamba look for environments by name."""
+"""Search path of conda, mamba and micromamba for environments by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from envbuild.errors import UsageError
 
 
 def named_prefix(name: str, env: Mapping[str, str]) -> Path:
-    """The folder of the environment called `name`: in the first of conda's envs_dirs that the variables tell.
+    """Return the folder of the environment called `name`, in the first envs folder that the variables name.
 
-    That is CONDA_ENVS_DIRS or CONDA_ENVS_PATH, the envs folder of the installation that CONDA_EXE or
-    MAMBA_ROOT_PREFIX names, or ~/.conda/envs. Raises UsageError for what is no name.
+    The candidates are CONDA_ENVS_DIRS or CONDA_ENVS_PATH, the envs folder of the installation of CONDA_EXE (if
+    it is writable) or of MAMBA_ROOT_PREFIX, and ~/.conda/envs. Raises UsageError for an invalid name.
     """
     if not re.fullmatch(r"[^\s/#:.][^\s/#:]*", name) or name in ("base", "root"):
         raise UsageError(
@@ -31,7 +31,7 @@ def _folder(env: Mapping[str, str]) -> Path:
             return Path(first)
     if program := env.get("CONDA_EXE"):  # ROOT/bin/conda
         envs = Path(program).parent.parent / "envs"
-        if os.access(envs, os.W_OK):  # a site's conda is often for reading only
+        if os.access(envs, os.W_OK):  # the conda of a site is often read-only
             return envs
     if root := env.get("MAMBA_ROOT_PREFIX"):
         return Path(root) / "envs"

@@ -1,4 +1,4 @@
-"""What a site says in all, key by key, and where each value is from."""
+"""Effective settings of a site, key by key, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of a site: its `table` ("" at the top), `key`, and `origin`, a file, a variable or "default"."""
+    """One value of a site: its `table` ("" at the top), `key`, and `origin` (a file, a variable or "default")."""
 
     table: str
     key: str
@@ -26,14 +26,14 @@ class Value:
 
     @property
     def given(self) -> bool:
-        """Whether somebody said it."""
+        """Whether the value is set explicitly."""
         return self.origin != _DEFAULT
 
 
 def in_force(
     name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
 ) -> tuple[JobSite, list[Value]]:
-    """The site called `name` (None: the one in force), and every value as it is written, passwords in URLs hidden.
+    """Return the site called `name` (None: the effective one) and all its values, with passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """
@@ -55,7 +55,7 @@ def in_force(
 def _top(
     name: str | None, env: Mapping[str, str], settings: list[tuple[Path, SiteFile]], etc: Path
 ) -> list[Value]:
-    """The keys that say where packages come from. A named site is one file; else load_site decides."""
+    """Return the keys about the sources of packages. A named site is one file; otherwise load_site decides."""
     found: dict[tuple[str, str], Value] = {}
 
     def say(table: str, key: str, value: Any, origin: str) -> None:
@@ -90,7 +90,7 @@ def _file(origin: Path | None) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """`value` as JSON has it, without passwords."""
+    """Return `value` in JSON's types, without passwords."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The site where jobs run: the tables of a site file that tell of its scheduler, nodes and paths, and who says so."""
+"""Site of a job: the tables of a site file about scheduler, nodes and paths, with the origin of each key."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ TABLES = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "f
 
 @dataclass(frozen=True, slots=True)
 class JobSite:
-    """Where jobs run. `files` are the site files that were read; `said` names each key that one of them sets,
-    as `[table] key`, with the file that does."""
+    """Site of a job.
+
+    `files` are the site files that were read; `said` maps each key that one of them sets, as `[table] key`, to
+    that file.
+    """
 
     name: str
     files: tuple[Path, ...] = ()
@@ -43,14 +46,14 @@ class JobSite:
     said: Mapping[str, Path] = field(default_factory=dict)
 
     def origin(self, table: str, key: str) -> str:
-        """Where the value of `key` in [`table`] is from, for people."""
+        """Return the origin of `key` in [`table`], for messages."""
         place = f"[{table}] {key}"
         file = self.said.get(place)
         return f"{place} of {file}" if file else f"default of {place}"
 
 
 def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
-    """Where named sites are looked for: the project's, the user's, the system's, the shipped ones."""
+    """Return the folders to search for named sites: the project's, the user's, the system's, and the shipped one."""
     home = Path(env.get("HOME") or Path.home())
     config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
     return [
@@ -62,14 +65,14 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
 
 
 def shipped_sites() -> Path:
-    """The sites that come with envbuild: inside an installed wheel, or at a checkout's top."""
+    """Return the folder of the shipped sites: inside an installed wheel, or at the top of a checkout."""
     return shipped("sites")
 
 
 def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
-    """The site file that `name` means: a path when it has a separator or ends in .toml, else a name to look for.
+    """Return the site file `name`: a path if it has a separator or ends in .toml, else a name to search for.
 
-    Raises UsageError when there is none.
+    Raises UsageError when the file does not exist.
     """
     if "/" in name or name.endswith(".toml"):
         if not os.path.isfile(name):
@@ -77,7 +80,7 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
         return Path(name)
     folders = site_folders(env, etc=etc)
     for folder in folders:
-        # Not Path.is_file, which raises for a name that is too long and for a folder that may not be read.
+        # Not Path.is_file, which raises for a name that is too long and for an unreadable folder.
         if name and os.path.isfile(folder / f"{name}.toml"):
             return folder / f"{name}.toml"
     known = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
@@ -88,15 +91,15 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
 
 
 def load_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
-    """The site called `name`, see `read_job_site`, with the caller's name for `{user}` in [paths] and mounts."""
+    """Return the site called `name` (see `read_job_site`), with the user's name for `{user}` in [paths] and mounts."""
     return _filled(read_job_site(name, env, etc=etc), env)
 
 
 def read_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> JobSite:
-    """The site called `name` (or at that path) as it is written; for None what $ENVBUILD_SITE names, else
-    /etc/envbuild/site.toml with the user's own over it, table by table.
+    """Return the site called `name` (or at that path), without replacements.
 
-    Raises UsageError for an unknown name, RecipeError with all mistakes of a faulty file.
+    For None, it is the file in $ENVBUILD_SITE, else /etc/envbuild/site.toml, overridden table by table by the
+    user's file. Raises UsageError for an unknown name, RecipeError with all mistakes of a faulty file.
     """
     files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
     tables: dict[str, Any] = {}
@@ -122,10 +125,10 @@ def read_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path(
 
 
 def _filled(site: JobSite, env: Mapping[str, str]) -> JobSite:
-    """`site` with the caller's name in its paths."""
+    """Return `site` with the user's name in its paths."""
     try:
         user = env.get("USER") or getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # for example a container's user without a name
         user = str(os.getuid())
 
     def fill(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How jobs run at a site: its scheduler, modules, paths, containers and nodes. Tables of site.toml."""
+"""Tables of site.toml about jobs: scheduler, modules, paths, containers and nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 
-# Not TOKENIZERS_PARALLELISM, BYPASS or COMPASS_HOME.
+# Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I
 )
@@ -22,7 +22,7 @@ _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def job_variable_problem(name: str) -> str | None:
-    """Why `name` may not be a variable of jobs: scripts are read by many, so nothing that sounds secret."""
+    """Return why `name` may not be a variable of jobs, or None: other users read job scripts, so no secrets."""
     if not _SHELL_NAME.fullmatch(name):
         return f"{name!r} is not the name of a variable"
     if _SECRET.search(name):
@@ -34,14 +34,14 @@ def job_variable_problem(name: str) -> str | None:
 
 
 def line_problem(text: str) -> str | None:
-    """Why `text` is not one line."""
+    """Return why `text` is not one line, or None."""
     return (
         None if text.isprintable() and text.strip() == text and text else "is not one line of text"
     )
 
 
 def value_problem(value: str) -> str | None:
-    """Why `value` may not be a variable's: job scripts show them, so no password inside of a URL."""
+    """Return why `value` may not be the value of a variable, or None: job scripts show it, so no passwords in URLs."""
     if not value.isprintable():
         return "a variable's value is text on one line"
     if re.search(r"://[^/\s@]+:[^/\s@]+@", value):
@@ -50,7 +50,7 @@ def value_problem(value: str) -> str | None:
 
 
 def time_problem(text: str) -> str | None:
-    """Why `text` is no time limit."""
+    """Return why `text` is not a time limit, or None."""
     found = re.fullmatch(TIME_PATTERN, text)
     if found and re.search("[1-9]", text):
         return None
@@ -58,13 +58,13 @@ def time_problem(text: str) -> str | None:
 
 
 def mount_problem(text: str) -> str | None:
-    """Why `text` is not a mount of a container: /PATH, or /HOST:/CONTAINER."""
+    """Return why `text` is not a mount of a container (/PATH, or /HOST:/CONTAINER), or None."""
     return None if _MOUNT.fullmatch(text) else f"{text!r} is not /PATH or /HOST:/CONTAINER"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTable:
-    """`[scheduler]`: who starts jobs, and what it wants to be told."""
+    """`[scheduler]`: the scheduler of jobs and its options."""
 
     kind: str = field(
         default="none",
@@ -132,7 +132,7 @@ class SchedulerTable:
 
 @dataclass(frozen=True, slots=True)
 class ModulesTable:
-    """`[modules]`: environment modules, exactly these at build and at run time."""
+    """`[modules]`: environment modules, loaded exactly like this at build and at run time."""
 
     init: str = field(
         default="",
@@ -163,7 +163,7 @@ class ModulesTable:
 
 @dataclass(frozen=True, slots=True)
 class PathsTable:
-    """`[paths]`: file systems, as nodes see them."""
+    """`[paths]`: file systems, as seen from the nodes."""
 
     shared: str = field(
         default="",
@@ -199,7 +199,7 @@ class PathsTable:
 
 @dataclass(frozen=True, slots=True)
 class ContainerTable:
-    """`[container]`: what starts images on nodes."""
+    """`[container]`: the container runtime of the nodes."""
 
     runtime: Literal["none", "pyxis", "enroot", "apptainer"] = field(
         default="none", metadata={"doc": "What the nodes have.", "example": "pyxis"}
@@ -216,7 +216,7 @@ class ContainerTable:
 
 @dataclass(frozen=True, slots=True)
 class NodeTable:
-    """`[node]`: what one node has."""
+    """`[node]`: resources of one node."""
 
     gpus: int = field(default=0, metadata={"doc": "GPUs.", "minimum": 0, "example": 8})
     cpus: int = field(

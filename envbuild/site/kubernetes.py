@@ -1,6 +1,7 @@
-"""`[kubernetes]` of site.toml, and what Kubernetes accepts in it: a `…_problem` is what is wrong with a value, or None.
+"""`[kubernetes]` of site.toml, and checks of its values: a `…_problem` returns the mistake in a value, or None.
 
-Source: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and k8s.io/apimachinery/pkg/util/validation.
+Source: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and
+k8s.io/apimachinery/pkg/util/validation.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ _LARGEST_ID = 2**31 - 1
 
 
 def label_problem(text: str) -> str | None:
-    """Why `text` is not a DNS label, as namespaces are."""
+    """Return why `text` is not a DNS label, the form of namespaces, or None."""
     return None if re.fullmatch(_LABEL, text) else _no_name(text, "63", "a-z, 0-9 and -")
 
 
 def object_problem(text: str) -> str | None:
-    """Why `text` is not the name of an object, such as a claim or secret; "" names none."""
+    """Return why `text` is not the name of an object, such as a claim or secret, or None; "" names no object."""
     ok = not text or re.fullmatch(_SUBDOMAIN, text)
     return None if ok else _no_name(text, "253", "a-z, 0-9, - and .")
 
 
 def node_label_problem(key: str) -> str | None:
-    """Why `key` is not the name of a label: NAME or PREFIX/NAME."""
+    """Return why `key` is not the name of a label (NAME or PREFIX/NAME), or None."""
     if re.fullmatch(rf"({_PREFIX})?{_NAME}", key):
         return None
     return f"{key!r} is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and ."
 
 
 def label_value_problem(text: str) -> str | None:
-    """Why `text` is not the value of a label."""
+    """Return why `text` is not the value of a label, or None."""
     ok = not text or re.fullmatch(_NAME, text)
     return (
         None if ok else _no_name(text, "63", "letters, digits, -, _ and .", "the value of a label")
@@ -50,7 +51,7 @@ def label_value_problem(text: str) -> str | None:
 
 
 def resource_problem(key: str, amount: str) -> str | None:
-    """Why a pod cannot have the limit `key` = `amount`."""
+    """Return why a pod cannot have the limit `key` = `amount`, or None."""
     if "/" in key:
         if not re.fullmatch(f"{_PREFIX}{_NAME}", key):
             return (
@@ -75,20 +76,20 @@ def resource_problem(key: str, amount: str) -> str | None:
 
 
 def huge_pages_problem(limits: Collection[str]) -> str | None:
-    """Why a pod may not have these limits: huge pages alone."""
+    """Return why a pod may not have these limits, or None: huge pages require a limit on cpu or memory."""
     if {"cpu", "memory"} & {*limits} or not any(key.startswith("hugepages-") for key in limits):
         return None
     return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
 
 
 def quantity(text: str) -> int:
-    """An amount of Kubernetes, such as 16Gi or 8G, as a whole number, rounded down; 0 for one that is none."""
+    """Return a quantity of Kubernetes, such as 16Gi or 8G, as an integer, rounded down; 0 for an invalid one."""
     found = _QUANTITY.fullmatch(text)
     return int(Decimal(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def mount_path_problem(text: str) -> str | None:
-    """Why pods cannot have their data at `text`."""
+    """Return why pods cannot mount their data at `text`, or None."""
     if not re.fullmatch(r"/[^\s:]+", text) or {"", ".", ".."} & {*text.strip("/").split("/")}:
         return f"{text!r} is not an absolute path below /, without spaces, colons, // and dots for folders"
     if f"/{text.split('/')[1]}" in _OF_THE_CONTAINER:
@@ -97,7 +98,7 @@ def mount_path_problem(text: str) -> str | None:
 
 
 def user_problem(text: str) -> str | None:
-    """Why `text` is not UID or UID:GID of a user that is not root."""
+    """Return why `text` is not UID or UID:GID of a user other than root, or None."""
     found = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
     if not text or (
         found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID
@@ -112,7 +113,7 @@ def _no_name(text: str, most: str, characters: str, what: str = "a name in Kuber
 
 @dataclass(frozen=True, slots=True)
 class KubernetesTable:
-    """`[kubernetes]`: where and how pods run."""
+    """`[kubernetes]`: settings of pods."""
 
     namespace: str = field(
         default="default",

@@ -1,7 +1,7 @@
-"""What pip would use on this machine: its configuration files and PIP_* variables, in pip's own order.
+"""pip's configuration on this machine: configuration files and PIP_* variables, in pip's order of precedence.
 
-pip's documentation ("Configuration" topic guide) defines the files, their order and the rule that
-`[install]` beats `[global]` and an environment variable beats every file.
+pip's documentation ("Configuration" topic guide) defines the files, their order and the rule that `[install]`
+overrides `[global]` and an environment variable overrides every file.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 from envbuild.errors import RecipeError
 
-# Sections that concern fetching, weakest first; the environment comes after them.
+# Sections that affect downloads, in ascending precedence; the environment overrides them.
 _SECTIONS = ("global", "download", "install")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 _USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
-# How conda's channels have tokens: https://host/t/TOKEN/channel. Below /v2/ registries have their repositories.
+# Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
 _TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
 
 
 def redact(text: str) -> str:
-    """`text` with `****` for the password, or a lone token, of every URL in it, and for a conda channel's token."""
+    """Return `text` with `****` for the password or bare token of every URL in it, and for a conda channel's token."""
 
     def hide(match: re.Match[str]) -> str:
         user, colon, _secret = match.group()[:-1].partition(":")
@@ -37,10 +37,10 @@ def redact(text: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class PipConfig:
-    """pip's settings that decide where files come from.
+    """pip's settings about the sources of files.
 
-    `index_url` None means the client's own default index. `sources` names the file or variable that
-    each set value came from. `repr()` hides credentials.
+    `index_url` None means the client's own default index. `sources` maps each set option to the file or variable
+    that sets it. `repr()` hides credentials.
     """
 
     index_url: str | None = None
@@ -63,15 +63,15 @@ class PipConfig:
 class _Setting:
     value: str
     source: str  # a file, or the name of a variable
-    where: str  # the same with the line, for messages
+    where: str  # the source with the line, for messages
 
 
 def load_pip_config(
     env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")
 ) -> PipConfig:
-    """Read pip's configuration as pip run with `env` by the Python at `prefix` would.
+    """Read pip's configuration as pip would with the environment `env` and the Python at `prefix`.
 
-    Raises RecipeError, naming file and line, for a file that cannot be read or a value of the wrong kind.
+    Raises RecipeError, naming file and line, for an unreadable file or an invalid value.
     """
     settings = _merged(env, prefix, etc)
     home = _home(env)
@@ -102,15 +102,20 @@ def load_pip_config(
 
 
 def ca_bundle(pip: PipConfig, env: Mapping[str, str]) -> str | None:
-    """The file of certificate authorities to trust, or None for the client's own: pip's `cert` first,
-    then the variables that pip's HTTP library reads, then the one that OpenSSL reads."""
+    """Return the CA bundle to trust, or None for the client's own.
+
+    pip's `cert` comes first, then the variables that pip's HTTP library reads, then the one that OpenSSL reads.
+    """
     variables = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
     return pip.cert or next((env[name] for name in variables if env.get(name)), None)
 
 
 def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Setting]:
-    """The winning setting of each name. As in pip, files are merged per section before the sections
-    are, so `[install]` of a weak file beats `[global]` of a strong one; empty values are ignored."""
+    """Return the effective setting of each name.
+
+    As in pip, files are merged per section before the sections are merged, so `[install]` of a file with low
+    precedence overrides `[global]` of one with high precedence. Empty values are ignored.
+    """
     by_section: dict[str, dict[str, _Setting]] = {section: {} for section in _SECTIONS}
     for path in _files(env, prefix, etc):
         for section, name, setting in _read(path):
@@ -130,24 +135,24 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
 
 
 def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
-    """The existing configuration files, weakest first."""
+    """Yield the existing configuration files, in ascending precedence."""
     chosen = env.get("PIP_CONFIG_FILE")
     if chosen == os.devnull:
         return
     home = _home(env)
     shared = (env.get("XDG_CONFIG_DIRS") or str(etc / "xdg")).split(os.pathsep)
     places = [Path(folder, "pip/pip.conf") for folder in shared if folder] + [etc / "pip.conf"]
-    if not (chosen and Path(chosen).exists()):  # pip leaves the user's files out for a chosen one
+    if not (chosen and Path(chosen).exists()):  # with PIP_CONFIG_FILE, pip ignores these
         user = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
         places += [home / ".pip/pip.conf", user / "pip/pip.conf"]
-    # The active environment is the one whose pip the user configures; it may not be envbuild's own.
+    # Users configure the pip of the active environment, which may not be envbuild's own.
     places += [Path(folder, "pip.conf") for folder in (prefix, env.get("VIRTUAL_ENV")) if folder]
     places += [Path(chosen)] if chosen else []
     yield from (place for place in dict.fromkeys(places) if place.exists())
 
 
 def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
-    """(section, option, setting) of one file. Raises RecipeError when it is not pip's INI dialect."""
+    """Yield (section, option, setting) of one file. Raises RecipeError when it is not in pip's INI dialect."""
     import configparser
 
     parser = configparser.RawConfigParser()
@@ -185,7 +190,7 @@ def _mistake(error: Exception) -> tuple[int, str]:
 
 
 def _line_of(text: str, section: str, option: str) -> int:
-    """The line where `option` of `section` begins: configparser does not keep it."""
+    """Return the line where `option` of `section` begins: configparser does not keep it."""
     current = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\[(.+)\]", line):
@@ -205,7 +210,7 @@ def _home(env: Mapping[str, str]) -> Path:
 
 
 def _local_path(value: str, home: Path) -> Path:
-    """`value` as an absolute path: `~` is the user's home, a relative path starts where we run."""
+    """Return `value` as an absolute path: `~` is the home folder, a relative path is relative to the working folder."""
     if value == "~" or value.startswith("~/"):
         return home / value[2:]
     return Path(os.path.abspath(os.path.expanduser(value)))

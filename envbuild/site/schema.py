@@ -1,4 +1,4 @@
-"""`python -m envbuild.site.schema > docs/site.schema.json`: the schema of site files for editors."""
+"""JSON schema of site files for editors: `python -m envbuild.site.schema > docs/site.schema.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envbuild.toml import json_schema
 
 
 def render() -> str:
-    """The text of docs/site.schema.json."""
+    """Return the text of docs/site.schema.json."""
     schema = json_schema(SiteFile, id="urn:envbuild:site", title="envbuild site file")
     return json.dumps(schema, indent=2) + "\n"
 

@@ -1,4 +1,4 @@
-"""`site.toml`: where a site keeps its caches and recipes, and which mirrors it has."""
+"""`site.toml`: a site's caches, recipes and mirrors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _url_problem(url: str) -> str | None:
 
 
 def _variable_problem(name: str) -> str | None:
-    # They are named in receipts and messages: nothing that may be secret (a proxy with its password) belongs here.
+    # Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
     if re.fullmatch(r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+", name):
         return None
     return f"{name!r} is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)"
@@ -42,7 +42,7 @@ def _value_problem(value: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RegistryTable:
-    """`[registries.HOST]`: how this site reaches one image registry."""
+    """`[registries.HOST]`: access to one image registry."""
 
     mirrors: tuple[str, ...] = field(
         default=(),
@@ -58,7 +58,7 @@ class RegistryTable:
 
 @dataclass(frozen=True, slots=True)
 class DebianTable:
-    """`[debian]`: where this site has Debian packages."""
+    """`[debian]`: the site's source of Debian packages."""
 
     mirror: str = field(
         default="",
@@ -113,7 +113,7 @@ class FabricTable:
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
-    """What one site.toml says."""
+    """Contents of one site.toml."""
 
     store: str | None = field(
         default=None, metadata={"doc": "Folder of the store.", "example": "/scratch/envbuild"}
@@ -166,7 +166,7 @@ class SiteFile:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The site's settings, merged. `recipe_folders` may name folders that do not exist."""
+    """Merged settings of the site. `recipe_folders` may contain folders that do not exist."""
 
     store: Path
     recipe_folders: tuple[Path, ...]
@@ -176,11 +176,11 @@ class Site:
     fabric: FabricTable = FabricTable()
 
     def registry(self, host: str) -> RegistryTable:
-        """How this site reaches the image registry `host`."""
+        """Return the settings for the image registry `host`."""
         return dict(self.registries).get(host, RegistryTable())
 
     def mirrored(self, url: str) -> list[str]:
-        """The URLs to try for `url`, in order: those of its longest matching mirror prefix, then itself."""
+        """Return the URLs to try for `url`, in order: the mirrors of its longest matching prefix, then `url` itself."""
         for prefix, replacements in sorted(self.mirrors, key=lambda row: -len(row[0])):
             if url == prefix or url.startswith(prefix.rstrip("/") + "/"):
                 rest = url[len(prefix.rstrip("/")) :]
@@ -189,8 +189,11 @@ class Site:
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
-    """The site files in force: $ENVBUILD_SITE alone, else /etc/envbuild/site.toml and then the user's own, where they
-    exist."""
+    """Return the effective site files.
+
+    $ENVBUILD_SITE replaces all others; otherwise they are /etc/envbuild/site.toml and then the user's own, if
+    they exist.
+    """
     if named := env.get("ENVBUILD_SITE"):
         return [Path(named)]
     home = Path(env.get("HOME") or Path.home())
@@ -200,10 +203,10 @@ def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path
 
 
 def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
-    """The settings of $ENVBUILD_SITE, else of /etc/envbuild/site.toml with the user's own over it.
+    """Return the settings of $ENVBUILD_SITE, else of /etc/envbuild/site.toml overridden by the user's file.
 
-    The store is $ENVBUILD_STORE, else what a site.toml says, else the user's cache folder. Raises
-    RecipeError with all mistakes of a faulty file, or when $ENVBUILD_SITE names none.
+    The store is $ENVBUILD_STORE, else the one in a site.toml, else the user's cache folder. Raises RecipeError
+    with all mistakes of a faulty file, or when the file in $ENVBUILD_SITE does not exist.
     """
     home = Path(env.get("HOME") or Path.home())
     documents = [read(path) for path in site_files(env, etc=etc)]
@@ -241,7 +244,7 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
 
 
 def _path(value: str, document: Document, home: Path) -> Path:
-    """A path of site.toml: ~ is the home folder, a relative one begins at the file."""
+    """Return a path of site.toml: ~ is the home folder, relative paths are relative to the file's folder."""
     if value == "~" or value.startswith("~/"):
         return home / value[2:]
     return document.path.absolute().parent / value

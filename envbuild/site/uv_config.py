@@ -1,4 +1,4 @@
-"""Make uv resolve from the same places as pip: a rendered uv.toml and the environment to run uv in."""
+"""Configuration that makes uv resolve from the same sources as pip: a uv.toml and the environment of uv."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from envbuild.site.pip_config import PipConfig, ca_bundle
 
-# uv's variables that stay: they decide how uv works (speed, credentials, links, where its Pythons
-# are), never what it resolves. Every other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
-# UV_PRERELEASE, UV_CONFIG_FILE, ...) would give two users two locks of one recipe.
+# uv's variables that are kept: they affect how uv works (speed, credentials, links, the location of its
+# Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
+# UV_PRERELEASE, UV_CONFIG_FILE, ...) could give two users different locks of one recipe.
 _KEPT = frozenset(
     {
         "UV_CREDENTIALS_DIR",
@@ -24,20 +24,20 @@ _KEPT = frozenset(
     }
 )
 _KEPT_PREFIXES = ("UV_CONCURRENT_", "UV_PYTHON_")
-# An active environment or a module path of the caller must not leak into what uv inspects.
+# The caller's active environment or module path must not affect the interpreter that uv inspects.
 _DROPPED = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME"})
 
 
 def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable[str] = ()) -> str:
-    """The text of a uv.toml that gives uv the `indexes` a recipe names and then what pip is told to use.
+    """Return the text of a uv.toml with a recipe's `indexes` followed by pip's.
 
-    Indexes in `unreachable` are left out. The text may hold credentials: write it to a file that only
-    its owner can read, never on a command line.
+    Indexes in `unreachable` are left out. The text may hold credentials: write it to a file that only its owner
+    can read, never to a command line.
     """
     lines = [
-        # pip takes the best version from all indexes together. uv's default stops at the first index
-        # that knows a name, so a recipe index holding one old copy would hide every newer version.
-        # Files are locked by hash afterwards, which is what guards against a name on the wrong index.
+        # pip takes the best version from all indexes together. uv's default stops at the first index that knows
+        # a name, so an old copy on a recipe's index would hide every newer version. Locked hashes protect
+        # against a file from the wrong index.
         'index-strategy = "unsafe-best-match"',
     ]
     if pip.no_index:
@@ -57,8 +57,11 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable
 
 
 def uv_environment(pip: PipConfig, env: Mapping[str, str], cache_dir: Path) -> dict[str, str]:
-    """The environment for running uv: `env` without what would change a resolution, with pip's
-    certificates, proxy, timeout and retries, and with uv's cache at `cache_dir`."""
+    """Return the environment for uv.
+
+    It is `env` without the variables that would change a resolution, with pip's certificates, proxy, timeout and
+    retries, and with uv's cache at `cache_dir`.
+    """
     result = {name: value for name, value in env.items() if _kept(name)}
     result |= {
         "UV_CACHE_DIR": str(cache_dir),
@@ -87,5 +90,5 @@ def _kept(name: str) -> bool:
 
 
 def _toml(value: str | list[str]) -> str:
-    """`value` in TOML, whose basic strings and arrays are JSON's as long as no surrogate is escaped."""
+    """Return `value` in TOML: JSON's strings and arrays are valid TOML unless a surrogate is escaped."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Pages and files by pip's configuration: package indexes, Debian's archives, conda channels, sources."""
+"""Client for pages and files, configured as pip: package indexes, Debian archives, conda channels, sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ADVICE = " (credentials? netrc and user:password@ in pip's index-url are read)"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a server sent: the URL that it came from, after redirects, its headers, and the body."""
+    """A server's response: its URL after redirects, its headers, and its body."""
 
     url: str
     headers: Mapping[str, str]
@@ -35,15 +35,16 @@ class Page:
 
     @property
     def text(self) -> str:
-        """The body as text."""
+        """Body as text."""
         return self.content.decode("utf-8", "replace")
 
 
 @dataclass
 class Client:
-    """Requests by pip's configuration. One for a run; used by several threads.
+    """HTTP client configured as pip, shared by all threads of a run.
 
-    Every method raises NotFound where the server has none, else RequestFailed.
+    Every method raises NotFound when the server does not have the resource, and RequestFailed for any other
+    failure.
     """
 
     pip: PipConfig
@@ -54,13 +55,13 @@ class Client:
         self._http = HttpClient(transport_of(self.pip, self.env), plain=True, as_pip=True)
 
     def page(self, url: str, *, patient: bool = True) -> Page:
-        """GET a page, with retries when `patient`."""
+        """Return the page at `url`; retry failed requests when `patient`."""
         from mousebender.simple import ACCEPT_SUPPORTED
         from requests.utils import DEFAULT_ACCEPT_ENCODING
 
         headers = {"Accept": ACCEPT_SUPPORTED, "Accept-Encoding": DEFAULT_ACCEPT_ENCODING}
 
-        def get() -> Page:  # the body may be cut, too
+        def get() -> Page:  # retried with the body, which may be cut off
             with self._answer(url, headers) as response:
                 content = read_all(response, _MOST_PAGE, self.stop)
                 return Page(response.url, response.headers, content)
@@ -68,7 +69,7 @@ class Client:
         return patiently(get, self._http.transport.retries if patient else 0, self.stop)
 
     def reach(self, url: str) -> None:
-        """Ask for `url` once and read nothing of it."""
+        """Request `url` once, without reading the body."""
         self._answer(url, {}).close()
 
     def download(
@@ -79,10 +80,10 @@ class Client:
         moved: Advance,
         size: int | None = None,
     ) -> str:
-        """Stream `url` into `partial` with resume; return its sha256, which is one of `hashes`.
+        """Download `url` into `partial`, with resume; return its sha256, which is one of `hashes`.
 
-        More than `size` bytes are not taken.
-        Raises Mismatch for other content, and OSError when `partial` cannot be written.
+        A body of more than `size` bytes is rejected. Raises Mismatch for other content, and OSError when
+        `partial` cannot be written.
         """
         if url.startswith("file:"):
             return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, moved)
@@ -93,7 +94,7 @@ class Client:
                     self._http.transport.retries,
                 )
             except BaseException:
-                moved(-download.have)  # the next source tells them again
+                moved(-download.have)  # the next source counts them again
                 raise
 
     def _answer(self, url: str, headers: Mapping[str, str], ok: int = 200) -> requests.Response:
@@ -102,12 +103,12 @@ class Client:
         if response.status_code < 300 or response.status_code == ok:
             return response
         with response:
-            # Object stores say 403 for one file that they lack; 401 is about who asks.
+            # Object stores answer 403 for a missing file; 401 concerns the credentials.
             raise failure(response, _ADVICE)
 
 
 def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Advance) -> str:
-    """Copy a file that an index on disk lists, so that the store has it without reading the index again."""
+    """Copy a file that a local index lists, so that later runs find it in the store without reading the index."""
     try:
         stream = source.open("rb")
     except OSError as error:

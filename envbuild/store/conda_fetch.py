@@ -1,4 +1,4 @@
-"""Conda packages by their sha256: from the store, the site's mirrors, or their channel."""
+"""Fetch conda packages by sha256: from the store, the site's mirrors, or their channel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND = "conda/archives"
 
 @dataclass(frozen=True, slots=True)
 class CondaArchive:
-    """A locked conda package: its canonical URL, the sha256 (hex) that it must have, its size in bytes if known."""
+    """A locked conda package: its canonical URL, the required sha256 (hex), and its size in bytes if known."""
 
     url: str
     sha256: str
@@ -29,7 +29,7 @@ class CondaArchive:
 
     @property
     def name(self) -> str:
-        """Its file name."""
+        """File name of the package."""
         return self.url.rpartition("/")[2]
 
 
@@ -42,11 +42,11 @@ def fetch_archives(
     offline: bool,
     env: Mapping[str, str],
 ) -> dict[CondaArchive, Path]:
-    """A file with the right content for each of `wanted`: store, then its mirrors, then its channel.
+    """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
 
-    What a file: URL names is used where it lies. Offline, only what is on this machine's disks. pip's proxy,
-    certificates, timeout and retries hold here too. Raises BuildError naming each package that no source has,
-    with what every source answered.
+    Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates,
+    timeout and retries apply. Raises BuildError that names each package that no source has, with the answer of
+    every source.
     """
     found: dict[CondaArchive, Path] = {}
     answers: dict[CondaArchive, list[str]] = {archive: [] for archive in wanted}
@@ -90,7 +90,7 @@ def _fetch_all(
 ) -> dict[CondaArchive, Path]:
     store.folder("partial")
     store.clean_stale()
-    # Channels that refused every request, so that sixty packages do not wait sixty times for a dead one.
+    # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
     down: dict[str, str] = {}
 
     def fetch(archive: CondaArchive, moved: Advance) -> Path | None:
@@ -147,7 +147,7 @@ def _fetch_one(
 
 
 def _channel(url: str) -> str:
-    """The URL of the channel, or of its mirror, that a package's URL names."""
+    """Return the URL of the channel, or of its mirror, in a package's URL."""
     return url.rsplit("/", 2)[0]
 
 

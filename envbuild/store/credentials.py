@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 
 def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
-    """`url` without its user part, and that part as (user, password), decoded."""
+    """Return `url` without credentials, and the credentials as decoded (user, password), or None."""
     parts = urlsplit(url)
     if "@" not in parts.netloc:
         return url, None
@@ -16,7 +16,7 @@ def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def with_credentials_of(url: str, index: str) -> str:
-    """`url` with the user part of `index` when both are on one server: links on a page carry none."""
+    """Return `url` with the credentials of `index` if both are on one server: links on a page carry none."""
     mine, theirs = urlsplit(url), urlsplit(index)
     user, at, host = theirs.netloc.rpartition("@")
     if at and "@" not in mine.netloc and (mine.scheme, mine.netloc) == (theirs.scheme, host):

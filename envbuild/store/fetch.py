@@ -1,4 +1,4 @@
-"""The one fetcher: every locked wheel by its hash, from wherever the site has it."""
+"""Fetch locked wheels by hash from any of the site's sources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class WantedWheel:
-    """A locked wheel: normalised name, version, and the sha256 (hex) that it may have."""
+    """A locked wheel: normalised name, version, and the accepted sha256 digests (hex)."""
 
     name: str
     version: str
@@ -47,11 +47,11 @@ def locate_wheels(
     env: Mapping[str, str],
     default_index: Callable[[], str],
 ) -> dict[WantedWheel, Path]:
-    """A file with the right content for each of `wanted`: store, then find-links, then indexes.
+    """Return a file with locked content for each of `wanted`: from the store, from find-links, or from indexes.
 
-    Files in local find-links folders are used where they lie. An index that cannot be reached is an
-    error only when a wheel was found nowhere; where pip names none, `default_index` gives the URL.
-    Raises BuildError naming each such wheel with what every source answered.
+    Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is
+    found nowhere else. If pip names no index, `default_index` returns its URL. Raises BuildError that names each
+    missing wheel with the answer of every source.
     """
     found: dict[WantedWheel, Path] = {}
     answers: dict[WantedWheel, list[str]] = {wheel: [] for wheel in wanted}
@@ -71,11 +71,11 @@ def locate_wheels(
 
 
 def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
-    """None when the package index at `url` answers at all, else why it does not."""
+    """Return None when the package index at `url` answers, else the reason of the failure."""
     if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
         return "no such folder"
     source = PackageSource(url, is_index=True)
-    # One try: an index that is down is left out of a resolution, and said.
+    # Without retries: a resolution leaves out an index that is down, and reports it.
     impatient = Client(_once(pip), env)
     try:
         source.links("torch", impatient)
@@ -141,7 +141,7 @@ def fetch_each(
     title: str,
     total: int | None = None,
 ) -> dict[Item, Path]:
-    """Return the file that `fetch` finds for each of `missing`, several at a time; show `total` bytes where known."""
+    """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
     with transfer(title, total) as moved:
         paths = each(missing, lambda item, _: fetch(item, moved), _PARALLEL, client.stop)
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
@@ -207,9 +207,9 @@ def download(
     kind: str = "wheels",
     size: int | None = None,
 ) -> Path:
-    """Bring `url` into the store as `kind`/<sha256>/`name`, alone among all processes that want `key`.
+    """Download `url` into the store as `kind`/<sha256>/`name`; only one process downloads a `key` at a time.
 
-    `known` tells whether another was quicker. Raises what `Client.download` raises.
+    `known` returns the file if another process was faster. Raises the exceptions of `Client.download`.
     """
     with locked_partial(store.folder("partial") / key, client.stop) as partial:
         if there := known():

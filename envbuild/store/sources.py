@@ -1,4 +1,4 @@
-"""Where wheels may be had: find-links folders and pages, package indexes, mirrors."""
+"""Sources of wheels: find-links folders and pages, package indexes, mirrors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A file on a page: its name, where it is, and its sha256 where the page says it.
+    """A file on a page: its name, its URL, and its sha256 if the page states it.
 
-    So with the Pythons that it is for (a specifier), the time of its upload (ISO 8601; HTML pages tell none) and
-    whether it was yanked.
+    `requires_python` is a version specifier, `uploaded` the time of the upload (ISO 8601; HTML pages have none); both
+    are "" if the page does not state them. `yanked` is whether the file was yanked.
     """
 
     filename: str
@@ -40,11 +40,11 @@ class Link:
 
 @dataclass
 class PackageSource:
-    """A page of links for each project (an index), or one page for all (find-links).
+    """A source of links: one page for each project (an index), or one page for all (find-links).
 
-    Pages are asked for once and kept. A server that is down is not asked again, and one that failed
-    in spite of retries gets one try for each further page, so that ten wheels do not wait ten times
-    for one dead index; a page refused alone hides no other.
+    Each page is requested once and kept. A server that is down is not asked again. After a failure in spite of
+    retries, each further page is tried only once, so that ten wheels do not wait ten times for one dead index. A
+    page that is refused on its own does not affect other pages.
     """
 
     url: str
@@ -60,7 +60,7 @@ class PackageSource:
         return redact(self.url)
 
     def links(self, project: str, client: Client) -> list[Link]:
-        """The files of `project` (normalised name). Raises RequestFailed."""
+        """Return the files of `project` (normalised name). Raises RequestFailed."""
         page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
         with self._guard:
             lock = self._locks.setdefault(page, threading.Lock())
@@ -81,7 +81,7 @@ class PackageSource:
 
 
 def read_page(url: str, project: str, client: Client, patient: bool = True) -> Iterator[Link]:
-    """The links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
+    """Yield the links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
 
     Raises NotFound, or another RequestFailed.
     """
@@ -103,7 +103,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         )
         text = response.text
     if "json" not in kind:
-        # What pip takes and mousebender does not: <base>, and anchors that lead to no file.
+        # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
         if base := _BASE.search(text):
             url = with_credentials_of(urljoin(url, base[1]), url)
         text = _BARE_ANCHOR.sub(r"\1", text)
@@ -131,7 +131,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
 
 
 def matches(filename: str, name: str, version: str) -> bool:
-    """Whether `filename` is a wheel of this project and version (binary distribution format)."""
+    """Return whether `filename` is a wheel of this project and version (binary distribution format)."""
     if not filename.endswith(".whl") or "/" in filename or "\0" in filename:
         return False
     parts = filename[: -len(".whl")].split("-")
@@ -153,8 +153,10 @@ def matches(filename: str, name: str, version: str) -> bool:
 def local_files(
     pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)
 ) -> list[tuple[Path, list[str]]]:
-    """(folder, names of files) of each find-links entry that is a folder or a file on this machine: of wheels, or of
-    files that end in `suffixes`."""
+    """Return (folder, file names) of each find-links entry that is a local folder or file.
+
+    Only files whose names end in one of `suffixes` are listed.
+    """
     found = []
     for entry in pip.find_links:
         path = _local_path(entry)
@@ -179,8 +181,10 @@ def remote_sources(
     offline: bool,
     default_index: Callable[[], str],
 ) -> list[PackageSource]:
-    """All sources but local folders, in the order to ask: find-links pages, the recipe's indexes through
-    the site's mirrors, pip's index, pip's further ones. Offline, those on this machine's disks only.
+    """Return all sources except local folders, in the order in which they are asked.
+
+    The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra
+    indexes. With `offline`, only sources on local disks are returned.
     """
     sources = []
     for entry in pip.find_links:

@@ -1,12 +1,14 @@
-"""The store: files by content under one folder, shared by all recipes, safe for several processes.
+"""Content-addressed store in one folder, shared by all recipes and safe for concurrent processes.
 
-wheels/<sha256>/<file name>    wheels, as they were published
+wheels/<sha256>/<file name>    published wheels
 trainer/<sha256>/<file name>   the bundled trainer as a wheel
-conda/archives/<sha256>/<file name>   conda packages, as they were published
-conda/pkgs/ conda/stamps/      conda packages unpacked, from which environments are linked, and how they were then
-partial/                       downloads under way; a later call goes on where one was cut
-blobs/                         images' layers, Debian packages, manifests (image/blobs.py)
-layers/ bases/ listings/       what is known of blobs: which inputs made them, what they hold
+conda/archives/<sha256>/<file name>   published conda packages
+conda/pkgs/ conda/stamps/      unpacked conda packages, to link from, and their state when unpacked
+partial/                       unfinished downloads, which a later run resumes
+blobs/                         layers and manifests of images, Debian packages (image/blobs.py)
+layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers
+segments/                      layers compressed as parts of a squashfs
+built/ builders/ pythons/      built source layers, builder images, interpreters
 digests/                       sha256 of find-links files, by path, size, time and inode
 uv/                            uv's cache: unpacked wheels, from which environments are linked
 """
@@ -39,17 +41,17 @@ _STALE_DAYS = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The store at `root`. Folders are made when first needed."""
+    """Store at `root`. Its folders are created on first use."""
 
     root: Path
 
     @property
     def uv_cache(self) -> Path:
-        """uv's cache folder, made if missing. Raises BuildError when it cannot be."""
+        """uv's cache folder; it is created if missing. Raises BuildError when it cannot be created."""
         return self.folder("uv")
 
     def folder(self, *parts: str) -> Path:
-        """A folder of the store, made if missing. Raises BuildError when it cannot be."""
+        """Return a folder of the store; create it if missing. Raises BuildError when it cannot be created."""
         path = self.root.joinpath(*parts)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ class Store:
         return path
 
     def unwritable(self, error: OSError) -> BuildError:
-        """The error for a store that refuses a write."""
+        """Return the error for a failed write to the store."""
         return BuildError(
             f"the store {self.root} cannot be written: {error.strerror}",
             "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
@@ -66,13 +68,16 @@ class Store:
 
     @property
     def blobs(self) -> Blobs:
-        """Images' layers, packages and manifests. Raises BuildError when their folder cannot be made."""
+        """Layers and manifests of images, and Debian packages.
+
+        Raises BuildError when their folder cannot be created.
+        """
         from envbuild.image.blobs import Blobs
 
         return Blobs(self.folder("blobs"))
 
     def find_wheel(self, sha256: str) -> Path | None:
-        """The wheel with this content, None when the store has none."""
+        """Return the wheel with this digest, or None when the store has none."""
         with contextlib.suppress(OSError):
             for path in (self.root / "wheels" / sha256).iterdir():
                 if path.suffix == ".whl":
@@ -80,12 +85,12 @@ class Store:
         return None
 
     def find_archive(self, sha256: str, name: str) -> Path | None:
-        """The conda package with this content, None when the store has none."""
+        """Return the conda package with this digest, or None when the store has none."""
         path = self.root / "conda" / "archives" / sha256 / name
         return path if path.is_file() else None
 
     def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
-        """Move a finished download, whose content has this digest, into its place below the folder `kind`."""
+        """Move a finished download with this digest to its path below the folder `kind`, and return the path."""
         place = self.folder(kind, sha256) / name
         try:
             os.replace(temporary, place)
@@ -94,7 +99,7 @@ class Store:
         return place
 
     def put(self, kind: str, digest: str, name: str, make: Callable[[], bytes]) -> Path:
-        """The file `kind`/`digest`/`name`, written from `make` when it is not there yet."""
+        """Return the file `kind`/`digest`/`name`; write the bytes that `make` returns if it does not exist."""
         place = self.root / kind / digest / name
         if place.is_file():
             return place
@@ -107,7 +112,7 @@ class Store:
         return place
 
     def file_digest(self, path: Path) -> str:
-        """The sha256 of a local file; remembered by path, size, time and inode. Raises OSError."""
+        """Return the sha256 of a local file, cached by path, size, time and inode. Raises OSError."""
         real = os.path.realpath(path)
         stat = os.stat(real)
         key = [real, stat.st_size, stat.st_mtime_ns, stat.st_ino]
@@ -118,9 +123,7 @@ class Store:
                 return str(known[-1])
         with open(real, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        with contextlib.suppress(
-            OSError, BuildError
-        ):  # a store that is read-only costs time, no more
+        with contextlib.suppress(OSError, BuildError):  # a read-only store only costs time
             self.folder("digests")
             with replacing(note) as temporary:
                 temporary.write_text(json.dumps([*key, digest]), encoding="utf-8")
@@ -128,11 +131,11 @@ class Store:
 
     @contextlib.contextmanager
     def working(self, *parts: str) -> Iterator[Path]:
-        """A folder of the store for as long as it is used; those that killed runs left are removed first.
+        """Remove temporary folders of killed runs below `parts`, and yield a new one, which is removed at the end.
 
-        The store may be on a network file system, where flock on a folder holds among the processes of one machine
-        alone: what another machine left, or has in use, goes only when it is old. Raises BuildError when the folder
-        cannot be made.
+        On a network file system, flock on a folder may exclude only processes of the same machine. A folder of
+        another machine is therefore removed only when it is old. Raises BuildError when the folder cannot be
+        created.
         """
         home = self.folder(*parts)
         limit = time.time() - _STALE_DAYS * 86400
@@ -150,8 +153,10 @@ class Store:
                 remove_tree(folder)
 
     def _held_folder(self, home: Path, stack: contextlib.ExitStack) -> Path:
-        """A new folder in `home`, held until `stack` is closed. Another caller may take it for a left-over before we
-        hold it, and remove it: then there is another."""
+        """Return a new locked folder in `home`; the lock is released when `stack` is closed.
+
+        Another process may remove the folder as a left-over before it is locked; another folder is created then.
+        """
         while True:
             try:
                 folder = Path(tempfile.mkdtemp(dir=home, prefix=_this_boot()))
@@ -165,7 +170,7 @@ class Store:
                 return folder
 
     def clean_stale(self, days: float = _STALE_DAYS) -> None:
-        """Remove downloads that nobody went on with for `days` days, and what killed runs left half-written."""
+        """Remove unfinished downloads and unfinished files of killed runs that are older than `days` days."""
         limit = time.time() - days * 86400
         kept = (
             ("partial", ""),
@@ -181,7 +186,7 @@ class Store:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and all in it, folders that may not be written too; what stays is left for later."""
+    """Remove a folder and its contents, including read-only folders. Errors are ignored."""
     for here, names, _ in os.walk(folder):
         for name in names:
             path = os.path.join(here, name)
@@ -193,7 +198,7 @@ def remove_tree(folder: Path) -> None:
 
 @functools.cache
 def _this_boot() -> str:
-    """What names of working folders of this machine since it started begin with (random(4), boot_id)."""
+    """Return the prefix of temporary folders of this machine since its last boot (random(4), boot_id)."""
     try:
         known = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,15 +1,14 @@
-"""Strict TOML: files decoded into frozen dataclasses, every mistake reported with its line.
+"""Strict TOML: decode files into frozen dataclasses and report every mistake with its line.
 
-`read` parses a file, `decode` turns it into an instance of a dataclass, `json_schema` describes
-that dataclass to editors. A field may be a str, bool, int, float, Literal, another dataclass,
-`tuple[X, ...]`, `dict[str, X]` or `X | None` (which TOML expresses by leaving the key out), and
-its `field(metadata=...)` may hold:
+`read` parses a file, `decode` turns it into an instance of a dataclass, `json_schema` describes that dataclass
+to editors. A field may be a str, bool, int, float, Literal, another dataclass, `tuple[X, ...]`, `dict[str, X]`
+or `X | None` (in TOML, the key is left out), and its `field(metadata=...)` may hold:
 
-    doc        what the key means           example    a good value, for the schema
-    pattern    regular expression           choices    the accepted values, or () -> them
-    minimum    least number                 check      function: value -> what is wrong, or None
-    min_items  least number of entries      key_check  the same, for the keys of a dict
-                                            entry_check  the same, of (key, value) of a dict
+    doc        meaning of the key           example      a valid value, for the schema
+    pattern    regular expression           choices      the accepted values, or () -> them
+    minimum    smallest number              check        function: value -> the mistake, or None
+    min_items  smallest number of entries   key_check    the same, for the keys of a dict
+                                            entry_check  the same, for (key, value) of a dict
 
 pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 """

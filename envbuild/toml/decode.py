@@ -1,4 +1,4 @@
-"""TOML data into frozen dataclasses, every mistake reported with its position."""
+"""Decoder of TOML data into frozen dataclasses; it reports every mistake with its position."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def decode(
 ) -> Table:
     """Turn the document into an instance of the dataclass `cls`.
 
-    `check` may find mistakes that concern several keys at once; it sees data that has not been
-    validated. Raises `error` whose message has one `FILE:LINE:COL: ...` line for each mistake.
+    `check` may find mistakes that concern several keys at once; it gets unvalidated data. Raises `error` whose
+    message has one `FILE:LINE:COL: ...` line for each mistake.
     """
     problems: list[Problem] = []
     result: Table = _decode(cls, {}, document.data, (), problems)
@@ -58,7 +58,7 @@ def decode(
 def _decode(
     hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problems: list[Problem]
 ) -> Any:
-    """`value` as the type `hint` wants it; what is wrong with it goes to `problems`."""
+    """Return `value` decoded as the type `hint`; append its mistakes to `problems`."""
     base, inner = shape_of(hint)
     kind = {tuple: list}.get(base, dict if dataclasses.is_dataclass(base) else base)
     given = type(value)  # exact: a bool is an int to isinstance
@@ -87,7 +87,7 @@ def _decode(
 
 
 def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Problem]) -> Any:
-    """An instance of the dataclass `cls`, or None when there are problems."""
+    """Return an instance of the dataclass `cls`, or None when there are problems."""
     fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
     for key in value.keys() - fields.keys():
         place = f"in [{_dotted(keys)}]" if keys else "at the top level"
@@ -109,16 +109,16 @@ def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | N
         return f"{value!r} is not accepted{nearest(value, choices)}"
     if "minimum" in rules and value < rules["minimum"]:
         return f"expected at least {rules['minimum']}, got {value}"
-    # Before the pattern, whose message repeats the value: a check may know that it is secret.
+    # Before the pattern, whose message repeats the value: a check may recognize a secret.
     found: str | None = rules["check"](value) if "check" in rules else None
-    # fullmatch, since "$" alone lets a final newline pass.
+    # fullmatch: "$" alone also matches before a final newline.
     if found is None and "pattern" in rules and not re.fullmatch(rules["pattern"], value):
         return f"{value!r} does not match {rules['pattern']}"
     return found
 
 
 def choices_of(rules: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The accepted values, which a function may give when they are asked for; () for no such rule."""
+    """Return the accepted values, calling `choices` if it is a function; () without such a rule."""
     choices = rules.get("choices", ())
     return tuple(choices() if callable(choices) else choices)
 
@@ -129,7 +129,7 @@ def _add(problems: list[Problem], keys: Keys, what: str | None) -> None:
 
 
 def shape_of(hint: Any) -> tuple[Any, Any]:
-    """A type hint as its base (scalar, dataclass, tuple or dict) and its entry type or choices."""
+    """Return the base (scalar, dataclass, tuple or dict) of a type hint, and its entry type or choices."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return shape_of(next(arg for arg in args if arg is not type(None)))
@@ -159,7 +159,7 @@ def is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _label(keys: Keys) -> str:
-    """How a message names a key: `'nodes' in [verify]`, `'requirements[2]'`."""
+    """Return a key as messages spell it: `'nodes' in [verify]`, `'requirements[2]'`."""
     cut = len(keys)
     while cut > 1 and isinstance(keys[cut - 1], int):
         cut -= 1
@@ -174,14 +174,14 @@ def _dotted(keys: Keys) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `word` most likely means, if any is like it."""
-    import difflib  # only a mistake pays for it
+    """Return the entry of `known` that is most similar to `word`, or None if none is similar."""
+    import difflib  # imported only when there is a mistake
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
 def nearest(word: Any, accepted: Iterable[Any]) -> str:
-    """`; did you mean 'x'? Accepted: x, y`: the tail of a message about an unknown `word`."""
+    """Return the tail of a message about an unknown `word`: `; did you mean 'x'? Accepted: x, y`."""
     known = [str(name) for name in accepted]
     meant, names = closest(str(word), known), ", ".join(known)
     return f"; did you mean {meant!r}? Accepted: {names}" if meant else f"; accepted: {names}"

@@ -1,4 +1,4 @@
-"""A parsed TOML file and where each key of it is written."""
+"""A parsed TOML file and the positions of its keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from envbuild.toml.scanner import Keys, Scanner
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A parsed TOML file: its `data`, and where in the file each key of it is written."""
+    """A parsed TOML file: its `data`, and the position of each key in the file."""
 
     path: Path
     text: str = dataclasses.field(repr=False)
@@ -27,7 +27,7 @@ class Document:
         return Scanner(self.text).offsets
 
     def position(self, keys: Sequence[str | int]) -> tuple[int, int]:
-        """The 1-based line and column of a key (str) or array element (int), else of its parent."""
+        """Return the 1-based line and column of a key (str) or array element (int), else of its parent."""
         path = tuple(keys)
         while path and path not in self._offsets:
             path = path[:-1]
@@ -35,7 +35,7 @@ class Document:
         return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
 
     def where(self, *keys: str | int) -> str:
-        """The same position as `FILE:LINE:COL`."""
+        """Return the position as `FILE:LINE:COL`."""
         line, column = self.position(keys)
         return f"{self.path}:{line}:{column}"
 
@@ -65,12 +65,12 @@ def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
         raise error(_syntax_error(path, text, str(problem))) from None
     except RecursionError:
         raise error(f"{path}: arrays or tables are nested too deeply") from None
-    except ValueError as problem:  # an integer with thousands of digits
+    except ValueError as problem:  # for example an integer with thousands of digits
         raise error(f"{path}: {problem}") from None
 
 
 def _syntax_error(path: Path, text: str, message: str) -> str:
-    """tomllib puts the position at the end of its message; editors want it in front."""
+    """Return tomllib's message with the position in front, where editors expect it, instead of at the end."""
     found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     if found is None:
         return f"{path}: {message}"

@@ -9,10 +9,10 @@ Keys = tuple[str | int, ...]
 
 
 class Scanner:
-    """Finds the offset of every key and array element of a text that tomllib has accepted.
+    """Scanner for the offset of every key and array element in a text that tomllib has accepted.
 
-    tomllib does not tell where a value came from, and nor does any TOML package on the index.
-    Since the text is known to be valid, tokens and nesting are all there is to recognise.
+    tomllib does not report the positions of values, and no TOML package on PyPI does. The text is known to be
+    valid, so only tokens and nesting need to be recognized.
     """
 
     def __init__(self, text: str) -> None:
@@ -35,7 +35,7 @@ class Scanner:
                 self.pair(table)
 
     def take(self, token: str) -> bool:
-        """Step over `token` and what is blank around it, if it comes next."""
+        """Skip `token` and the blanks around it if it comes next; return whether it did."""
         self.at = self.match(self.blank).end()
         if not self.text.startswith(token, self.at):
             return False

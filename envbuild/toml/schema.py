@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def json_schema(cls: type[DataclassInstance], *, id: str, title: str) -> dict[str, Any]:
-    """A JSON Schema (draft 2020-12) of the files that `decode` turns into `cls`.
+    """Return a JSON Schema (draft 2020-12) of the files that `decode` turns into `cls`.
 
-    A `check` function cannot be expressed in it, so it accepts more than `decode` does.
+    JSON Schema cannot express `check` functions, so it accepts more than `decode` does.
     """
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": id, "title": title}
     return {**head, **_schema(cls, {})}
