@@ -200,9 +200,7 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
     tag = image.rpartition("/")[2].partition(":")[2]
     if tag in ("", "latest"):
         yield Found("image-unpinned", line, image)
-    elif (
-        not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag
-    ):  # complete version tags are rarely moved
+    elif not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag:  # full versions rarely move
         yield Found("image-tag", line, image)
 
 

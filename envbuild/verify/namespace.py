@@ -179,9 +179,7 @@ def image_variables(etc: str = "/etc") -> dict[str, str]:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
             found[name] = value[1:-1] if quoted else value
     script, place = _text(f"{etc}/rc"), 0
-    while match := _RC_LINE.match(
-        script, place
-    ):  # anchored at the top: a value may contain a line like these
+    while match := _RC_LINE.match(script, place):  # in order: a value may contain such lines
         place = match.end()
         if name := match["name"] or match["path"]:
             found[name] = "".join(one or two for one, two in _QUOTED.findall(match["value"]))
