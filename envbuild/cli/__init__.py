@@ -1,4 +1,4 @@
-"""The command line: one module a command, imported when the command is run."""
+"""The command line: one module per command, imported when the command runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from envbuild import __version__
 from envbuild.errors import EnvbuildError
 from envbuild.kinds import ARTIFACTS
 
-# command → (module, one line for --help). Help must not import what the commands need.
+# command → (module, one line for --help). Help must not import the commands' dependencies.
 COMMANDS = {
     "list": ("recipes", "List the recipes that can be built."),
     "show": ("recipes", "Show one recipe as it was understood."),
@@ -94,15 +94,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point of the `envbuild` command: every foreseen failure is one message and its exit code."""
+    """Run the `envbuild` command. Every expected failure is one message and its exit code."""
     interrupted: list[int] = []
-    atexit.register(_leave, interrupted)  # before what commands import: the first is run last
+    atexit.register(_leave, interrupted)  # registered first, so that it runs last
     signal.signal(signal.SIGTERM, _interrupt)
     sys.unraisablehook = _unraisable
-    # Trees of 100,000 paths are built once and kept: looking through them for garbage takes a tenth of the time.
+    # Trees of 100,000 paths are built once and kept: garbage collection over them costs a tenth of the run time.
     gc.set_threshold(100_000, 50, 100)
     try:
-        # What a command returns is None; an Exit raised in it comes back as its code.
+        # Commands return None; click returns the code of an Exit that they raise.
         ended = cli.main(standalone_mode=False)
         code = ended if isinstance(ended, int) else 0
     except click.exceptions.Exit as done:
@@ -119,17 +119,18 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    # The work is done and said: a Ctrl-C while Python winds down must not turn it into a failure.
+    # The work is done and reported: a Ctrl-C during Python's shutdown must not turn it into a failure.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupted.extend([code] if code == 130 else [])
     sys.exit(code)
 
 
 def _leave(interrupted: list[int]) -> None:
-    """Exit as promised after a Ctrl-C, once all else that ends with Python has ended.
+    """Exit with the code in `interrupted`, if any, after all other exit handlers have run.
 
-    Where one came in code that Python made of text (that of a dataclass or a named tuple, while a module is imported),
-    it kills itself by SIGINT at its end, though the exception was handled (CPython, run_eval_code_obj in pythonrun.c).
+    If a Ctrl-C arrives in code that Python compiled from text (that of a dataclass or a named tuple, during an
+    import), Python kills itself with SIGINT at its end although the exception was handled (CPython,
+    run_eval_code_obj in pythonrun.c).
     """
     if interrupted:
         for stream in (sys.stdout, sys.stderr):
@@ -149,9 +150,9 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _unraisable(found: Any) -> None:
-    """Give a Ctrl-C again that came where Python drops exceptions (finalizers, the import system's callbacks)."""
+    """Resend a Ctrl-C that arrived where Python drops exceptions (finalizers, the import system's callbacks)."""
     if issubclass(found.exc_type, KeyboardInterrupt):
-        # Not from here: the signal would be handled inside this hook and be dropped once more.
+        # With a delay: now, the signal would be handled inside this hook and be dropped again.
         threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(found)

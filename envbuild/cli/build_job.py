@@ -1,4 +1,4 @@
-"""`--job` of the commands that build an environment in a folder."""
+"""The option --job of the commands that build an environment in a folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AsJob:
-    """That an environment is to be built by a job, see `job_options`. Raises UsageError for options without --job."""
+    """Values of the options for a build in a job, see `job_options`. Raises UsageError for options without --job."""
 
     job: bool
     site: str | None
@@ -73,7 +73,7 @@ def build_folder(
     environment: Environment,
     python: str | None = None,
 ) -> None:
-    """Build the environment of the kind `name`, here or by a job, and print where it is."""
+    """Build the environment of the kind `name`, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
     from envbuild.kinds import ARTIFACTS
     from envbuild.kinds.base import FolderArtifact
@@ -113,8 +113,10 @@ def _build_by_job(
     environment: Environment,
     options: tuple[str, ...] = (),
 ) -> None:
-    """Render the job that builds `kind` of the recipe, and submit it when that is wished; `options` are more ones of
-    the command that it runs."""
+    """Render the job that builds `kind` of the recipe, and submit it on request.
+
+    `options` are additional options of the command that the job runs.
+    """
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.submit import default_script, submit_script, write_script
@@ -131,7 +133,7 @@ def _build_by_job(
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
-    if not how.dry_run:  # nodes need not reach an index to resolve
+    if not how.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(
             kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
             here=False, verify=not how.no_verify,

@@ -1,4 +1,4 @@
-"""What several commands share: finding a recipe and its target, printing a result."""
+"""Common parts of several commands: find a recipe and its target, print a result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What the options that all builds share were given."""
+    """Values of the options that all builds share."""
 
     no_verify: bool
     faults: bool
@@ -40,14 +40,14 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOptions(BuildOptions):
-    """How an environment in a folder is to be built, see `folder_options`."""
+    """Values of the options of environments in folders, see `folder_options`."""
 
     compile_bytecode: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageBuildOptions(BuildOptions):
-    """How an image is to be built."""
+    """Values of the options of image builds."""
 
     no_bytecode: bool
 
@@ -76,7 +76,10 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan an
 
 
 def packed(record: type, name: str, *options: Decorator) -> Decorator:
-    """Return what gives a command `options`, all in its argument `name`: a `record` with a field for each."""
+    """Return a decorator that adds `options` to a command.
+
+    The command gets their values in its argument `name`, a `record` with a field for each option.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -102,26 +105,27 @@ folder_options = packed(
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
-    """The recipe called `name`, or at that path."""
+    """Return the recipe with the name or path `name`."""
     return load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
 
 
 def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:
-    """The target of `loaded` called `name`, None for the one that suits this host."""
+    """Return the target of `loaded` with the name `name`, None for the one that suits this host."""
     return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
 
 
 def check_out(path: Path | None, option: str = "--out") -> None:
-    """Check that at most the folder above `path` has to be made: a slip in a path must not grow folders in silence.
+    """Check that at most the parent folder of `path` is missing: a typo must not silently create a tree of folders.
 
-    Raises UsageError."""
+    Raises UsageError.
+    """
     above = path.absolute().parent.parent if path else Path()
     try:
         above.stat()
         return
     except FileNotFoundError:
         pass
-    except OSError:  # may not be entered, or is no folder: said where it is written
+    except OSError:  # not accessible or not a folder: writing reports it
         return
     folders = reversed([above, *above.parents])
     missing = next((folder for folder in folders if not folder.exists()), above)
@@ -132,7 +136,7 @@ def check_out(path: Path | None, option: str = "--out") -> None:
 
 
 def own_command() -> str:
-    """The path of this envbuild as nodes start it, where they see it at the same place."""
+    """Return the path of this envbuild, with which nodes start it if they see it at the same path."""
     path = Path(sys.argv[0]).absolute()
     if path.name == "__main__.py":  # python -m envbuild
         path = Path(sys.executable).absolute().parent / "envbuild"
@@ -140,12 +144,12 @@ def own_command() -> str:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on standard output."""
+    """Print one JSON object to standard output."""
     click.echo(json.dumps(value, indent=1))
 
 
 def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
-    """Print what would be built, and where."""
+    """Print the plan of a build, and its path."""
     if as_json:
         print_json({**plan.as_json(), **({"path": str(path.absolute())} if path else {})})
         return
@@ -155,14 +159,14 @@ def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print a plan for people."""
+    """Print a plan as text."""
     click.echo(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}")
     for number, layer in enumerate(plan.layers, start=1):
         click.echo(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…")
 
 
 def finish(result: Result, path: Path, as_json: bool) -> None:
-    """Print what was built in a folder, or that nothing had to be."""
+    """Print the path or the result of a build in a folder, or that nothing changed."""
     if not result.built and not result.verified:
         say(f"{path}: nothing changed ({result.seconds:.2f} s)")
     if as_json:

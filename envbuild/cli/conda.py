@@ -68,7 +68,7 @@ def conda_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
-    if not as_job.job:  # else nodes may see what this host does not
+    if not as_job.job:  # for a job, nodes may see folders that this host does not
         check_out(out)
     if name is not None:
         out = named_prefix(name, environment.variables)

@@ -51,7 +51,7 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
 
 def _show(found: Diagnosis, everything: bool) -> None:
     causes = [one for one in found.findings if one.kind == "cause"]
-    # Where no cause is known, what follows from it is all there is to say.
+    # Without a known cause, only the symptoms can be shown.
     hidden = [] if everything or not causes else [f for f in found.findings if f.kind == "symptom"]
     for number, one in enumerate((f for f in found.findings if f not in hidden), start=1):
         head = {"cause": "", "symptom": "symptom: ", "note": "note: "}[one.kind]

@@ -155,5 +155,5 @@ def _file(change: Change) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` without what would move a terminal's cursor, or is no UTF-8."""
+    """Return `text` with control characters, which could move a terminal's cursor, and invalid UTF-8 escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)  # fmt: skip

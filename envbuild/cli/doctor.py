@@ -72,7 +72,7 @@ def _as_json(
 
 
 def show_areas(areas: Mapping[str, Sequence[HostFinding]]) -> None:
-    """Print findings under their areas, with what to change below those that ask for it."""
+    """Print findings under their areas, with a hint below each that needs one."""
     console = _console()
     with console.capture() as captured:
         _areas(areas, console)
@@ -135,7 +135,7 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
 def _narrow(
     verdicts: Mapping[str, Mapping[str, StepVerdict]], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """A row for each step of each artifact, where the terminal is too narrow for one for each artifact."""
+    """Return a table with a row for each step of each artifact, for a terminal that is too narrow for wider rows."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -156,7 +156,7 @@ def _console() -> Any:
 
 
 def _echo(text: str) -> None:
-    """Without the blanks that fill a table's cells."""
+    """Print `text` without the blanks that pad a table's cells."""
     click.echo("\n".join(line.rstrip() for line in text.splitlines()))
 
 

@@ -55,7 +55,7 @@ def exec_command(
     """
     from envbuild.exec_image import exec_image, parse_bind
 
-    if command[0] == "--":  # click leaves it where IMAGE stands before it
+    if command[0] == "--":  # click keeps a "--" that follows IMAGE
         command = command[1:]
     if not command:
         raise UsageError("no program is named", "envbuild exec IMAGE -- PROGRAM [ARGUMENT]…")
@@ -70,7 +70,10 @@ def exec_command(
 
 
 def _variables(given: tuple[str, ...]) -> dict[str, str]:
-    """What --env asks for; a name that the caller does not have is left out. Raises UsageError."""
+    """Return the variables of --env; a NAME that the caller's environment lacks is left out.
+
+    Raises UsageError for other forms than NAME and NAME=VALUE.
+    """
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -84,7 +87,7 @@ def _variables(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _end_by(number: int) -> None:
-    """End as the program did, so that whoever started us sees the signal."""
+    """End this process by the signal that ended the program, so that the caller sees it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)

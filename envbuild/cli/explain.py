@@ -66,7 +66,7 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
 
 
 def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
-    """The stack of `target`, and what it was told from, for people."""
+    """Return the stack of `target`, and a description of its source."""
     from envbuild.compat.stack import stack_of
 
     conda = loaded.recipe.environment == "conda"
@@ -79,7 +79,7 @@ def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
 def _locked(
     loaded: LoadedRecipe, target: Target, conda: bool
 ) -> tuple[str, Mapping[str, str] | None]:
-    """Name → version of the current lock; without one, why."""
+    """Return name → version of the current lock, or the reason why there is none."""
     from envbuild.errors import LockError
 
     try:
@@ -108,7 +108,7 @@ def _verdict(findings: list[CompatFinding]) -> str:
 def _as_json(
     target: Target, stack: Stack, basis: str, findings: list[CompatFinding]
 ) -> dict[str, Any]:
-    # `rocm` is there for targets that have it alone: what others print stays as it is.
+    # `rocm` is shown only for targets that have it, so that the output for others does not change.
     names = [
         name for name in stack.__slots__ if name != "packages" and (name != "rocm" or stack.rocm)
     ]

@@ -172,7 +172,7 @@ def _where(package: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], named: bool = True) -> None:
-    """Rows of aligned columns; the last is as long as it is."""
+    """Print rows in aligned columns; the last column is not padded."""
     if not rows:
         return
     if title and named:

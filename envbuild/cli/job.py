@@ -20,7 +20,7 @@ _COUNT = click.IntRange(1, 100_000)
 
 
 class _WithScript(click.Command):
-    """A command with options of its own, whose arguments may have others."""
+    """A command whose arguments may be options of a training script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -130,7 +130,7 @@ def job_command(
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     nobody = request.scheduler is None and where.scheduler.kind == "none"
-    # Without a scheduler it runs on this host, without a daemon.
+    # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = (
         kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     )
@@ -158,8 +158,10 @@ def job_command(
 def _hand_over(
     plan: JobPlan, text: str, out: Path | None, submit: bool
 ) -> tuple[Path | None, str | None]:
-    """The file that the script was written to, None when it is to be printed; the number of the job, where it was
-    submitted."""
+    """Write or submit the script, if requested.
+
+    Returns its path, None if it is to be printed, and the job's number, None if it was not submitted.
+    """
     from envbuild.jobs.schedulers import SCHEDULERS
     from envbuild.jobs.submit import default_script, submit_script, write_script
 

@@ -1,4 +1,4 @@
-"""Lines for people: no wider than the terminal, and one line an entry in a pipe, for grep."""
+"""Text output: no wider than the terminal, and one line per entry in a pipe, for grep."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ NO_LIMIT = 10_000
 
 
 def width() -> int:
-    """Return the columns of the terminal, or COLUMNS; in a pipe lines are as long as they are."""
+    """Return the columns of the terminal, or COLUMNS; in a pipe, there is no limit."""
     return shutil.get_terminal_size((NO_LIMIT, 0)).columns
 
 
 def entry(name: str, cells: Sequence[str], column: int, width: int) -> str:
-    """Lay out `name` in a column of that many characters and `cells` behind it, each on lines of its own where one
-    line is too short for all. Words are never broken: a path stays one that can be copied."""
+    """Return `name`, in a column of `column` characters, and `cells` after it, on several lines if one is too short.
+
+    Words are never broken, so that a path can be copied.
+    """
     line = "  ".join([f"{name:<{column}}", *cells])
     if len(line) <= width:
         return line

@@ -146,7 +146,7 @@ def lock_command(
 
 @dataclass
 class _Failures:
-    """Locks that could not be made: each is told at the end, when all others are there."""
+    """Errors of locks that could not be made, raised after all others are written."""
 
     errors: list[LockError] = field(default_factory=list)
 
@@ -158,7 +158,7 @@ class _Failures:
             self.errors.append(error)
 
     def raise_all(self) -> None:
-        """Raise one LockError for all, if there are any."""
+        """Raise one LockError for all errors, if there are any."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -181,7 +181,7 @@ def _check_parts(
     parts: tuple[str, ...],
     export: str | None,
 ) -> None:
-    """Raise UsageError where conda packages are asked of a recipe without them, or an export of what is not locked."""
+    """Raise UsageError for --conda with a recipe without conda packages, or an export of a lock that is not made."""
     from envbuild.lock.conda_manage import check_has_conda
 
     if "conda" in chosen or export in EXPORTS:
@@ -202,7 +202,7 @@ def _lock_wheels(
     offline: bool,
     write: bool,
 ) -> str:
-    """Resolve and write the target's wheel lock; returns the resolution as PEP 751 has it."""
+    """Update the target's wheel lock. Return the resolution in the format of PEP 751."""
     from envbuild.lock.manage import inspect_lock, update_lock
 
     if upgrade:
@@ -217,12 +217,12 @@ def _lock_wheels(
 def _export(
     pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment
 ) -> Path:
-    """Write a PEP 751 file. Unlike the lock it names the URLs that this site resolved to."""
+    """Write a PEP 751 file. Unlike the lock, it contains the URLs to which this site resolved."""
     from envbuild.artifacts.place import writing
     from envbuild.files import write_atomically
     from envbuild.lock.export import without_credentials
 
-    # PEP 751: pylock.NAME.toml, no dots in NAME.
+    # PEP 751: pylock.NAME.toml, without dots in NAME.
     name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace(
         "pylock-", "pylock.", 1
     )

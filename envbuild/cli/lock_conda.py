@@ -27,7 +27,7 @@ SOLVERS = ("rattler", "conda-lock")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One target's share of an exported file."""
+    """One target's part of an exported file."""
 
     lock: CondaLock
     channels: tuple[str, ...]
@@ -36,7 +36,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class CondaWork:
-    """What `envbuild lock` was asked to do with conda locks. `upgrade` is None for every package."""
+    """The options of `envbuild lock` for conda locks. `upgrade` is None for every package."""
 
     upgrade: Collection[str] | None
     offline: bool
@@ -44,14 +44,14 @@ class CondaWork:
     solver: str
     export: str | None
     folder: Path
-    with_wheels: bool = True  # `upgrade` names packages of the wheel locks, too
+    with_wheels: bool = True  # `upgrade` also names packages of the wheel locks
     exports: dict[Path, list[Exported]] = field(default_factory=dict)
 
 
 def upgrades_of_wheels(
     loaded: LoadedRecipe, target: Target, old: Lock | None, names: Sequence[str]
 ) -> list[str]:
-    """Those of `names` that concern the wheel lock: all but those that only the conda lock knows."""
+    """Return those of `names` that concern the wheel lock: all except those that only the conda lock contains."""
     from envbuild.locks import has_conda
 
     if not has_conda(loaded) or not names:
@@ -70,8 +70,10 @@ def upgrades_of_wheels(
 def lock_conda(
     loaded: LoadedRecipe, target: Target, environment: Environment, work: CondaWork
 ) -> None:
-    """Make the conda lock of `target`, or renew it where that is due; export it. Raises LockError when it cannot be
-    made."""
+    """Update the conda lock of `target` if it is missing, stale or to be upgraded, and export it.
+
+    Raises LockError when it cannot be made.
+    """
     from envbuild.lock.conda_manage import (
         inspect_conda_lock,
         knows,
@@ -82,7 +84,7 @@ def lock_conda(
     state = inspect_conda_lock(loaded, target)
     upgrade = work.upgrade
     if upgrade and state.lock is not None and work.with_wheels and has_wheels(loaded, target):
-        # The names that were meant for wheels went there.
+        # The wheel lock takes the other names.
         upgrade = [name for name in upgrade if knows(state.lock, name)]
     lock = state.lock if state.fault is None else None
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
@@ -111,13 +113,13 @@ def _export(
     lock: CondaLock,
     work: CondaWork,
 ) -> None:
-    """Keep what `write_exports` has to write."""
+    """Collect one target's part of the file that `write_exports` writes."""
     from envbuild.lock import conda_export
     from envbuild.lock.conda_pip import resolve_pip
 
     pip: tuple[PipFile, ...] = ()
     if lock.pip.packages and work.export == "conda-lock":
-        # The lock names no URLs: uv is asked again, for what is locked.
+        # The lock contains no URLs, so uv resolves the locked packages again.
         again = resolve_pip(
             loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline
         )

@@ -1,4 +1,4 @@
-"""The image part of `envbuild lock`: the base of a target's images, and the builder of their source-built layers."""
+"""The image part of `envbuild lock`: the base of a target's images, and the builder image of their source layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lock_base(
     offline: bool,
     write: bool,
 ) -> None:
-    """Make the lock of the base of the target's images, or renew it where it is stale or to be upgraded."""
+    """Update the lock of the base of the target's images if it is missing, stale or to be upgraded."""
     if _due(inspect_image_lock(loaded, target), upgrade=upgrade, offline=offline):
         update_image_lock(loaded, target, environment, say=say, write=write)
 
@@ -39,7 +39,7 @@ def lock_builder(
     offline: bool,
     write: bool,
 ) -> None:
-    """The same for the image in which source-built layers are compiled, where the recipe has any."""
+    """Update the lock of the builder image, like `lock_base`, if the recipe has source layers."""
     from envbuild.lock.build_base import inspect_build_lock, update_build_lock
     from envbuild.locks import builder_sources
 
@@ -51,7 +51,7 @@ def lock_builder(
 
 
 def _due(state: LockState[ImageLock], *, upgrade: bool, offline: bool) -> bool:
-    """Whether the lock of `state` is to be made. Raises LockError where it has to be and --offline forbids it."""
+    """Return whether the lock of `state` must be made. Raises LockError if it must but --offline forbids it."""
     if offline and state.fault is not None:
         raise LockError(
             f"{state.path}: {state.fault}, and --offline forbids to resolve it",

@@ -21,7 +21,7 @@ _RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 
 @dataclass(frozen=True, slots=True)
 class _Runners:
-    """What data/runners.toml says: architecture → label."""
+    """The content of data/runners.toml: architecture → label."""
 
     github: dict[str, str]
     gitlab: dict[str, str]
@@ -103,7 +103,7 @@ def matrix_command(
 
 
 def _choose(names: tuple[str, ...], environment: Environment) -> list[Chosen]:
-    """The recipes called `names`, else all. Raises one RecipeError with the mistakes of all of them."""
+    """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
     from envbuild.matrix import Chosen
     from envbuild.recipe.find import list_recipes, search_folders
 

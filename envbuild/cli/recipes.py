@@ -61,7 +61,7 @@ def list_command(as_json: bool) -> None:
 
 
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
-    """For each target and each lock that its builds need, whether it is there and current."""
+    """Return, for each target and each lock that its builds need, whether the lock exists and is current."""
     from envbuild.locks import needed_locks
     from envbuild.recipe.targets import Target
 
@@ -72,7 +72,7 @@ def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
 
 
 def _locked_targets(loaded: LoadedRecipe) -> list[str]:
-    """The targets, each with the locks that its builds need and do not have: "cpu-x86_64 (not locked: conda)"."""
+    """Return the targets, each with its missing or stale locks: "cpu-x86_64 (not locked: conda)"."""
     texts = []
     for name, locks in _locked(loaded).items():
         missing = ", ".join(lock for lock, current in locks.items() if not current)

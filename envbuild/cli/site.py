@@ -53,7 +53,7 @@ def init_command(out: Path | None, force: bool) -> None:
     from envbuild.files import write_atomically
 
     path = out or Path("site.toml")
-    if ".config" not in path.parts:  # where the user's own belongs, on a host that never had one
+    if ".config" not in path.parts:  # the user's own folder, which may not exist yet
         check_out(out)
     if str(path) != "-" and not force and (path.exists() or path.is_symlink()):
         raise UsageError(f"{path} exists", "choose another --out, or write over it with --force")
@@ -113,7 +113,7 @@ def _print(values: Sequence[Value]) -> None:
         if table:
             name = f"registries.{_key(table[11:])}" if table.startswith("registries.") else table
             click.echo(f"\n[{name}]")
-        # TOML has no null: what nobody decided is a comment.
+        # TOML has no null: a value that nobody set is a comment.
         texts = [
             f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}"
             for row in rows
@@ -160,7 +160,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     from envbuild.doctor.site_check import check_site
 
     variables = dict(os.environ)
-    # The file itself is judged below; here only how this host reaches mirrors.
+    # The site file is judged below; this is only the way in which this host reaches mirrors.
     environment = this_host(variables, offline=offline).environment
     findings = check_site(site, variables, environment, offline=offline)
     counts = {status: sum(f.status == status for f in findings) for status in _STATUS}
@@ -196,7 +196,7 @@ def list_command(as_json: bool) -> None:
 
 
 def _about(path: Path) -> str:
-    """The first sentence of the file's comment."""
+    """Return the first line of the file's comment."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

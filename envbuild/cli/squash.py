@@ -1,4 +1,4 @@
-"""What `envbuild enroot`, `envbuild apptainer` and `envbuild build` share."""
+"""Common parts of `envbuild enroot`, `envbuild apptainer` and `envbuild build`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from_option = click.option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices(ImageBuildOptions):
-    """What the options that all these commands have were given."""
+    """Values of the options that these commands share."""
 
     target: str | None
     compression: str
@@ -75,8 +75,10 @@ def make(
     out: Path | None = None,
     engine: str = "native",
 ) -> None:
-    """Make files of `kinds` of a recipe or an image, and print what was made: paths for people, one object for
-    programs; for a dry run the plan."""
+    """Make image files of `kinds` from a recipe or an image, and print their paths or one JSON object.
+
+    A dry run prints the plan.
+    """
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.source import parse_source
     from envbuild.image.squashfs.codec import codec_of
@@ -135,7 +137,7 @@ def make(
 
 
 def _check_runtime(kinds: Sequence[str], choices: Choices, environment: Environment) -> None:
-    """Tell of a runtime's name that does not fit before anything is built."""
+    """Raise an error for an unsuitable --runtime before anything is built."""
     from envbuild.verify.runtimes import choose
 
     for kind in () if choices.no_verify else kinds:
@@ -143,7 +145,7 @@ def _check_runtime(kinds: Sequence[str], choices: Choices, environment: Environm
 
 
 def show(results: Sequence[Result], choices: Choices) -> None:
-    """Print what was made."""
+    """Print the results."""
     if not choices.as_json:
         for result in results:
             click.echo(result.path)

@@ -56,6 +56,6 @@ def venv_command(
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
-    if not as_job.job:  # else nodes may see what this host does not
+    if not as_job.job:  # for a job, nodes may see folders that this host does not
         check_out(out)
     build_folder("venv", loaded, wanted, out, as_job, how, environment, python)

@@ -1,1 +1,1 @@
-"""One diagnosis engine and one table of rules: logs of jobs, of verification, of source builds."""
+"""The diagnosis of logs (of jobs, verification and source builds): one engine and one table of rules."""

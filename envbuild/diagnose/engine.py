@@ -1,9 +1,9 @@
-"""The diagnosis of logs by the rules of data/diagnoses.toml, line by line.
+"""The engine that applies the rules of data/diagnoses.toml to logs, line by line.
 
-A rule holds where each of its `all` patterns, one of its `any` and none of its `none` is found in some line of some
-log, and its counts hold over all logs together. A line of NCCL's log is matched as nccl_log.py understands it, too:
-`nccl:KIND: TEXT`. Where a requeued job wrote on into its log, counts begin anew at the line that tells of it. Where no
-cause is known, the diagnosis shows the program's own exception (exception.py).
+A rule holds if each of its `all` patterns, one of its `any` and none of its `none` match some line of some log,
+and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
+parses: `nccl:KIND: TEXT`. If a requeued job appended to its log, counts restart at the line that reports the
+new attempt. If no cause is known, the diagnosis shows the program's own exception (exception.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from envbuild.diagnose.rules import (
 )
 from envbuild.site.pip_config import redact
 
-_KEPT = 4  # lines of evidence for a pattern
+_KEPT = 4  # lines of evidence per pattern
 _SHOWN = 240  # characters of a line of evidence
-_VALUES = 1000  # different values of a group
-_NAMED = 5  # values of `every` that a message names
-_GOES_ON = 10  # lines of training after which a program is not about to end
-_ROOT = 45  # from this rank down, a cause says little of its own cause
+_VALUES = 1000  # different values per group
+_NAMED = 5  # values of `every` in a message
+_GOES_ON = 10  # lines of training that show that a program continues
+_ROOT = 45  # up to this rank, a cause does not explain its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -44,8 +44,11 @@ _FAILURE = re.compile(
 
 @dataclass(slots=True)
 class _Seen:
-    """The matches of one pattern in all logs: `count` lines, the first of which was number `order` of all and
-    the last number `latest`; `values` of its groups."""
+    """The matches of one pattern in all logs.
+
+    `count` is the number of matching lines, `order` and `latest` are the numbers of the first and the last one
+    among all lines, and `values` are the values of its groups.
+    """
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
@@ -57,34 +60,35 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Course:
-    """The course of the job: the numbers of the last lines of training and of the last failure of a process, and the
-    number of logs."""
+    """The course of the job: the numbers of the last lines of training and of the last process failure, and of logs."""
 
     trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
     failed: int = 0
     logs: int = 0
 
     def see(self, line: str, order: int) -> None:
-        """Take in line number `order`."""
+        """Record line number `order`."""
         if tells("progress", line):
             self.trained.append(order)
         elif tells("failures", line):
             self.failed = order
 
     def passed(self, order: int) -> bool:
-        """Whether the job trained on after line `order`. Where it failed after all, a few lines of other ranks are no
-        sign of that."""
+        """Return whether the job continued to train after line `order`.
+
+        If it failed after that line, a few more lines of training from other ranks do not count.
+        """
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
 
     def long_passed(self, order: int) -> bool:
-        """Whether it trained on for long after line `order`."""
+        """Return whether the job trained for many lines after line `order`."""
         return self.trained[0] > order
 
 
 def diagnose(
     logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]
 ) -> Diagnosis:
-    """Apply `rules` to the `logs`, (name, lines) each."""
+    """Return the diagnosis of the `logs`, given as (name, lines), by `rules`."""
     seen: dict[LinePattern, _Seen] = {}
     last: deque[Evidence] = deque(maxlen=6)
     patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
@@ -129,7 +133,7 @@ def diagnose(
 
 
 def explain(text: str, place: Place) -> str:
-    """Return the first cause in `text`, a whole log, by the rules of `place`, with its hint; "" for none."""
+    """Return the first cause in the log `text` by the rules of `place`, with its hint; "" if there is none."""
     found = diagnose([("log", text.splitlines())], load_rules(place)).findings
     return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
 
@@ -143,7 +147,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """Yield a line without colours, and the forms in which rules know a line of NCCL."""
+    """Yield a line without colours, and the forms in which rules match a line of NCCL."""
     yield text
     if "NCCL" not in text:
         return
@@ -162,7 +166,7 @@ def _plain(text: str) -> str:
 def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
     for group, value in match.groupdict().items():
         one.groups.setdefault(group, value or "")
-    # Lines that differ in numbers alone (times, processes) show the same.
+    # Lines that differ only in numbers (times, process IDs) count as the same.
     alike = re.sub(r"\d+", "0", where.text)
     files = [kept for kept in one.kept if kept.file == where.file]
     if len(one.kept) < _KEPT and alike not in {re.sub(r"\d+", "0", kept.text) for kept in files}:
@@ -178,7 +182,7 @@ def _shown(text: str, around: int = 0) -> str:
 def _found(
     rule: DiagnosisRule, seen: Mapping[LinePattern, _Seen], course: _Course
 ) -> tuple[int, DiagnosisFinding] | None:
-    """The finding of a rule that holds, with the number of its first line."""
+    """Return the number of the first line and the finding of `rule`, None if the rule does not hold."""
     if any(pattern in seen for pattern in rule.none):
         return None
     if not all(pattern in seen for pattern in rule.all):
@@ -211,7 +215,7 @@ def _found(
         names = list(next(filter(None, values), ()))
         groups |= {rule.every: ", ".join(names[-_NAMED:])} if names else {}
         groups["is"] = "are" if len(names) > 1 else "is"
-    # Of each pattern the first line, then their second ones.
+    # First the first line of each pattern, then the second ones.
     kept = [seen[pattern].kept for pattern in shown]
     evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
@@ -235,7 +239,10 @@ def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
 
 
 def _filled(text: str, groups: Mapping[str, str]) -> str:
-    """Fill a message with the values of groups. Of [[…|…]] it has the first part of which all groups are known."""
+    """Return a message with the values of groups.
+
+    [[…|…]] becomes its first alternative whose groups are all known.
+    """
 
     def choose(match: re.Match[str]) -> str:
         known = (one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups))

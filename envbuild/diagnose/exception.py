@@ -1,7 +1,7 @@
-"""The first exception of a program in the lines of its log, which may be those of many ranks at once.
+"""The first exception of a program in its log, which may mix the lines of many ranks.
 
-A traceback is Python's (traceback.c): a line of its own, frames that are indented, and the exception. Each line may
-begin with who wrote it (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
+A traceback has Python's format (traceback.c): a header line, indented frames, and the exception. Each line may
+have a prefix that names its process (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _USUAL = re.compile(r".*(?:Error|Exception|Warning|Expired|Timeout|Failure|Inter
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
 _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
 _ENDS = ("SystemExit", "KeyboardInterrupt")
-# A line's own time, which is another in the next.
+# Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
-# Of one traceback, and tracebacks at once.
+# The maximum of lines per traceback, and of open tracebacks.
 _LONGEST = 1000
 _MOST = 256
 
 
 @dataclass(slots=True)
 class _Open:
-    """A traceback whose exception has not come yet: its last frame, and the last one of the program's own files."""
+    """A traceback whose exception has not been read: its last frame, and the last frame in the program's own files."""
 
     last: list[Line] = field(default_factory=list)
     own: list[Line] = field(default_factory=list)
@@ -38,8 +38,11 @@ class _Open:
 
 @dataclass(slots=True)
 class Exceptions:
-    """Reads lines. `first` is the first exception that is neither torchrun's own nor ignored, behind the frames that
-    tell where it was; `order` the number of its line, of all lines."""
+    """A reader of log lines that finds the first exception.
+
+    `first` is the first exception that is neither torchrun's own nor ignored, after the frames that locate it;
+    `order` is the number of its line among all lines.
+    """
 
     first: tuple[Line, ...] = ()
     order: int = 0
@@ -48,7 +51,7 @@ class Exceptions:
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def read(self, file: str, number: int, text: str, order: int) -> None:
-        """The next line."""
+        """Read the next line."""
         if self.first:
             return
         if file != self._file:
@@ -76,7 +79,10 @@ class Exceptions:
 
 
 def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
-    """The exception, where `line`, of which `text` is Python's, ends the traceback; a frame is taken into that."""
+    """Return the match of the exception if `line` ends the traceback `one`, else None; frames are stored in `one`.
+
+    `text` is the part of `line` that Python wrote.
+    """
     if text[:1] in (" ", "\t"):
         if frame := _FRAME.match(text):
             one.launcher |= _LAUNCHER.search(frame["file"]) is not None
@@ -88,7 +94,7 @@ def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
         one.framed = True
         return None
     found = _EXCEPTION.match(text)
-    # Others write between its lines.
+    # Other processes may write between its lines.
     ended = found and (one.framed or _USUAL.match(found["name"]))
     if text.strip():
         one.framed = False

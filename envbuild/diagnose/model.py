@@ -10,20 +10,20 @@ from envbuild.diagnose.rules import Kind
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A line of a log, shortened, without passwords."""
+    """A line of a log, shortened and without passwords."""
 
     file: str
     line: int
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields for --json."""
         return {"file": self.file, "line": self.line, "text": self.text}
 
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisFinding:
-    """A rule that holds: its cause and hint filled in, and the lines that show it."""
+    """A rule that holds, with its cause and hint filled in, and the lines that are its evidence."""
 
     id: str
     kind: Kind
@@ -33,7 +33,7 @@ class DiagnosisFinding:
     evidence: tuple[Evidence, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields for --json."""
         return {
             "id": self.id,
             "kind": self.kind,
@@ -46,8 +46,11 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings, causes first; `last` are the last lines that speak of an error, `lines` how many were read;
-    `exception` is the program's first exception and where it was, told where no finding says as much."""
+    """The findings, causes first.
+
+    `last` are the last lines that look like an error, `lines` is the number of lines read. `exception` is the
+    program's first exception and its location, if no finding explains it.
+    """
 
     findings: tuple[DiagnosisFinding, ...]
     last: tuple[Evidence, ...]
@@ -55,7 +58,7 @@ class Diagnosis:
     exception: tuple[Evidence, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields for --json."""
         return {
             "lines": self.lines,
             "findings": [one.as_json() for one in self.findings],

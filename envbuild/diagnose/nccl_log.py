@@ -1,8 +1,9 @@
-"""NCCL's log of one rank: which version, which network, which plugin, over what its channels go, what went wrong.
+"""A parser for NCCL's log of one rank: version, networks, plugins, the transports of its channels, and faults.
 
-A line is `host:pid:tid [gpu] NCCL INFO text`, or, for warnings, `host:pid:tid [gpu] file.cc:line NCCL WARN text`; where
-others collected it, something may stand before it.
-Source: NVIDIA/nccl, src/debug.cc of v2.18.5-1 to v2.29.7-1. The lines and their causes are in data/nccl_log.toml.
+A line is `host:pid:tid [gpu] NCCL INFO text`, or, for warnings, `host:pid:tid [gpu] file.cc:line NCCL WARN
+text`; log collectors may add a prefix.
+Source: NVIDIA/nccl, src/debug.cc of v2.18.5-1 to v2.29.7-1. The lines and their causes are in
+data/nccl_log.toml.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Kind = Literal[
 
 FAULTS: tuple[Kind, ...] = ("plugin missing", "plugin failed", "no adapter", "fatal", "error")
 _SAID = re.compile(r"\bNCCL (?P<level>INFO|WARN|TRACE|ATTN|ABORT) (?P<text>.*)")
-# Printed without a head, in some releases on standard output even where the log goes to a file.
+# Printed without a prefix; some releases print it to standard output even if the log goes to a file.
 _VERSION = re.compile(r"\bNCCL version (\d\S*)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class NcclLine:
-    """A row of data/nccl_log.toml, whose head explains each key."""
+    """A row of data/nccl_log.toml, whose header explains each key."""
 
     kind: Kind
     regex: re.Pattern[str]
@@ -42,7 +43,7 @@ class NcclLine:
 
 @dataclass(frozen=True, slots=True)
 class NcclFault:
-    """A line that tells of a failure: the line's text, and what is behind it ("" if nobody knows)."""
+    """A line that reports a failure: its text, and the cause ("" if unknown)."""
 
     kind: Kind
     text: str
@@ -51,12 +52,12 @@ class NcclFault:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """What one rank's log says; every list in the order of the log, without repetitions.
+    """The content of one rank's log; every list is in the order of the log, without repetitions.
 
-    `networks` are those that NCCL used for its communicators, `transports` what its channels go over ("NET/IB",
-    "P2P", "SHM"), `providers` libfabric's, `plugins` those loaded. Of the `faults`, NCCL goes on after a plugin that
-    is missing or failed and after a missing adapter, with another network; "fatal" ended the run, "error" is any other
-    warning. `lines` counts what was understood.
+    `networks` are those that NCCL used for its communicators, `transports` those of its channels ("NET/IB",
+    "P2P", "SHM"), `providers` are libfabric's, and `plugins` are the loaded ones. Among the `faults`, NCCL
+    continues with another network after a missing or failed plugin and after a missing adapter; "fatal" ended
+    the run, "error" is any other warning. `lines` is the number of recognised lines.
     """
 
     version: str
@@ -68,7 +69,7 @@ class NcclLog:
     lines: int
 
     def having(self, *kinds: Kind) -> list[NcclFault]:
-        """The faults of these kinds, in their order."""
+        """Return the faults of these kinds, grouped in the order of `kinds`."""
         return [fault for kind in kinds for fault in self.faults if fault.kind == kind]
 
 
@@ -80,7 +81,7 @@ def _data() -> dict[str, Any]:
 
 @functools.cache
 def load_lines() -> tuple[NcclLine, ...]:
-    """The rows of data/nccl_log.toml."""
+    """Return the rows of data/nccl_log.toml."""
     return tuple(_line(row) for row in _data()["lines"])
 
 
@@ -99,8 +100,7 @@ def _harmless() -> re.Pattern[str]:
 
 
 def parse_nccl_log(text: str) -> NcclLog:
-    """What `text`, the log of one rank, says. Lines that are not NCCL's are passed over, so that it may stand
-    between others."""
+    """Parse `text`, the log of one rank. Other lines between NCCL's are skipped."""
     return _read(text.splitlines())
 
 
@@ -127,7 +127,7 @@ def _read(lines: Iterable[str]) -> NcclLog:
 
 
 def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
-    """(kind, what is kept, cause) of each line that says something."""
+    """Yield (kind, value, cause) for each recognised line."""
     for line in lines:
         match = _SAID.search(line)
         if match is None:

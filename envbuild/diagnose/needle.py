@@ -9,9 +9,9 @@ _ESCAPED = re.compile(r"\\[^\w]")
 
 
 def needle(regex: str) -> str:
-    """The longest run of characters that every match of `regex` contains, "" where none can be told.
+    """Return the longest text that every match of `regex` contains, "" if there is none to find.
 
-    Groups, classes and what may be repeated are passed over; alternatives at the top have no common text.
+    Groups, character classes and quantified characters are skipped; top-level alternatives have no common text.
     """
     runs, run, at = [], "", 0
     while at < len(regex):
@@ -38,7 +38,7 @@ def needle(regex: str) -> str:
 
 
 def _skip(regex: str, start: int) -> int:
-    """The length of the group or class that begins at `start`."""
+    """Return the length of the group or character class that begins at `start`."""
     depth, at, inside, opened = 0, start, False, 0
     while at < len(regex):
         here = regex[at]

@@ -1,4 +1,4 @@
-"""The lines of logs: files, compressed ones, standard input. Bad bytes and endless lines do no harm."""
+"""The lines of logs: files, compressed files, standard input. Invalid bytes and endless lines do no harm."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
 _OF_NODES = re.compile(
     r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE
 )
-# In a name that is not a scheduler's, a shorter number may be anything.
+# In a name that is not a scheduler's, a shorter number may have any meaning.
 _LONG = 4
 
 
 @dataclass(frozen=True, slots=True)
 class JobLogs:
-    """Logs that belong together; `number` is the job's where that is known."""
+    """Logs of one job; `number` is the job's number, "" if unknown."""
 
     number: str
     logs: tuple[str, ...]
 
 
 def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
-    """The logs by jobs: in a folder all jobs may lie that ran from there, told apart by the number in a log's name.
-    Logs that are named one by one belong together.
+    """Group logs by job.
 
-    Raises UsageError for what is not there or cannot be read.
+    A folder may contain the logs of many jobs, which the number in a log's name tells apart. Logs that are
+    given one by one belong together. Raises UsageError for a path that does not exist or cannot be read.
     """
     found: dict[str, list[str]] = {}
     for path in paths:
@@ -53,7 +53,7 @@ def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
 
 
 def job_number(name: str) -> str:
-    """The number of the job in the name of its log (ddp_1234.out, slurm-1234_7.out, ddp.o1234), "" for none."""
+    """Return the job's number from its log's name (ddp_1234.out, slurm-1234_7.out, ddp.o1234), "" without one."""
     name = _PACKED.sub("", name)
     if match := _OF_PBS.search(name):
         return match[1]
@@ -63,15 +63,15 @@ def job_number(name: str) -> str:
     shortest = 1 if kind in ("out", "err") else _LONG
     found = [one for one in _NUMBER.finditer(stem) if not _OF_NODES.search(stem[: one.start()])]
     numbers = [one[0] for one in found if len(one[0]) >= shortest]
-    # A model's size, an array's index and a task's number are shorter.
+    # The longest number is the job's: a model's size, an array index and a task's number are shorter.
     return max(reversed(numbers), key=len, default="")
 
 
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
-    """(name, lines) of each log, read while they are walked through. "-" is standard input; a folder stands for the
-    files in it, by name.
+    """Yield (name, lines) of each log; lines are read lazily.
 
-    Raises UsageError for what is not there or cannot be read.
+    "-" is standard input; a folder stands for its files, sorted by name. Raises UsageError for a path that does
+    not exist or cannot be read.
     """
     for path in _files(paths):
         name = "standard input" if path == STDIN else path
@@ -124,7 +124,7 @@ def _lines(path: str) -> Iterator[str]:
 def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         begin = file.read(6)
-    # By what is in them, whatever they are called.
+    # Detected by content, whatever the file's name.
     if begin.startswith(b"\x1f\x8b"):
         return cast(IO[bytes], gzip.open(path, "rb"))
     if begin.startswith(b"BZh"):
@@ -135,10 +135,10 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _decoded(file: IO[bytes]) -> Iterator[str]:
-    """Whole lines, of a longer one its beginning and its end."""
+    """Yield whole lines; a very long line is reduced to its beginning and its end."""
     while piece := file.readline(_LONGEST):
         line = piece
         while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
-            # What a progress bar left on the screen is at the end.
+            # The final state of a progress bar is at the end.
             line = line[:_LONGEST] + piece
         yield line.decode("utf-8", "replace").rstrip("\r\n")

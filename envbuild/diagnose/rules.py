@@ -1,4 +1,4 @@
-"""The rules of data/diagnoses.toml: patterns of lines, and the cause that they tell. Read on first use."""
+"""The rules of data/diagnoses.toml: patterns of lines, and the causes that they show. Read on first use."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _TABLE = resources.files("envbuild.data") / "diagnoses.toml"
 
 @dataclass(frozen=True, slots=True)
 class LinePattern:
-    """A regular expression that is searched in lines; `needle` is in every line that it matches."""
+    """A regular expression to search in lines; `needle` is a text in every line that it matches."""
 
     regex: re.Pattern[str]
     needle: str
 
     def search(self, line: str) -> re.Match[str] | None:
-        """The match in `line`."""
+        """Return the match in `line`, None if there is none."""
         return self.regex.search(line) if self.needle in line else None
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many lines `line` must match: at least and at most so many; `fewer_than` or `as_many_as` name a group of
-    another pattern of the rule that matched a number. With `distinct`, the different values of that group are counted.
+    """A condition on the number of lines that match `line`.
+
+    `at_least` and `at_most` are limits; `fewer_than` and `as_many_as` name a group of another pattern of the
+    rule whose value is the limit. `distinct` names a group whose different values are counted instead of lines.
     """
 
     line: LinePattern
@@ -48,7 +50,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisRule:
-    """A row of the table, whose head explains each key."""
+    """A row of the table, whose header explains each key."""
 
     id: str
     rank: int
@@ -89,13 +91,13 @@ def _data() -> dict[str, Any]:
 
 
 def tells(of: Literal["attempts", "progress", "failures"], line: str) -> bool:
-    """Whether `line` tells of another attempt of its job, of training that goes on, or of a process that failed."""
+    """Return whether `line` reports what `of` names: a new attempt of its job, progress, or a failed process."""
     return any(_pattern(text).search(line) for text in _data()[of])
 
 
 @functools.cache
 def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
-    """The rules for logs of `place`, by rank."""
+    """Return the rules for logs of `place`, sorted by kind and rank."""
     found = ((row, row.get("where", {"job": {}})) for row in _data()["rules"])
     rules = [_rule({**row, **where[place]}) for row, where in found if place in where]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))

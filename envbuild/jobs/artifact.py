@@ -1,4 +1,4 @@
-"""What a job runs: a recipe's artifact, a path or an image in a registry, and the receipt that vouches for it."""
+"""The artifact that a job runs (of a recipe, at a path or in a registry), and its verification receipt."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from envbuild.verify.receipt import passing_receipt, receipt_path
 
 @dataclass(frozen=True, slots=True)
 class JobInputs:
-    """An artifact and what planning asks of it besides: its source-built `layers`, the version of its `nccl` ("" for
-    torch's own), the recipe's [verify] table, and `packages`, None where nothing tells."""
+    """An artifact and the other data that planning needs.
+
+    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
+    the recipe's [verify] table, and `packages` is None if unknown.
+    """
 
     artifact: JobArtifact
     layers: tuple[BuiltLayer, ...] = ()
@@ -38,11 +41,13 @@ def open_artifact(
     shared: str = "",
     unverified: bool = False,
 ) -> JobInputs:
-    """The artifact that `named` means: a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a
-    recipe, of which the first of `kinds` that was built is taken: in the current folder, or in `shared` ([paths]
-    shared of the site), where jobs build.
+    """Return the artifact that `named` refers to.
 
-    Raises UsageError when there is none, VerificationError when no receipt says that it passed, unless `unverified`.
+    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a recipe. For a
+    recipe, this is the first of `kinds` that was built, in the current folder or in `shared` ([paths] shared of
+    the site), where jobs build.
+
+    Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
     """
     path = Path(named)
     if "@sha256:" in named:
@@ -61,7 +66,7 @@ def open_artifact(
 def _built(
     recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool
 ) -> JobInputs:
-    """The artifact of `recipe` where builds leave it."""
+    """Return the artifact of `recipe` from the folders in which builds write it."""
     tops = [Path("build") / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
         tops.append(Path(shared) / "build" / recipe)
@@ -88,7 +93,7 @@ def _built(
 def _places(
     top: Path, recipe: str, kinds: tuple[str, ...], target: str | None
 ) -> list[tuple[str, str, Path]]:
-    """What is in `top`: the first of `kinds` of each target, or of `target` alone."""
+    """Return (kind, target, path) of the first existing one of `kinds` in `top`, for `target` or for each target."""
     targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
     found = []
     for name in targets:
@@ -102,7 +107,7 @@ def _places(
 
 
 def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
-    """A folder or an image file on this host, at a path that nodes see too."""
+    """Return the folder or image file at `path`, which nodes see at the same path."""
     kind = kind_at(path)
     if kind is None:
         raise UsageError(
@@ -131,7 +136,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
-    """The image whose receipt lies beside `place`, as envbuild pushed it."""
+    """Return the pushed image whose receipt lies beside `place`. Raises UsageError when envbuild did not push it."""
     receipt = _receipt(receipt_path(place))
     pushed = receipt["artifact"].get("pushed")
     if not isinstance(pushed, str) or "@sha256:" not in pushed:
@@ -146,7 +151,7 @@ def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
 def _image(
     named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None
 ) -> JobInputs:
-    """An image in a registry, by its digest; its receipt is looked for where builds leave it."""
+    """Return an image in a registry, by its digest; its receipt is searched in the folders in which builds write it."""
     from envbuild.image.reference import parse_reference
 
     reference = parse_reference(named)
@@ -185,7 +190,7 @@ def _image(
 
 
 def _receipt_of(digest: str | None, target: str | None) -> dict[str, Any] | None:
-    """The receipt of the image `digest` among those of builds here. Others that cannot be read are not its matter."""
+    """Return the receipt of the image `digest` among those of local builds; unreadable receipts are skipped."""
     for path in sorted(Path("build").glob(f"*/{target or '*'}/docker.receipt.json")):
         try:
             receipt = _receipt(path)

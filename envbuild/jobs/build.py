@@ -1,4 +1,4 @@
-"""The job that builds and verifies an environment on the node that will train with it."""
+"""The job that builds and verifies an environment on a node of the kind that will train with it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _VERIFIED = (
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What is built: `kind` of the recipe in the folder or file `recipe` for `target`, at `place`, an
-    absolute path that the nodes see. `bundle` is an offline bundle, "" where nodes reach the packages themselves;
-    `tools` the Python that runs the envbuild of the bundle, "" where the nodes have envbuild: `envbuild` is its path.
-    `options` go to the command."""
+    """An environment to build: `kind` of the recipe in the folder or file `recipe` for `target`.
+
+    `place` is the destination, an absolute path that the nodes see. `bundle` is an offline bundle, "" if nodes
+    can download packages. `tools` is the version of the Python that runs the bundle's envbuild, "" if the nodes
+    have envbuild at `envbuild`. `options` are further options of the build command.
+    """
 
     kind: str
     name: str
@@ -40,7 +42,7 @@ class Build:
 
 
 def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
-    """The job of `build`: one node, whole. Raises UsageError for a scheduler that cannot run it."""
+    """Plan the job of `build`, on one whole node. Raises UsageError for a scheduler that cannot run it."""
     scheduler = scheduler_of(request, site)
     if SCHEDULERS[scheduler].pods:
         others = listed(tuple(TITLES[name] for name, one in SCHEDULERS.items() if not one.pods))
@@ -80,7 +82,7 @@ def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
 
 
 def render_build(plan: JobPlan, build: Build) -> str:
-    """The script for the scheduler. Raises UsageError for what it cannot express."""
+    """Return the script for the scheduler. Raises UsageError for values that it cannot express."""
     directives = SCHEDULERS[plan.scheduler].directives
     assert directives is not None, "plan_build refuses pods"
     what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"

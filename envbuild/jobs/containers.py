@@ -1,10 +1,10 @@
-"""How the node program comes into a container: options of pyxis, and the lines that start the others.
+"""Start the node program in a container: pyxis's options, and shell lines for the other runtimes.
 
-Settings, addresses and the command come by files in the run's folder, which is mounted: variables of an image never
-win over them, and no runtime has to carry them.
+Settings, addresses and the command are read from files in the run's folder, which is mounted: an image's
+variables cannot override them, and runtimes need not pass them on.
 
-Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md; apptainer-exec(1).
-What was run with the real ones: docs/howto/jobs.md.
+Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md;
+apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ export ENROOT_DATA_PATH
 private "$ENROOT_DATA_PATH"
 """
 
-# tidy-RESTARTS.sh. Source: srun(1), --task-epilog; Slurm 22.05 gives it five seconds.
+# tidy-RESTARTS.sh. Source: srun(1), --task-epilog; Slurm 22.05 limits it to five seconds.
 TIDY = r"""#!/bin/sh
 # Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
 # Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.
@@ -69,23 +69,23 @@ done
 
 
 def work_key(plan: JobPlan) -> str:
-    """Who says the working folder, for errors."""
+    """Return the name of the setting that chose the working folder, for error messages."""
     origin = plan.origins.get("work", "--work")
     return "the current folder, without --work," if origin == "current folder" else origin
 
 
 def program_inside(plan: JobPlan) -> str:
-    """The node program's path as a container sees it, for the shell."""
+    """Return the node program's path in a container, quoted for the shell."""
     work = path_word(inside(plan.work, plan.mounts), work_key(plan))
     return f'{work}/"${{ENVBUILD_RUN##*/}}/node-$restarts.sh"'
 
 
 def pyxis_options(plan: JobPlan) -> list[str]:
-    """srun's options for a container by pyxis, as words for the batch script.
+    """Return srun's options for a pyxis container, as shell words for the batch script.
 
-    --container-env: of these an image could have its own, and by default an image's win. --container-name: the
-    preflight's container is the training's, too; no other job has the name, nor a run before a requeue.
-    Raises UsageError for a mount that would reach a shell.
+    --container-env lists variables that an image could define too; by default, the image's value wins.
+    --container-name makes the training use the preflight's container; the name differs between jobs and between
+    restarts of a job. Raises UsageError for a mount that a shell would expand.
     """
     mounts = []
     for host, container in plan.mounts:
@@ -98,7 +98,7 @@ def pyxis_options(plan: JobPlan) -> list[str]:
             )
         mounts.append(":".join([source, place, *(["+".join(options)] if options else [])]))
     return [
-        # pyxis takes a name without a slash for one in a registry.
+        # pyxis treats an image name without a slash as one in a registry.
         word(f"--container-image={plan.artifact.path}", "the image's path"),
         '--container-name="envbuild-$job-$restarts"',
         word(f"--container-mounts={','.join(mounts)}"),
@@ -109,19 +109,19 @@ def pyxis_options(plan: JobPlan) -> list[str]:
 
 
 def _visible(plan: JobPlan) -> str:
-    """The variable by which Slurm names a step's GPUs; harmless where there are none."""
+    """Return the variable in which Slurm lists a step's GPUs; it is harmless on nodes without GPUs."""
     return plan.artifact.accelerator.visible or CUDA.visible
 
 
 def _mount_key(plan: JobPlan, host: str) -> str:
-    """Who says that `host` is mounted, for errors."""
+    """Return the name of the setting that requests the mount of `host`, for error messages."""
     if any(one.partition(":")[0] == host for one in plan.site.container.mounts):
         return plan.site.origin("container", "mounts")
     return work_key(plan) if host == plan.work else "the folder of --script"
 
 
 def start_container(plan: JobPlan) -> str:
-    """Lines of the node program that start it again in the container; "" where the runtime needs none."""
+    """Return lines of the node program that run it again in the container; "" for runtimes that need none."""
     match plan.runtime:
         case "apptainer":
             lines = _exec(plan, _apptainer(plan))
@@ -140,8 +140,11 @@ def _exec(plan: JobPlan, command: list[str]) -> str:
 
 
 def _apptainer(plan: JobPlan) -> list[str]:
-    """Without the home folder, as in verification: what lies in ~/.local is not the artifact's. Variables of the job
-    (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) come in by themselves."""
+    """Return the command that starts Apptainer.
+
+    The home folder is not mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes
+    the job's variables (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
+    """
     binds = []
     for host, container in plan.mounts:
         source, place, options = mount(host, container)

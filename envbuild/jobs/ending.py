@@ -1,4 +1,4 @@
-"""How a training in a step of its scheduler is told to end, so that its ranks save their state first.
+"""Tell a running training to end, so that its ranks can save their state first.
 
 Sources: scancel(1); signal(7); libfuse, lib/fuse_signals.c; Apptainer, internal/pkg/runtime/engine/apptainer.
 """
@@ -9,13 +9,13 @@ from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill, indented
 from envbuild.site.schedulers import TITLES
 
-# SIGURG by its number on Linux: Slurm knows no name for it.
+# The number of SIGURG on Linux: Slurm does not know its name.
 STEP_SIGNAL = 23
 
-# A signal to a step reaches all of its processes. SIGTERM would end squashfuse, which holds the image of a container,
-# before a rank has saved its state, so the batch script sends SIGURG, which programs ignore by default (and Apptainer
-# does not pass on: it is written in Go, which uses it itself). torchrun hears SIGTERM once: a second one would stop it
-# waiting for its ranks.
+# A signal to a step reaches all of its processes. SIGTERM would end squashfuse, which serves a container's
+# image, before a rank has saved its state. So the batch script sends SIGURG, which programs ignore by default.
+# (Apptainer does not pass it on: the Go runtime uses it.) torchrun must get SIGTERM only once: after a second
+# one, it would not wait for its ranks.
 _CHILD = r"""begin() {
 @ENTER@
 }
@@ -39,8 +39,9 @@ done
 @AFTER@exit "$code"
 """
 
-# Such launchers end all nodes once one has ended with a fault. What is told to end, all at once, may need more time on
-# one node than on another, to write its state: then the exit code is left in a file, for the batch script.
+# These launchers end all nodes after one exits with an error. When the job is told to end, one node may need
+# more time than another to save its state. Then a node that exits with an error writes its exit code into a
+# file, for the batch script, and exits with 0.
 _BEFORE = r"""ended=$ENVBUILD_RUN/ended-$restarts.$number
 rm -f "$ended"
 """
@@ -53,14 +54,19 @@ fi
 
 
 def ends_in_order(plan: JobPlan, launcher: Launcher) -> bool:
-    """Whether nodes that are told to end leave their exit codes in files, see _AFTER. With --auto-resume all that
-    ends is srun's business."""
+    """Return whether nodes that are told to end write their exit codes into files, see _AFTER.
+
+    With --auto-resume, srun handles every exit.
+    """
     return launcher.signal != "" and plan.nodes > 1 and not plan.site.scheduler.auto_resume
 
 
 def in_order(plan: JobPlan, launcher: Launcher, last: str) -> str:
-    """`last`, the lines by which the node program becomes the training; they are a child's
-    where the launcher signals all processes."""
+    """Return `last`, the lines that start the training, wrapped for an orderly end.
+
+    If the launcher signals all processes of a step, the training runs as a child that gets SIGTERM once;
+    otherwise, `last` is unchanged.
+    """
     if not launcher.signal:
         return last
     filed = ends_in_order(plan, launcher)

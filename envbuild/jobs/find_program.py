@@ -1,7 +1,7 @@
-"""The first step on every node: its number, name, address and interface, found on the host.
+"""The first step on every node: find its number, name, address and interface on the host.
 
-Never by a name: Debian's /etc/hosts calls the own name 127.0.1.1, and a name may be unknown on another node. The
-interface is the site's, else that of the route to the head node.
+Addresses do not come from host names: Debian's /etc/hosts maps this host's name to 127.0.1.1, and a name may be
+unknown on other nodes. The interface is the site's, or else that of the route to the head node.
 
 Source: ip-address(8), ip-route(8); without ip, proc(5): /proc/net/route and /proc/net/fib_trie.
 """
@@ -137,16 +137,19 @@ echo "$name $address $interface $port" >"$row.new"
 mv "$row.new" "$row"
 """
 
-# A run before a requeue left its container.
+# Remove the container that a run before a requeue left.
 _TIDY = r"""sh "$ENVBUILD_RUN/tidy-$restarts.sh" now
 """
 
 
 def find_program(plan: JobPlan, launcher: Launcher) -> str:
-    """The text of find-RESTARTS.sh. `sh find-0.sh nodes NUMBER TARGET FIRST_PORT` leaves the row of a node beside
-    itself, `at-RESTARTS.NUMBER`; `head` prints address and interface alone. TARGET is what the address must reach."""
+    """Return the text of find-RESTARTS.sh.
+
+    `sh find-0.sh nodes NUMBER TARGET FIRST_PORT` writes a node's row into the file `at-RESTARTS.NUMBER` beside
+    itself; `head` only prints address and interface. TARGET is the host that the address must reach.
+    """
     interface = plan.site.fabric.interface.split(",")[0]
-    # As NCCL reads it: ^ excludes interfaces, = says that the name is whole.
+    # NCCL's syntax: ^ excludes interfaces, = requires an exact name.
     wanted = "" if interface.startswith("^") else interface.removeprefix("=")
     known = f"nodes={plan.nodes}\nwanted_interface={word(wanted, '[fabric] interface')}\n\n"
     what = "Where node NUMBER is (STEP nodes), or its address and interface, printed (STEP head)."

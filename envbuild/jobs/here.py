@@ -1,4 +1,4 @@
-"""Training on this host, for a site without a scheduler: the command, which the caller may run."""
+"""Training on this host, for a site without a scheduler: the command for the caller to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envbuild.site.schedulers import SCHEDULER_NAMES
 
 
 def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
-    """The error of a job for a site that names no scheduler, with the command that trains here."""
+    """Return the error for a job on a site without a scheduler; its hint shows how to train on this host."""
     names = "|".join(SCHEDULER_NAMES)
     hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
     if opened.artifact.of_kind.form != "registry":
@@ -23,7 +23,7 @@ def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> Usage
 
 
 def _command(request: JobRequest, opened: JobInputs) -> str:
-    """One node of the job, by torchrun (or what the strategy starts) in the artifact."""
+    """Return the command for one node of the job: torchrun, or the strategy's launcher, in the artifact."""
     artifact = opened.artifact
     command, _, _ = command_of(request, opened, pods=False)
     ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)

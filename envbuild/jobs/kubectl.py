@@ -1,4 +1,4 @@
-"""kubectl's answers to a manifest, and what to do about a refusal. Its messages are those of kubectl 1.37."""
+"""kubectl's output for a manifest, and hints for its errors. The messages are those of kubectl 1.37."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from envbuild import process
 from envbuild.errors import HostError
 
 _KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"
-# What kubectl says → what to do. The first that is found counts.
+# (pattern of kubectl's message, hint); the first match wins.
 _HINTS = (
     (
         r'no matches for kind "PyTorchJob"',
@@ -51,7 +51,7 @@ _HINTS = (
 
 
 def created_job(printed: str) -> str:
-    """What kubectl calls the job, without a manifest's other objects: pytorchjob.kubeflow.org/NAME."""
+    """Return kubectl's name of the created job (pytorchjob.kubeflow.org/NAME), without the manifest's other objects."""
     found = re.findall(
         r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE
     )
@@ -59,9 +59,10 @@ def created_job(printed: str) -> str:
 
 
 def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path) -> HostError:
-    """The error for kubectl's refusal of the manifest `refused`; `earlier` is the manifest of an earlier job, if any.
+    """Return the error for the manifest `refused`, which kubectl rejected.
 
-    kubectl goes on after an object that it could not create: what it did create is there and may run.
+    `earlier` is the manifest of an earlier job, which may not exist. kubectl continues after an object that it
+    could not create: the objects that it did create exist and may run.
     """
     files = " ".join(f"-f {shlex.quote(str(one))}" for one in (earlier, refused) if one.exists())
     delete = f"`kubectl delete --ignore-not-found {files}`"

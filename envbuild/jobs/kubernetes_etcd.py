@@ -1,7 +1,7 @@
-"""An etcd server for the rendezvous of one job, made with it by one manifest, and removed by `kubectl delete -f` alone.
+"""An etcd server for the rendezvous of one job, in the job's manifest; only `kubectl delete -f` removes it.
 
-torch's etcd rendezvous speaks etcd's v2 interface, which 3.6 no longer has and 3.4 and 3.5 have with --enable-v2.
-The server advertises its service's name: clients go to what it advertises once a connection is lost.
+torch's etcd rendezvous uses etcd's v2 API, which 3.6 removed and 3.4 and 3.5 offer with --enable-v2. The server
+advertises the name of its service: clients reconnect to the advertised address after a lost connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):(?P<p
 
 @dataclass(frozen=True, slots=True)
 class Etcd:
-    """Where the rendezvous meets, and the objects that have to be there first (none for a site's own server)."""
+    """The address of the rendezvous, and the Kubernetes objects that it needs (none for the site's own server)."""
 
     host: str
     port: int
@@ -30,12 +30,12 @@ class Etcd:
 
 
 def etcd_suffix(plan: JobPlan) -> str:
-    """What the names of etcd's objects have after the job's, "" without one."""
+    """Return the suffix that etcd's objects add to the job's name, "" without etcd."""
     return _SUFFIX if plan.rendezvous == "etcd-v2" else ""
 
 
 def etcd_of(plan: JobPlan, name: str) -> Etcd | None:
-    """The etcd of job `name`: the server that the plan names, or one of its own; None where the rendezvous is c10d.
+    """Return the etcd server of job `name`: the plan's endpoint or one in the manifest; None if the rendezvous is c10d.
 
     Raises UsageError for an endpoint that is not HOST:PORT.
     """
@@ -54,10 +54,10 @@ def etcd_of(plan: JobPlan, name: str) -> Etcd | None:
 
 
 def waiting(etcd: Etcd | None) -> list[str]:
-    """Lines of shell that end an image without python-etcd, and wait until etcd answers: where it does not, torchrun
-    gives up at once, and that is a failure.
+    """Return shell lines that fail if the image lacks python-etcd, and then wait until etcd accepts connections.
 
-    The job's time limit ends the waiting. $1 is the interpreter.
+    Without the wait, torchrun fails at once if etcd is not ready. The job's time limit ends the wait. $1 is the
+    interpreter.
     """
     if etcd is None:
         return []

@@ -1,7 +1,8 @@
-"""What a pod prints, kept in the run's folder as well.
+"""Copies of the pods' output in the run's folder.
 
-The training operator removes all pods of a job that reaches backoffLimit or its deadline, whatever cleanPodPolicy says
-(kubeflow/training-operator v1.9.3, pkg/controller.v1/common/job.go), and kubectl's logs go with them.
+The training operator removes all pods of a job that reaches backoffLimit or its deadline, whatever
+cleanPodPolicy is (kubeflow/training-operator v1.9.3, pkg/controller.v1/common/job.go), and with them the logs
+that kubectl shows.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from envbuild.jobs.model import JobPlan
 
 
 def logged(plan: JobPlan) -> list[str]:
-    """Lines of POSIX shell after which all output goes to RUN/pod-NUMBER.log, too; none where no claim keeps files.
+    """Return lines of POSIX shell that copy all further output to RUN/pod-NUMBER.log; none without a volume claim.
 
-    The container ends when its shell does. So that no last line is lost the shell waits for tee, but not for long:
-    processes that outlive torchrun hold the pipe open.
+    The container ends with its shell. The shell waits for tee, so that the last lines are written, but only for
+    a few seconds: processes that outlive torchrun keep the pipe open.
     """
     if not plan.site.kubernetes.claim:
         return []
     return [
-        # Before tee: a shell that fails in its place never opens the pipe, and this one would wait for it.
+        # Expanded before tee starts: if this failed in tee's shell, nobody would open the pipe, and this shell
+        # would wait for it.
         'log="$ENVBUILD_RUN/pod-$ENVBUILD_NODE.log"',
         "pipe=`mktemp -d`/log",
         'mkfifo "$pipe"',
@@ -33,8 +35,7 @@ def logged(plan: JobPlan) -> list[str]:
 
 
 def lost_log(plan: JobPlan) -> str | None:
-    """What the caller is told of a job whose failure leaves no log: the controllers of all kinds of jobs remove its
-    pods."""
+    """Return a warning if the log of a failed job is lost, because every kind of job controller removes its pods."""
     if plan.site.kubernetes.claim:
         return None
     return (
@@ -44,7 +45,7 @@ def lost_log(plan: JobPlan) -> str | None:
 
 
 def run(plan: JobPlan) -> list[str]:
-    """Lines of POSIX shell that run args, hand on the signal that ends a pod, and end with the same exit code."""
+    """Return lines of POSIX shell that run args, pass on the signal that ends a pod, and exit with the same code."""
     if not plan.site.kubernetes.claim:
         return ['exec "$@"']
     return [
@@ -52,7 +53,7 @@ def run(plan: JobPlan) -> list[str]:
         "child=$!",
         "trap 'kill \"$child\"' TERM",
         'code=0; wait "$child" || code=$?',
-        # A signal ends wait, and not what is waited for.
+        # A signal ends wait, not the child.
         'while kill -0 "$child" 2> /dev/null; do code=0; wait "$child" || code=$?; done',
         'exit "$code"',
     ]

@@ -1,4 +1,4 @@
-"""What pods of every kind of job have in common: names, variables, volumes, resources, nodes and the start.
+"""The parts that pods of every kind of job share: names, variables, volumes, resources, placement and the command.
 
 Sources: kubernetes.io/docs/reference/kubernetes-api (Pod v1); limits without requests are requests too.
 """
@@ -23,20 +23,23 @@ from envbuild.site.jobs import job_variable_problem
 from envbuild.site.kubernetes import huge_pages_problem, quantity
 
 _MAX_ARG_STRLEN = 128 * 1024
-# How often pods may start again after a failure.
+# How often each pod may restart after a failure.
 _RETRIES = 3
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
 _ARCH = "kubernetes.io/arch"
-# torchrun's own variables are the operator's to set, and the node contract ours.
+# The operator sets torchrun's own variables, and envbuild those of the node contract.
 _RESERVED = re.compile(r"PET_.*|ENVBUILD_.*|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """The pods of one job: `name` is the job's; `hosts` how pods are called, in order of their numbers; `number` the
-    path of the field that tells a pod its own; `port` the rendezvous' on the first."""
+    """The pods of one job.
+
+    `name` is the job's name; `hosts` are the pods' host names, in the order of their numbers; `number` is the
+    path of the field that holds a pod's own number; `port` is the port of the rendezvous on the first pod.
+    """
 
     name: str
     hosts: tuple[str, ...]
@@ -45,9 +48,9 @@ class Pods:
 
 
 def job_name(wanted: str, suffix: str) -> str:
-    """`wanted` as a DNS label (RFC 1035) that still is one with the operator's `suffix`.
+    """Return `wanted` as a DNS label (RFC 1035) that is still valid with the operator's `suffix`.
 
-    What is too long is cut and gets a digest of all of it, so that two long names stay two.
+    A name that is too long is cut and gets a digest of the whole, so that two long names stay distinct.
     """
     name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
     if not re.match(r"[a-z]", name):
@@ -60,38 +63,39 @@ def job_name(wanted: str, suffix: str) -> str:
 
 
 def metadata(plan: JobPlan, name: str) -> dict[str, Any]:
-    """An object's name, namespace and label."""
+    """Return an object's name, namespace and label."""
     return {"name": name, "namespace": plan.site.kubernetes.namespace, "labels": {LABEL: name}}
 
 
 def seconds(time: str) -> int:
-    """[D-]HH:MM:SS in seconds."""
+    """Return [D-]HH:MM:SS in seconds."""
     days, _, clock = time.rpartition("-")
     hours, minutes, rest = map(int, clock.split(":"))
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + rest
 
 
 def backoff_limit(pods: int) -> int:
-    """The backoffLimit that lets each of `pods` start again _RETRIES times.
+    """Return the backoffLimit that allows each of `pods` to restart _RETRIES times.
 
     The training operator and the controller of Jobs give up when the restarts of all pods *reach* it
-    (kubeflow/training-operator v1.9.3, pkg/core/job.go; kubernetes/kubernetes, pkg/controller/job/job_controller.go).
+    (kubeflow/training-operator v1.9.3, pkg/core/job.go; kubernetes/kubernetes,
+    pkg/controller/job/job_controller.go).
     """
     return _RETRIES * pods + 1
 
 
 def rendezvous_conf(plan: JobPlan) -> dict[str, int]:
-    """torchrun's --rdzv-conf. c10d and etcd-v2 share the code that reads it."""
+    """Return torchrun's --rdzv-conf. c10d and etcd-v2 share the code that reads it."""
     return {"join_timeout": plan.join_timeout_s, "read_timeout": plan.read_timeout_s}
 
 
 def run_folder(plan: JobPlan, name: str) -> str:
-    """The folder of this job's files, which all pods see."""
+    """Return the folder of this job's files, which all pods see."""
     return f"{plan.work.rstrip('/')}/{name}"
 
 
 def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dict[str, Any]]:
-    """The variables of the container. Raises UsageError for one that is not the site's to set."""
+    """Return the container's variables. Raises UsageError for a variable that the site must not set."""
     given = dict(plan.variables)
     for name in given:
         problem = job_variable_problem(name)
@@ -102,12 +106,12 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
             raise UsageError(f"{problem} ({origin})", "take it out of the site file")
     fixed = {"LOGLEVEL": "INFO", "PYTHONNOUSERSITE": "1"}
     if plan.site.kubernetes.run_as:
-        # The image has no such user: without these, programs that ask for a name or a home fail.
+        # The image has no such user: programs that look up a name or a home folder would fail.
         fixed |= {"HOME": "/tmp", "USER": "envbuild"}
     if unbuffered:
         fixed["PYTHONUNBUFFERED"] = "1"
     if plan.strategy == "ddp":
-        # Without it restarts over several nodes are a race: pytorch/pytorch#135712.
+        # Otherwise, restarts over several nodes are a race: pytorch/pytorch#135712.
         fixed["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if plan.library_path:
         fixed["ENVBUILD_LIBRARY_PATH"] = ":".join(plan.library_path)
@@ -131,7 +135,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
 
 
 def _fitting(name: str, value: str) -> str:
-    """`value` of variable `name`. Raises UsageError for one with which Linux starts no process (execve(2))."""
+    """Return `value` of variable `name`. Raises UsageError for one that is too long for execve(2)."""
     size = len(f"{name}={value}".encode(errors="surrogatepass"))
     if size < _MAX_ARG_STRLEN:
         return value
@@ -149,16 +153,16 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 
 def training(plan: JobPlan, pods: Pods) -> list[str]:
-    """The training command, with its files in the run's folder, for the container's args."""
+    """Return the training command for the container's args, with the paths of its files in the run's folder."""
     files = [(option, f"{run_folder(plan, pods.name)}/{file}") for option, file in plan.run_files]
     words = [*plan.command, *(word for pair in files for word in pair)]
     return [literal(plan.script_word(word), "the training's command") for word in words]
 
 
 def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:
-    """The container's command: makes the run's folder, runs the checks of this pod and then what args say.
+    """Return the container's command, which creates the run's folder, runs this pod's checks and then args.
 
-    `more` are lines of shell of our own, before the end.
+    `more` are additional shell lines before the end.
     """
     lines = ["set -eu", 'mkdir -p "$ENVBUILD_RUN"', 'cd "$ENVBUILD_RUN/.."', *logged(plan)]
     if plan.library_path:
@@ -171,7 +175,7 @@ def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:
 
 
 def _preflight(plan: JobPlan) -> list[str]:
-    """Checks of the pod by itself: what the others are called no pod knows before they run."""
+    """Return shell lines that check the pod by itself: before the pods run, no pod knows the names of the others."""
     words = [f"--arch {plan.artifact.arch}"]
     if plan.gpus_per_node:
         words.append(f"--gpus {plan.gpus_per_node}")
@@ -179,7 +183,7 @@ def _preflight(plan: JobPlan) -> list[str]:
         words.append(f"--provider {plan.artifact.provider}")
     if plan.site.kubernetes.shm:
         words.append(f"--shm {quantity(_shm(plan))}")
-    # Backquotes: kubelet would take $(…) for one of its own.
+    # Backquotes, because kubelet would expand $(…).
     alone = 'ENVBUILD_NODE=0 ENVBUILD_NODES=1 ENVBUILD_HOSTS="`uname -n`" ENVBUILD_ADDRESSES="$ENVBUILD_ADDRESS"'
     if devices := preflight_devices(plan.artifact.provider):
         alone += f" ENVBUILD_DEVICES={word(devices)}"
@@ -187,12 +191,15 @@ def _preflight(plan: JobPlan) -> list[str]:
 
 
 def _shm(plan: JobPlan) -> str:
-    """The size of /dev/shm; Kubernetes writes a thousand as k."""
+    """Return the size of /dev/shm; Kubernetes writes a factor of 1000 as k."""
     return re.sub(r"K$", "k", plan.site.kubernetes.shm)
 
 
 def resources(plan: JobPlan) -> dict[str, Any]:
-    """The limits of a pod, which are its requests too. Raises UsageError where the fabric's device is not asked."""
+    """Return a pod's limits, which are its requests too.
+
+    Raises UsageError when they lack the fabric's device, or the site's resources conflict with other settings.
+    """
     site = plan.site.kubernetes
     limits: dict[str, str] = {}
     if plan.cpus_per_node:
@@ -221,12 +228,15 @@ def resources(plan: JobPlan) -> dict[str, Any]:
 
 
 def _memory(text: str) -> str:
-    """Slurm's 480G, in powers of 1024 and MiB without a unit, as Kubernetes writes it."""
+    """Return Slurm's 480G in Kubernetes' notation: powers of 1024, MiB without a unit."""
     return f"{text}i" if text[-1].isalpha() else f"{text}Mi"
 
 
 def placement(plan: JobPlan, name: str) -> dict[str, Any]:
-    """Where pods go: nodes of the artifact's architecture, each to its own. Raises UsageError for another one."""
+    """Return the pods' placement: on nodes of the artifact's architecture, one pod per node if nodes are exclusive.
+
+    Raises UsageError when the site selects nodes of another architecture.
+    """
     arch = _ARCHES[plan.artifact.arch]
     wanted: Mapping[str, str] = plan.site.kubernetes.node_selector
     if wanted.get(_ARCH, arch) != arch:
@@ -256,15 +266,16 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
 
 
 def mounts(plan: JobPlan) -> list[dict[str, Any]]:
-    """Where the container sees its volumes."""
+    """Return the container's volume mounts."""
     data = {"name": "data", "mountPath": checked(plan.site.kubernetes.mount, "[kubernetes] mount")}
     return [data, {"name": "shm", "mountPath": "/dev/shm"}]
 
 
 def volumes(plan: JobPlan) -> list[dict[str, Any]]:
-    """The claim with data and snapshots, and memory for /dev/shm, of which a container else has 64 MiB.
+    """Return the pod's volumes: the claim with data and snapshots, and memory for /dev/shm.
 
-    Raises UsageError where pods would not see the same files, or not the working folder.
+    The default size of /dev/shm in a container is 64 MiB. Raises UsageError when pods would not share their
+    files, or would not see the working folder.
     """
     site = plan.site.kubernetes
     if not site.claim and plan.nodes > 1:

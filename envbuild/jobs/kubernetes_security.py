@@ -1,4 +1,4 @@
-"""What PodSecurity `restricted` asks of pods, where the site names the user that they run as.
+"""The settings that PodSecurity `restricted` requires of pods, if the site names the user that they run as.
 
 Source: kubernetes.io/docs/concepts/security/pod-security-standards.
 """
@@ -11,7 +11,7 @@ from envbuild.jobs.model import JobPlan
 
 
 def pod_security(plan: JobPlan) -> dict[str, Any]:
-    """The pod's part. A group also owns the volumes whose drivers let Kubernetes set one."""
+    """Return the pod's settings. A group also owns the volumes whose drivers let Kubernetes set one."""
     user, _, group = plan.site.kubernetes.run_as.partition(":")
     if not user:
         return {}
@@ -26,7 +26,7 @@ def pod_security(plan: JobPlan) -> dict[str, Any]:
 
 
 def container_security(plan: JobPlan) -> dict[str, Any]:
-    """The container's part."""
+    """Return the container's settings."""
     if not plan.site.kubernetes.run_as:
         return {}
     context = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

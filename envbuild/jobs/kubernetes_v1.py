@@ -1,9 +1,10 @@
 """PyTorchJob of the training operator, versions 1.7 to 1.9.
 
-Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go, and what the operator
-makes of it: pkg/controller.v1/pytorch/{elastic,envvar}.go. It sets PET_NNODES, PET_MAX_RESTARTS and PET_RDZV_*, which
-torchrun reads, makes a service of each worker's name, and PYTHONUNBUFFERED. PET_NPROC_PER_NODE is set for jobs of
-workers alone from 1.8 on (#1948); 1.7 leaves it out, and torchrun would start one rank: the command line says it.
+Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and
+pkg/controller.v1/pytorch/{elastic,envvar}.go. The operator sets PYTHONUNBUFFERED, and PET_NNODES,
+PET_MAX_RESTARTS and PET_RDZV_*, which torchrun reads, and creates a service for each worker's name. For jobs
+that have only workers, it sets PET_NPROC_PER_NODE since 1.8 (#1948); with 1.7, torchrun would start one rank,
+so the number is an argument.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ _PORT = 23456
 
 
 def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
-    """The job, and etcd before it where the rendezvous needs one. Raises UsageError."""
+    """Return the job's documents: etcd first, if the rendezvous needs it. Raises UsageError."""
     suffix = max(f"-worker-{plan.nodes - 1}", etcd_suffix(plan), key=len)
     name = job_name(plan.name, suffix)
     hosts = tuple(f"{name}-worker-{number}" for number in range(plan.nodes))
-    # The first pod's own name is its endpoint's, so torch knows without asking DNS which pod is the host.
+    # The endpoint is the first pod's own name, so torch can tell without DNS which pod hosts the store.
     pods = Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PORT)
     etcd = etcd_of(plan, name)
     again = plan.site.scheduler.requeue
     policy: dict[str, Any] = {"activeDeadlineSeconds": seconds(plan.time)}
     if again:
-        # One failure ends the agents of all pods, and the operator counts the restarts of each.
+        # One failure ends the agents of all pods, and the operator counts each pod's restarts.
         policy["backoffLimit"] = backoff_limit(plan.nodes)
-    # With an elasticPolicy one completed pod makes the job Succeeded; Running would then kill those that still write.
+    # With an elasticPolicy, one completed pod makes the job Succeeded; the policy Running would then kill pods
+    # that still write.
     policy["cleanPodPolicy"] = "None"
     worker = {
         "replicas": plan.nodes,
@@ -55,7 +57,7 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
         "template": {
             "metadata": {"labels": {LABEL: name}},
             "spec": {
-                # Nothing wakes the operator at the job's deadline; kubelet keeps the pod's.
+                # The operator does not wake up at the job's deadline, while kubelet enforces the pod's.
                 "activeDeadlineSeconds": seconds(plan.time),
                 **placement(plan, name),
                 "containers": [_container(plan, pods, etcd)],
@@ -78,7 +80,7 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
 
 
 def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
-    """What becomes PET_RDZV_*, PET_NNODES and PET_MAX_RESTARTS."""
+    """Return the policy that the operator turns into PET_RDZV_*, PET_NNODES and PET_MAX_RESTARTS."""
     policy: dict[str, Any] = {
         "rdzvBackend": plan.rendezvous,
         "rdzvId": name,

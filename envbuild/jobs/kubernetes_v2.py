@@ -1,9 +1,9 @@
 """TrainJob of Kubeflow Trainer, version 2.2 and later.
 
-Source: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go, and what it makes of it:
-pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. It sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK,
-PET_MASTER_ADDR and PET_MASTER_PORT, refuses a job that sets them, and chooses torchrun's static rendezvous, which
-does not survive a restart: c10d is asked for on the command line.
+Source: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go and
+pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. Trainer sets PET_NNODES, PET_NPROC_PER_NODE,
+PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, and refuses a job that sets them. It chooses torchrun's
+static rendezvous, which does not survive a restart, so c10d is requested on the command line.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _MOST_VARIABLES = 128
 
 
 def train_job(plan: JobPlan) -> list[dict[str, Any]]:
-    """The job, and etcd before it where the rendezvous needs one. Raises UsageError."""
-    # The name of the last pod, with the five letters and the dash that Kubernetes adds.
+    """Return the job's documents: etcd first, if the rendezvous needs it. Raises UsageError."""
+    # The name of the last pod; Kubernetes adds a dash and five characters.
     suffix = max(f"-node-0-{plan.nodes - 1}-12345", etcd_suffix(plan), key=len)
     name = job_name(plan.name, suffix)
     hosts = tuple(f"{name}-node-0-{number}.{name}" for number in range(plan.nodes))
@@ -98,7 +98,10 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
 
 
 def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
-    """Lines of shell before torchrun: which pod is the host. Before DNS knows the pods torch cannot tell by itself."""
+    """Return the shell lines before torchrun that tell it which pod hosts the store.
+
+    Before DNS knows the pods, torch cannot tell by itself.
+    """
     conf = ",".join(f"{key}={value}" for key, value in rendezvous_conf(plan).items())
     if etcd is not None:
         return [*waiting(etcd), f'export PET_RDZV_CONF="{conf}"']
@@ -109,7 +112,7 @@ def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
 
 
 def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
-    """What the runtime's pods get besides: labels, nodes and volumes."""
+    """Return the additions to the runtime's pods: labels, placement and volumes."""
     pod = {
         "metadata": {"labels": {LABEL: name}},
         "spec": {

@@ -1,8 +1,8 @@
-"""Values → YAML that every reader takes for what it was, and text that kubelet leaves alone.
+"""Values → YAML that every reader understands alike, and text that kubelet does not expand.
 
-kubectl reads YAML 1.1, where `no`, `on`, `0o7` and `1e3` are not strings; others read 1.2. A string that could be
-anything else, or that holds anything but plain characters, is written in double quotes.
-kubelet replaces $(NAME) in command, args and variables and makes $ of $$. Source: kubernetes/kubernetes,
+kubectl reads YAML 1.1, where `no`, `on`, `0o7` and `1e3` are not strings; others read 1.2. A string that may be
+read as another type, or that has special characters, is written in double quotes.
+kubelet replaces $(NAME) in command, args and variables and turns $$ into $. Source: kubernetes/kubernetes,
 third_party/forked/golang/expansion/expand.go.
 """
 
@@ -16,24 +16,24 @@ from typing import Any
 from envbuild.errors import UsageError
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-# What YAML 1.1 or 1.2 reads as something else than a string, among the words that are otherwise plain.
+# Plain words that YAML 1.1 or 1.2 does not read as strings.
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
-# No control character but tab and line feed, no half of a surrogate pair, no byte order mark or non-character: other
-# YAML readers refuse these, or change them.
+# Control characters except tab and line feed, lone surrogates, byte order marks and non-characters: other YAML
+# readers refuse or change them.
 _FOREIGN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff\u2028\u2029]")
 _WIDE = 1_000_000
 
 
 def literal(text: str, what: str) -> str:
-    """`text` for command, args or a variable of a container, so that kubelet hands on exactly `text`.
+    """Return `text` for a container's command, args or variable, escaped so that kubelet passes on exactly `text`.
 
-    Raises UsageError, naming `what`, for characters that a manifest cannot carry.
+    Raises UsageError, naming `what`, for characters that a manifest cannot contain.
     """
     return checked(text, what).replace("$", "$$")
 
 
 def checked(text: str, what: str) -> str:
-    """`text`, of which every reader of YAML makes the same. Raises UsageError naming `what`."""
+    """Return `text` if every YAML reader reads it alike. Raises UsageError, naming `what`, if not."""
     if found := _FOREIGN.search(text):
         raise UsageError(
             f"{what}: a Kubernetes manifest cannot carry the character {found[0]!r} of {text!r}",
@@ -43,7 +43,7 @@ def checked(text: str, what: str) -> str:
 
 
 def dump(comment: str, documents: Sequence[Mapping[str, Any]]) -> str:
-    """`documents` as one YAML text that begins with `comment`; keys stay in their order."""
+    """Return `documents` as one YAML text that begins with `comment`; keys keep their order."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
@@ -60,7 +60,7 @@ def dump(comment: str, documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _quoted(value: Any) -> Any:
-    """`value` with strings marked for how they are to be written."""
+    """Return `value` with its strings marked by the style in which to write them."""
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
     if isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def _quoted(value: Any) -> Any:
 
 
 class YamlScript:
-    """Shell text of our own, written as a block that people can read."""
+    """A shell script that is written as a readable block of YAML."""
 
     def __init__(self, text: str) -> None:
         if "$(" in text or "$$" in text or not text.endswith("\n"):

@@ -1,7 +1,7 @@
-"""Launchers that more than one scheduler has, and the loop over nodes for those that start one process at a time.
+"""Launchers that several schedulers share, and the loop over nodes for launchers that start one process at a time.
 
-Each defines `everywhere`, the bash function of a job's script that starts a program on every node; `stop`, `nodes`,
-`hosts`, `restarts` and ENVBUILD_RUN are the script's.
+Each defines `everywhere`, the bash function of a job's script that starts a program on every node; `stop`,
+`nodes`, `hosts`, `restarts` and ENVBUILD_RUN are defined by the script.
 Sources: mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, HPE's PALS.
 """
 
@@ -79,7 +79,7 @@ everywhere() {
 @END@    exit "$code"
 }"""
 
-# ssh's standard input ends when this script does: then node-RESTARTS.sh ends what it started.
+# ssh's standard input ends with this script: node-RESTARTS.sh then ends its child processes.
 _SSH_BEFORE = r"""alive=$(mktemp -u)
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
@@ -94,11 +94,11 @@ _SSH_START = r"""        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[numb
 """
 
 
-# Each launcher's number of a process: Open MPI, PMIx, MPICH and Intel MPI, HPE's PALS.
+# Each launcher's process number: Open MPI, PMIx, MPICH and Intel MPI, HPE's PALS.
 _RANK = "${OMPI_COMM_WORLD_RANK-${PMIX_RANK-${PMI_RANK-${PALS_RANKID-}}}}"
 
-# A process that ssh started is not the scheduler's: it ends with the batch script, which holds the other end of its
-# standard input. $$ stays the same over exec.
+# The scheduler does not manage a process that ssh started. The process ends with the batch script, which holds
+# the other end of its standard input. $$ stays the same over exec.
 _WATCH = r"""if [ "$extra" != inside ]; then
     exec 3<&0 </dev/null
     (
@@ -113,8 +113,11 @@ fi
 
 
 def each(plan: JobPlan, start: str, check: str = "", end: str = "") -> str:
-    """`everywhere` as a loop over the nodes: `start` is the lines that start a process on node $number, `check` those
-    that correct $last, the exit code of one that ended, `end` those after all have."""
+    """Return `everywhere` as a loop over the nodes.
+
+    `start` are the lines that start a process on node $number, `check` those that correct $last, the exit code
+    of an ended process, `end` those that run after all processes have ended.
+    """
     shell = module_shell(plan, "sh")
     return fill(_EACH, about=ABOUT, start=fill(start, shell=shell), check=check, end=end)
 
@@ -124,8 +127,10 @@ def _ssh(plan: JobPlan) -> str:
 
 
 def mpi(*, hostfile: bool = False) -> Launcher:
-    """mpirun or mpiexec, whichever the plan names. `hostfile` tells Open MPI the nodes, for a scheduler that many
-    builds of it do not know."""
+    """Return the launcher mpirun or mpiexec, as the plan names it.
+
+    `hostfile` passes the nodes to Open MPI, for a scheduler that many of its builds do not support.
+    """
     return Launcher(partial(_mpi, hostfile), number=_RANK)
 
 

@@ -1,7 +1,8 @@
-"""Faults in job scripts that others wrote by hand: sbatch, PBS and shell scripts, Kubernetes manifests.
+"""Find faults in handwritten job scripts: sbatch, PBS and shell scripts, Kubernetes manifests.
 
-The rules look at what a script would start where (jobs/lint_shell.py); what they say is in data/job_faults.toml. Not a
-shell checker: shellcheck is one. A line that ends in `# lint-job: ignore` (or `ignore ID`) is passed over.
+The rules check which programs a script starts on which nodes (jobs/lint_shell.py); their messages are in
+data/job_faults.toml. This does not replace shellcheck. A line that ends in `# lint-job: ignore` (or `ignore
+ID`) is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Problem:
     instead: str
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the fields for --json."""
         return {
             "id": self.fault.id,
             "level": self.fault.level,
@@ -47,9 +48,9 @@ class Problem:
 
 
 def lint_file(path: Path) -> list[Problem]:
-    """The problems of a script or manifest.
+    """Return the problems of a script or manifest.
 
-    Raises UsageError for what cannot be read, or is no text.
+    Raises UsageError for a file that cannot be read, is too large or is not text.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -64,7 +65,7 @@ def lint_file(path: Path) -> list[Problem]:
 
 
 def lint(text: str, name: str) -> list[Problem]:
-    """The problems of a script or manifest, by line."""
+    """Return the problems of a script or manifest, sorted by line."""
     lines = text.splitlines()
     script = None if is_manifest(text, name) else read_script(text)
     found = _manifest(text, name) if script is None else _rules(script)
@@ -86,7 +87,7 @@ def lint(text: str, name: str) -> list[Problem]:
 
 
 def is_manifest(text: str, name: str) -> bool:
-    """Whether this is a Kubernetes manifest, not a script."""
+    """Return whether `text` is a Kubernetes manifest and not a script."""
     return not text.startswith("#!") and (
         name.endswith((".yaml", ".yml")) or len(_MANIFEST.findall(text)) > 1
     )

@@ -1,4 +1,4 @@
-"""The faults of data/job_faults.toml, and those of them that a pattern finds."""
+"""The faults of data/job_faults.toml, and the rule for those that a pattern finds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class LintRule:
-    """A row of the table, whose head explains each key. `of_scheduler` is the advice by the script's scheduler."""
+    """A row of the table, whose header explains each key.
+
+    `of_scheduler` maps the script's scheduler to its advice.
+    """
 
     id: str
     level: Level
@@ -37,7 +40,7 @@ class LintRule:
 
 @functools.cache
 def load_faults() -> dict[str, LintRule]:
-    """All faults of data/job_faults.toml by their id."""
+    """Return all faults of data/job_faults.toml by their ID."""
     table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
     return {name: _rule(name, row) for name, row in table.items()}
 
@@ -52,7 +55,7 @@ def _rule(name: str, row: dict[str, Any]) -> LintRule:
 
 
 def of_patterns(script: ParsedScript) -> Iterator[Found]:
-    """The faults whose row has a pattern."""
+    """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
         for line, words in script.directives:
             if fault.directive and fault.directive.search(" ".join(words)):
@@ -67,5 +70,5 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
 
 
 def command_text(command: Command) -> str:
-    """The words of a command, its program without a folder."""
+    """Return the words of a command, with its program's base name."""
     return " ".join((posixpath.basename("".join(command.words[:1])), *command.words[1:]))

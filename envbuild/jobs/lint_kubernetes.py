@@ -1,4 +1,4 @@
-"""Faults of Kubernetes manifests that start torchrun: PyTorchJob, TrainJob, Job, and the pods in them.
+"""Find faults in Kubernetes manifests that start torchrun: PyTorchJob, TrainJob, Job, and the pods in them.
 
 Sources: training-operator v1.7 (PyTorchJob), Kubeflow Trainer v2 (TrainJob), Kubernetes' API reference (Pod).
 """
@@ -15,17 +15,17 @@ from envbuild.fabrics import adapter_of
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 
-# Of a container's command, what makes no sense to ask of a pod: its own network, one for each rank's node, and the
-# operator that gives endpoint and number of nodes.
+# Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
+# and the number of nodes.
 _OF_HOSTS = frozenset(
     ["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"]
 )
 
 
 def lint_manifest(text: str, name: str) -> Iterator[Found]:
-    """The faults of all documents of a manifest, or of a template for envsubst.
+    """Find the faults in all documents of a manifest, or of a template for envsubst.
 
-    Raises UsageError where it is no YAML.
+    Raises UsageError for text that is not YAML.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -43,7 +43,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
 
 
 def _nodes(document: Mapping[str, Any]) -> int:
-    """How many pods a job has; 2 where that is a variable."""
+    """Return the number of pods of a job; a variable counts as 2."""
     spec = document.get("spec")
     if not isinstance(spec, Mapping):
         return 1
@@ -110,7 +110,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
         for one in container.get("env") or ()
         if isinstance(one, Mapping)
     }
-    # As a script, so that the rules of scripts hold; lines are found again by their text.
+    # Written as a script, so that the rules for scripts apply; a fault's line is mapped back to the manifest.
     exports = [
         f"export {name}={_quoted(' '.join(str(value).split()))}"
         for name, (value, _) in variables.items()
@@ -120,7 +120,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
     body = words[2] if shell else " ".join(_quoted(word) for word in words)
     begun = _line(container, "command" if "command" in container else "args")
-    if nodes > 1 and "nnodes" not in body:  # what the operator tells by PET_NNODES
+    if nodes > 1 and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
     script = replace(read_script("\n".join([*exports, body])), everywhere=True)
     lines = [line for _, (value, line) in variables.items() if value is not None]
@@ -138,12 +138,12 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
 
 
 def _quoted(word: str) -> str:
-    """`word` for a shell; `$(NAME)` and `$NAME` of manifests stay as they are."""
+    """Return `word` quoted for a shell; `$(NAME)` and `$NAME` of manifests stay unchanged."""
     return word if word and not set(word) & set(" \t\n;|&<>'\"`#") else shlex.quote(word)
 
 
 def _line(value: Any, key: str) -> int:
-    """The line of `key` in a mapping of ruamel.yaml, else that of the mapping."""
+    """Return the line of `key` in a mapping of ruamel.yaml, or that of the mapping."""
     position = getattr(value, "lc", None)
     if position is None:
         return 1

@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for scripts: each yields the lines in which its fault stands."""
+"""The rules of `envbuild lint-job` for scripts: each yields the faults that it finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 
 
 def of_launches(script: ParsedScript) -> Iterator[Found]:
-    """torchrun on the head only, or doubled; its endpoint, id and port."""
+    """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
     for one in script.launches:
         yield from _nodes(script, one)
         yield from _endpoint(script, one)
@@ -33,12 +33,12 @@ def of_launches(script: ParsedScript) -> Iterator[Found]:
 
 
 def _nodes(script: ParsedScript, one: Launch) -> Iterator[Found]:
-    """Whether each node gets its torchrun, and whether all of them make one job."""
+    """Find nodes without a torchrun, and torchruns that do not form one job."""
     several, line, options = script.several, one.command.line, one.options
-    # Given a node's number, it is meant to be started by hand on each.
+    # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
     alone = not (one.command.file or by_hand or _on_nodes(script, one))
-    # A step of one node in a job of several, or an evaluation after the training, is meant.
+    # A step on one node in a job of several, or an evaluation after the training, is intentional.
     covered = any(other.waits and _on_nodes(script, other) for other in script.launches)
     if several and alone and one.waits:
         fault = "head-only" if script.kind != "shell" or _launches(script) else "started-here"
@@ -61,7 +61,7 @@ def _on_nodes(script: ParsedScript, one: Launch) -> bool:
 
 
 def _launches(script: ParsedScript) -> bool:
-    """Whether anything is started on other nodes."""
+    """Return whether the script starts anything on other nodes."""
     return any(
         command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
         for command in script.commands
@@ -69,7 +69,7 @@ def _launches(script: ParsedScript) -> bool:
 
 
 def _carried(script: ParsedScript, one: Launch) -> bool:
-    """Whether the function or the file in which this torchrun stands is started by a launcher."""
+    """Return whether a launcher starts the function or the file that contains this torchrun."""
     name = one.command.function
     return bool(name) and any(
         (command.started_by and name in command.words)
@@ -111,7 +111,7 @@ def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
 
 
 def _there(script: ParsedScript, one: Launch, text: str) -> bool:
-    """Whether `text`, an expansion in a torchrun's words, is expanded on each node."""
+    """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
     escaped = any(f"\\{text}" in line for line in script.lines)
     return one.launcher != "" and (one.command.per_node or escaped)
 
@@ -121,7 +121,7 @@ def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
     if tasks.isdecimal() and nodes.isdecimal() and int(tasks) <= int(nodes):
         return
-    # What another variable holds is not known; those of tasks are as many as the directive says.
+    # The value of another variable is unknown; variables with the number of tasks match the directive.
     if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
         return
     if one.option("--ntasks-per-node", "--tasks-per-node") == "1":
@@ -138,7 +138,7 @@ def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> b
 
 
 def of_lines(script: ParsedScript) -> Iterator[Found]:
-    """Settings that a script lacks."""
+    """Find settings that a script lacks."""
     if script.kind != "shell" or script.launches:
         options = [word for c in script.commands if c.words[:1] == ("set",) for word in c.words[1:]]
         options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
@@ -156,7 +156,7 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_commands(script: ParsedScript) -> Iterator[Found]:
-    """Modules, conda, containers, images."""
+    """Find faults of modules, conda, containers and images."""
     purged, set_up = False, False
     for command in script.commands:
         words, line = command.words, command.line
@@ -188,21 +188,19 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
                 yield from judged_image(image, script.where(image, command.line))
         elif match := _IMAGE.match(word):
             yield from judged_image(match[1].replace("#", "/", 1), command.line)
-    # Of `run` options with values cannot be told from the image; of `pull` it is the last word.
+    # The options of `run` cannot be told from the image; for `pull`, the image is the last word.
     if name in ("docker", "podman") and words[1:2] == ["pull"] and len(words) > 2:
         yield from judged_image(words[-1], command.line)
 
 
 def judged_image(image: str, line: int) -> Iterator[Found]:
-    """What is wrong with the reference of an image, in line `line`."""
+    """Find faults of an image's reference in line `line`."""
     if "@sha256:" in image or not image or image.startswith("$"):
         return
     tag = image.rpartition("/")[2].partition(":")[2]
     if tag in ("", "latest"):
         yield Found("image-unpinned", line, image)
-    elif (
-        not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag
-    ):  # whole versions are seldom moved
+    elif not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag:  # full versions rarely move
         yield Found("image-tag", line, image)
 
 

@@ -1,4 +1,4 @@
-"""What a job script asks of its scheduler, and which torchrun it would start where."""
+"""A parsed job script: its scheduler directives, and the torchruns that it starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A fault, where it is, and what fills its text."""
+    """A fault in a line of a script, with the values for its message."""
 
     id: str
     line: int
@@ -33,8 +33,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One torchrun. `options` are its own, without dashes, `_` as `-`; `around` the words that start it, in the
-    command itself and in those around it; `started_by` names launchers and containers around it."""
+    """One torchrun.
+
+    `options` are its own, without leading dashes and with `_` as `-`. `around` are the words before it, in its
+    command and in the enclosing ones; `started_by` names the enclosing launchers and containers.
+    """
 
     command: Command
     options: Mapping[str, str]
@@ -43,7 +46,7 @@ class Launch:
 
     @property
     def launcher(self) -> str:
-        """What starts it on nodes, "" for nothing."""
+        """The launcher that starts it on nodes, "" for none."""
         return next((one for one in self.started_by if one in LAUNCHERS), "")
 
     @property
@@ -53,7 +56,7 @@ class Launch:
         return "standalone" not in self.options and (not fewest.isdecimal() or int(fewest) > 1)
 
     def option(self, *names: str) -> str:
-        """The value that the launcher is given for an option of one of these names, "" for none."""
+        """Return the value of the launcher's option with one of these names, "" for none."""
         begin = [posixpath.basename(word) for word in self.around]
         words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
         return next(option_values(words, names), "")
@@ -61,8 +64,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """A script, read. `kind` is the scheduler whose directives it has, "shell" for none. `directives` are (line,
-    words); `values` the words of all assignments to a variable; `everywhere` tells that each node runs it."""
+    """A parsed script.
+
+    `kind` is the scheduler of its directives, "shell" without any. `directives` are (line, words); `values` are
+    the words of all assignments to each variable; `everywhere` means that each node runs the script.
+    """
 
     kind: str
     lines: tuple[str, ...]
@@ -72,7 +78,7 @@ class ParsedScript:
     everywhere: bool = False
 
     def directive(self, *names: str) -> tuple[int, str] | None:
-        """The line and value of the last directive of one of these names."""
+        """Return line and value of the last directive with one of these names."""
         last = None
         for line, words in self.directives:
             for value in option_values(words, names):
@@ -81,12 +87,12 @@ class ParsedScript:
 
     @property
     def facts(self) -> ScriptFacts | None:
-        """What is known of scripts of this kind."""
+        """The known facts about scripts of this kind."""
         return _FACTS.get(self.kind)
 
     @property
     def scheduler(self) -> str:
-        """Who runs it, by its directives, or else by the variables that it reads; "" where they do not tell."""
+        """The scheduler that runs it, by its directives or else by the variables that it reads; "" if unknown."""
         if self.kind in _FACTS:
             return self.kind
         text = "\n".join(self.lines)
@@ -95,17 +101,17 @@ class ParsedScript:
 
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
-        """(line, how many nodes the job asks for), None when it does not say."""
+        """(line, number of requested nodes), None if the script does not tell."""
         return self.facts.nodes(self.directives) if self.facts else None
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
-        """Every torchrun that this script would start."""
+        """Every torchrun that this script starts."""
         return tuple(_launches(self.commands, self.values))
 
     @functools.cached_property
     def several(self) -> str:
-        """How many nodes are meant where they are more than one ("several" where it is not said), "" for one."""
+        """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
         numbers = [one.options.get("nnodes", "1").rpartition(":")[2] for one in self.launches]
@@ -115,7 +121,10 @@ class ParsedScript:
         return str(most) if most > 1 else ""
 
     def where(self, text: str, near: int = 1) -> int:
-        """The line of `text` nearest behind `near`, outside of comments; `near` when it is nowhere."""
+        """Return the first line from `near` on that contains `text`, else one before it; `near` if there is none.
+
+        Comments are skipped.
+        """
         for number in chain(range(near, len(self.lines) + 1), range(1, near)):
             line = self.lines[number - 1]
             if text in line and not line.lstrip().startswith("#"):
@@ -123,7 +132,7 @@ class ParsedScript:
         return near
 
     def exported(self, name: str) -> Iterator[tuple[Command, str]]:
-        """(command, value) of each assignment to the variable `name`."""
+        """Yield (command, value) of each assignment to the variable `name`."""
         for command in self.commands:
             for variable, words in command.assignments:
                 if variable.rstrip("+") == name:
@@ -135,7 +144,7 @@ class ParsedScript:
 
 
 def read_script(text: str) -> ParsedScript:
-    """A script, understood as far as the rules need it."""
+    """Parse a script as far as the rules need it."""
     lines = text.splitlines()
     directives, kind = [], "shell"
     for number, line in enumerate(lines, start=1):
@@ -163,7 +172,7 @@ def _launches(
 ) -> Iterator[Launch]:
     for command in commands:
         words = expanded(command.words, values)
-        # In a string for another shell it is a command of its own.
+        # Inside a string for another shell, it is parsed as a separate command.
         at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
         if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
             continue
@@ -182,7 +191,7 @@ def _is_torchrun(words: list[str], at: int) -> bool:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """torchrun's options up to the script that it starts."""
+    """Return torchrun's options, up to the script that it starts."""
     found: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):

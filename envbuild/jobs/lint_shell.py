@@ -1,7 +1,7 @@
-"""A shell script as a list of commands, far enough understood to find faults in it: words, assignments, nested scripts.
+"""A shell script as a list of commands, parsed as far as the rules need: words, assignments, nested scripts.
 
-What is run in another shell (`srun bash -c '…'`, a here-document for `ssh`) is parsed as well, with what starts it. No
-control flow: both branches of an `if` count.
+Commands in another shell (`srun bash -c '…'`, a here-document for `ssh`) are parsed as well, with the commands
+that start them. Control flow is ignored: both branches of an `if` count.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ _DEEPEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A simple command. `words` are without quotes, expansions as written; `assignments` (name, words) stand before it,
-    or are all there is. `started_by` are the launchers and containers around it, outermost first, `around` the words of
-    those commands; `per_node` tells that its text is expanded where it runs, not in the batch script; `file` that it is
-    only written into a file."""
+    """A simple command.
+
+    `words` are without quotes, with unexpanded variables; `assignments` (name, words) precede the command or
+    stand alone. `started_by` are the enclosing launchers and containers, outermost first, and `around` the
+    words of these commands. `per_node` means that its text is expanded on the node and not in the batch script;
+    `file` that it is only written into a file.
+    """
 
     line: int
     words: tuple[str, ...]
@@ -81,7 +84,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class _CommandPlace:
-    """Where commands stand: the fields of Command of these names, and the depth of shells."""
+    """The context of commands: the fields of Command with these names, and the nesting depth of shells."""
 
     started_by: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
@@ -91,7 +94,10 @@ class _CommandPlace:
 
 
 def parse(text: str, line: int = 1) -> list[Command]:
-    """The commands of a script whose first line is number `line`. Those in other shells and in `$(…)` follow theirs."""
+    """Return the commands of a script whose first line has number `line`.
+
+    Commands in other shells and in `$(…)` follow the command that contains them.
+    """
     return list(_commands(Reader(text, line), _CommandPlace()))
 
 
@@ -128,7 +134,7 @@ def _nested(
     place: _CommandPlace,
     late: bool,
 ) -> Iterator[Command]:
-    """What other shells are given by a command: strings after -c, here-documents, ssh's last word."""
+    """Yield the commands that a command passes to other shells: strings after -c, here-documents, ssh's last word."""
     names = [posixpath.basename(word) for word, _ in words]
     by = starters(command, [word for word, _ in words])
     texts = command.around + command.words
@@ -149,7 +155,7 @@ def _nested(
 
 
 def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
-    """What starts that which follows `words` of `command`: launchers and containers, from the outside in."""
+    """Return the launchers and containers that start the command after `words` of `command`, outermost first."""
     names = (posixpath.basename(word) for word in words)
     found = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
     pyxis = any(word.startswith("--container-image") for word in words)
@@ -196,7 +202,7 @@ def _made(
 
 
 def expanded(words: tuple[str, ...], values: Mapping[str, tuple[str, ...]], depth: int = 0) -> list[str]:  # fmt: skip
-    """`words` with `$NAME`, `${NAME}` and `${NAME[@]}` of the script replaced by the words of all their assignments."""
+    """Return `words` with `$NAME`, `${NAME}` and `${NAME[@]}` replaced by the words of all their assignments."""
     out: list[str] = []
     for word in words:
         whole = re.fullmatch(r"\$\{?(\w+)(?:\[[@*]\])?\}?", word)

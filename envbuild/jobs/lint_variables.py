@@ -23,7 +23,7 @@ _OF_RENDEZVOUS = re.compile(
 
 
 def of_variables(script: ParsedScript) -> Iterator[Found]:
-    """MASTER_ADDR, interfaces, providers."""
+    """Find faults in the values of MASTER_ADDR, and of variables for interfaces and providers."""
     for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
@@ -50,7 +50,7 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
-    """Fallbacks to localhost of what becomes the rendezvous' endpoint."""
+    """Find fallbacks to localhost in values that become the endpoint of the rendezvous."""
     names = _rendezvous_names(script) if script.several else frozenset()
     for command in script.commands if script.several else ():
         texts = [(name.rstrip("+"), word) for name, words in command.assignments for word in words]
@@ -68,7 +68,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
 
 
 def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
-    """The variables that an endpoint is made of."""
+    """Return the variables from which an endpoint is made."""
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     names: set[str] = set()
     found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}

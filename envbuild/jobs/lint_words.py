@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
-# In guides: /home/<your-name>/env.
+# Placeholders in guides: /home/<your-name>/env.
 _PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z_-]*>")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 
 
 @dataclass(slots=True)
 class Reader:
-    """A place in a script. With `late`, an outer shell has expanded the text: what is left to expand here stands behind
-    a backslash (`\\$(…)`), and the rest is none of this script's commands."""
+    """A position in a script.
+
+    With `late`, an outer shell has already expanded the text: only expansions behind a backslash (`\\$(…)`) are
+    left for this shell, and the others are not commands of this script.
+    """
 
     text: str
     line: int
@@ -33,7 +36,7 @@ class Reader:
         return piece
 
     def closing(self, opening: str, closing: str) -> str:
-        """What is between here, behind `opening`, and the `closing` that belongs to it, which is passed over."""
+        """Return the text up to the `closing` that matches the `opening` before this position, and skip past it."""
         start, depth = self.at, 1
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -67,8 +70,11 @@ class Reader:
 def simple_command(
     reader: Reader,
 ) -> tuple[list[tuple[str, bool]], list[tuple[int, str]], list[tuple[int, str, bool]], str]:
-    """One simple command: (word, whether wholly in single quotes) each, the scripts in its `$(…)` with their lines, its
-    here-documents, and the character that ended it."""
+    """Read one simple command.
+
+    Return its words as (word, whether it is entirely in single quotes), the scripts in its `$(…)` with their
+    lines, its here-documents, and the character that ended it.
+    """
     words: list[tuple[str, bool]] = []
     subs: list[tuple[int, str]] = []
     bodies: list[tuple[int, str, bool]] = []
@@ -104,7 +110,7 @@ def simple_command(
                 reader.take()
                 reader.closing("(", ")")
                 continue
-            # A here-document's body begins on the next line, behind what else stands on this one.
+            # The body of a here-document begins on the next line, after the rest of this one.
             if here in "|&" and reader.pending:
                 continue
             return words, subs, bodies, here
@@ -169,12 +175,12 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
 
 
 def _escaped(reader: Reader) -> bool:
-    """Whether here is a `\\$(` that an outer shell has left for this one."""
+    """Return whether the reader is at a `\\$(` that an outer shell leaves for this one."""
     return reader.late and reader.text.startswith("\\$(", reader.at)
 
 
 def _double(reader: Reader, subs: list[tuple[int, str]], quote: str = '"') -> str:
-    """What is in double quotes, or, without `quote`, in a here-document; `\\$` stays as it is."""
+    """Return the text in double quotes, or, with an empty `quote`, in a here-document; `\\$` stays unchanged."""
     out = []
     while reader.at < len(reader.text) and reader.text[reader.at] != quote:
         here = reader.text[reader.at]
@@ -190,12 +196,12 @@ def _double(reader: Reader, subs: list[tuple[int, str]], quote: str = '"') -> st
 
 
 def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
-    """`$(…)`, `${…}`, `$((…))`, `…` or a lone `$`, as written."""
+    """Return `$(…)`, `${…}`, `$((…))`, `…` or a lone `$` unexpanded."""
     begun = reader.line
     if reader.text[reader.at] == "\\":
         reader.take()
     elif reader.late and reader.text[reader.at] == "$":
-        subs = []  # the outer shell's
+        subs = []  # the outer shell runs them
     if reader.text.startswith("$((", reader.at):
         reader.take(3)
         inside = reader.closing("(", ")")
@@ -218,7 +224,7 @@ def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
 
 
 def _array(reader: Reader, subs: list[tuple[int, str]]) -> list[str]:
-    """The words of an array up to its closing parenthesis."""
+    """Return the words of an array up to its closing parenthesis."""
     words = []
     while reader.at < len(reader.text):
         here = reader.text[reader.at]

@@ -1,4 +1,4 @@
-"""A job, decided: what a renderer turns into a script or a manifest. Pure data."""
+"""A decided job, which a renderer turns into a script or a manifest. Pure data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.job_site import JobSite
 
 Strategy = Literal["ddp", "horovod", "single"]
-# How a program of the artifact is started on a node: in the folder of an environment, by pyxis through srun, by
-# enroot, by apptainer, by `envbuild exec` (our own launch), or as the container of a pod.
+# The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
+# enroot, apptainer or `envbuild exec` ("own"), or as the container of a pod.
 Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
 
 
 @dataclass(frozen=True, slots=True)
 class JobArtifact:
-    """What a job runs. `path` is what nodes find: a folder, a file, or a reference NAME@sha256:… in a registry;
-    `python` its interpreter as its own processes see it; `digest` that of its content (or manifest);
-    `verified_at` when its receipt was written, "" for none that passes."""
+    """The artifact that a job runs.
+
+    `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry.
+    `python` is its interpreter as its own processes see it, `digest` is the digest of its content (or
+    manifest), and `verified_at` is the time of its receipt, "" without a passing one.
+    """
 
     kind: str
     path: str
@@ -37,12 +40,12 @@ class JobArtifact:
 
     @property
     def of_kind(self) -> Artifact:
-        """What the package knows of its kind."""
+        """The entry of its kind in the table of artifact kinds."""
         return ARTIFACTS[self.kind]
 
     @property
     def accelerator(self) -> Accelerator:
-        """What its torch is built for."""
+        """The accelerator that its torch is built for."""
         return accelerator_of(self.target.partition("-")[0]) or CPU
 
     @property
@@ -55,13 +58,13 @@ class JobArtifact:
 class JobPlan:
     """One job. `scheduler` and `launcher` are names of data/schedulers.toml.
 
-    `command` is what follows torchrun's options (or the interpreter's, for other strategies): `-m ddp_train …` or
-    `/path/train.py …`. `run_files` are options of it that name files in the run's own folder, `work`/NAME_JOBID,
-    which every node sees: (("--checkpoint_path", "snapshot.pt"),).
-    `variables` are exported for every process, in this order; `library_path` goes before LD_LIBRARY_PATH.
-    `mounts` are (host, container) folders for containers, the working folder among them. `modules` are loaded on
-    nodes after `site.modules.init` (and purge). `envbuild` is the command on nodes, where `runtime` is `own`.
-    Times are in seconds. `origins` tells of each field (and variables.NAME) who decided it.
+    `command` follows torchrun's options (or the interpreter's, for other strategies): `-m ddp_train …` or
+    `/path/train.py …`. `run_files` are options of it that name files in the run's own folder,
+    `work`/NAME_JOBID, which every node sees: (("--checkpoint_path", "snapshot.pt"),).
+    `variables` are exported for every process, in this order; `library_path` is prepended to LD_LIBRARY_PATH.
+    `mounts` are (host, container) folders for containers, including the working folder. `modules` are loaded on
+    nodes after `site.modules.init` (and purge). `envbuild` is the command on nodes if `runtime` is `own`. Times
+    are in seconds. `origins` names who set each field (and variables.NAME).
     """
 
     name: str
@@ -93,8 +96,10 @@ class JobPlan:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def script_word(self, word: str) -> str:
-        """Return `word`, the script's path or one of its arguments, as the command line has it. Other strategies than
-        ddp do not go through torchrun."""
+        """Return `word`, the script's path or one of its arguments, in the form for the command line.
+
+        Only the strategy ddp runs through torchrun, which needs escaping.
+        """
         return torchrun.literal(word) if self.strategy == "ddp" else word
 
     @property
@@ -104,19 +109,19 @@ class JobPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.nproc_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What starts a process on every node.
+    """A program that starts a process on every node.
 
-    `everywhere` returns the bash function of that name for a job's script (jobs/launchers.py). `number` is the shell's
-    expression for the number of a process, "" where the function tells it. `carries_environment` says that nodes get
-    the variables of the batch script, and so its modules. `node_lines` go into the program of a node. `signal` is the
-    command that sends ending.STEP_SIGNAL to every process of the training, "" where SIGTERM to the launcher ends it in
-    order; `signal_note` says why, as lines of a comment.
+    `everywhere` returns the bash function of that name for a job's script (jobs/launchers.py). `number` is the
+    shell's expression for the number of a process, "" if the function passes the number. `carries_environment`
+    means that nodes get the variables of the batch script, and so its modules. `node_lines` are added to a
+    node's program. `signal` is the command that sends ending.STEP_SIGNAL to every process of the training, ""
+    if SIGTERM to the launcher ends it in order; `signal_note` gives the reason, as lines of a comment.
     """
 
     everywhere: Callable[[JobPlan], str]
@@ -129,10 +134,10 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What the caller asks of a job; None leaves a value to the site, the recipe or the default.
+    """The caller's request for a job; None leaves a value to the site, the recipe or the default.
 
-    `script` is a training script, None for the bundled trainer; `arguments` are its own. `work` is the folder where
-    the job runs, `current` the caller's.
+    `script` is a training script, None for the bundled trainer, and `arguments` are its arguments. `work` is
+    the folder in which the job runs, `current` is the caller's current folder.
     """
 
     scheduler: str | None = None

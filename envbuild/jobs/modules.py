@@ -1,4 +1,4 @@
-"""Environment modules in scripts: exactly the site's, or the job stops."""
+"""Environment modules in scripts: load exactly the site's modules, or stop the job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from envbuild.jobs.quote import path_word, word
 
 
 def module_lines(plan: JobPlan) -> str:
-    """Lines that load the plan's modules, or unload all where it has none; `stop` must be defined, and -u of the shell
-    may be set.
+    """Return lines that load the plan's modules, or unload all modules if the plan has none.
 
-    The files of Lmod and of Environment Modules read variables that are not set.
+    They need `stop`, and turn the shell's -e and -u off and on: the files of Lmod and of Environment Modules
+    read unset variables.
     """
     site = plan.site.modules
     lines = ["set +eu"]
@@ -33,12 +33,12 @@ def module_lines(plan: JobPlan) -> str:
 
 
 def purged(plan: JobPlan) -> bool:
-    """Whether the site file itself asks to unload what is loaded, be there modules to load or not."""
+    """Return whether the site file itself sets [modules] purge, whether or not it lists modules to load."""
     return plan.site.modules.purge and "[modules] purge" in plan.site.said
 
 
 def module_shell(plan: JobPlan, shell: str) -> str:
-    """The shell of a program that loads modules: a login shell where the site names no file that defines `module`."""
+    """Return the shell for a program that loads modules: a login shell unless the site sets [modules] init."""
     if not plan.modules:
         return shell
     return "bash" if plan.site.modules.init else "bash -l"

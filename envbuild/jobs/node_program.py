@@ -1,8 +1,8 @@
-"""What runs on every node: one program for all launchers, in POSIX sh.
+"""The program that runs on every node, in POSIX sh, the same for all launchers.
 
-The batch script writes it into the run's folder, which every node sees, beside the settings and, after the first
-step (find_program), the table of nodes. So nothing depends on what of an environment a launcher carries over, and
-nothing is looked up inside of a container, where there may be no scontrol, no ip and no names.
+The batch script writes it into the run's folder, which every node sees, with the settings and, after the first
+step (find_program), the table of nodes. So it does not depend on the variables that a launcher passes on, and
+it looks up nothing inside a container, which may lack scontrol, ip and host names.
 
 Sources: torch.distributed.run's documentation; pytorch/pytorch issues 73656, 79388, 135712, 150532.
 """
@@ -78,7 +78,7 @@ fi
 """
 
 _FIRST = "$((number == 0))"
-# The batch script runs on the head, which is never replaced; another node may have become the first.
+# The batch script runs on the head, which is never replaced; a replacement may be the first node in the table.
 _HEAD = r"""$([ "$ENVBUILD_ADDRESS" = "$head" ] && echo 1 || echo 0)"""
 
 _C10D = r"""    head=${ENVBUILD_ADDRESSES%% *}
@@ -99,7 +99,7 @@ _ETCD = r"""    set -- -m torch.distributed.run \
         --rdzv-conf timeout=@JOIN@ --local-addr "$ENVBUILD_ADDRESS" "$@"
 """
 
-# What horovodrun would tell; a build with MPI asks MPI.
+# The variables that horovodrun would set; a build with MPI asks MPI instead.
 _HOROVOD = r"""    rank=${OMPI_COMM_WORLD_RANK:?Open MPI starts the ranks}
     export HOROVOD_RANK="$rank" HOROVOD_SIZE=@WORLD@ HOROVOD_LOCAL_SIZE=@NPROC@
     export HOROVOD_LOCAL_RANK="${OMPI_COMM_WORLD_LOCAL_RANK:-$((rank % @NPROC@))}"
@@ -108,14 +108,14 @@ _HOROVOD = r"""    rank=${OMPI_COMM_WORLD_RANK:?Open MPI starts the ranks}
     export HOROVOD_GLOO_RENDEZVOUS_PORT="$ENVBUILD_PORT"
 """
 
-# nproc itself would tell what OMP_NUM_THREADS says.
+# nproc obeys OMP_NUM_THREADS, so it is unset.
 _THREADS = r"""threads=$(unset OMP_NUM_THREADS OMP_THREAD_LIMIT; nproc || echo 1)
 export OMP_NUM_THREADS=$((threads > @NPROC@ ? threads / @NPROC@ : 1))"""
 
-# As JobPlan.script_word does it, of a path that only the node knows.
+# Like JobPlan.script_word, for a path that only the node knows.
 _ESCAPED_RUN = r'"$(printf %s "$ENVBUILD_RUN" | sed "s/[$]/&&/g")"'
 
-# As `conda activate` does; activation scripts are written for bash.
+# Like `conda activate`; activation scripts are written for bash.
 _CONDA = r"""export CONDA_PREFIX=@FOLDER@ CONDA_DEFAULT_ENV=@FOLDER@ CONDA_SHLVL=1
 @PATH@
 for script in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do
@@ -129,11 +129,9 @@ exec @PYTHON@ "$@"
 
 
 def settings(plan: JobPlan) -> str:
-    """The text of settings-RESTARTS.sh: variables, in order, and the command as "$@"."""
+    """Return the text of settings-RESTARTS.sh: variables, in order, and the command as "$@"."""
     lines = ["# What this job is told; ENVBUILD_RUN is its own folder."]
-    if "OMP_NUM_THREADS" not in dict(
-        plan.variables
-    ):  # the site does not say how many CPUs a node has
+    if "OMP_NUM_THREADS" not in dict(plan.variables):  # the site does not set the number of CPUs
         lines.append(fill(_THREADS, nproc=plan.nproc_per_node))
     for name, value in plan.variables:
         lines.append(f"export {name}={word(value, f'variable {name}')}")
@@ -148,18 +146,21 @@ def settings(plan: JobPlan) -> str:
 def beginning(
     plan: JobPlan, launcher: Launcher, file: str, more: str, what: str, *, ranks: int = 1
 ) -> str:
-    """How a program of a node begins: its arguments, and the node's number, of which each has `ranks` processes."""
+    """Return the first lines of a node's program: its arguments and the node's number.
+
+    `ranks` is the number of processes on each node.
+    """
     text = fill(_BEGINNING, what=what, file=file, more=more)
     if launcher.number:
         text += f'if [ "$number" = - ]; then\n    number={launcher.number}\n'
-        if ranks > 1:  # the first step and the preflight are one process a node
+        if ranks > 1:  # the first step and the preflight start one process per node
             text += f'    [ "$step" != training ] || number=$((number / {ranks}))\n'
         text += "fi\n"
     return text + fill(_NUMBER, launcher=plan.launcher)
 
 
 def node_program(plan: JobPlan, launcher: Launcher) -> str:
-    """The text of node-RESTARTS.sh, which starts the preflight or the training on a node."""
+    """Return the text of node-RESTARTS.sh, which starts the preflight or the training on a node."""
     horovod = plan.strategy == "horovod"
     parts = [
         beginning(
@@ -195,7 +196,7 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
 
 
 def enter(plan: JobPlan) -> str:
-    """The last lines of the node program: the interpreter becomes what it runs, in an activated environment."""
+    """Return the last lines of the node program, which start the interpreter in an activated environment."""
     python = path_word(plan.artifact.python, "the interpreter")
     if plan.runtime != "folder":
         return f'exec {python} "$@"\n'
@@ -230,7 +231,7 @@ def _training(plan: JobPlan) -> str:
 def _preflight(plan: JobPlan) -> str:
     artifact = plan.artifact
     given = ["-m", "ddp_train.preflight", "--arch", artifact.arch]
-    if plan.runtime == "folder":  # an image's digest is not to be seen from inside
+    if plan.runtime == "folder":  # an image's digest is not visible from inside
         given += ["--digest", artifact.digest]
     if plan.gpus_per_node:
         given += ["--gpus", str(plan.gpus_per_node)]

@@ -1,4 +1,4 @@
-"""request + artifact + site → JobPlan: who decides each value, and what does not go together."""
+"""request + artifact + site → JobPlan: decide each value, and refuse combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCHS = 10
 
 
 def scheduler_of(request: JobRequest, site: JobSite) -> str:
-    """Which scheduler a job is for. Raises UsageError when nobody says."""
+    """Return the scheduler of a job. Raises UsageError when neither the request nor the site names one."""
     if request.scheduler is not None:
         return request.scheduler
     if site.scheduler.kind == "none":
@@ -35,7 +35,7 @@ def scheduler_of(request: JobRequest, site: JobSite) -> str:
 
 
 def wanted_kinds(scheduler: str, site: JobSite) -> tuple[str, ...]:
-    """The kinds of artifacts that a job of a recipe may take, best first."""
+    """Return the kinds of artifacts that a job of a recipe may use, best first."""
     if SCHEDULERS[scheduler].pods:
         return kinds_of("registry")
     runtime = site.container.runtime
@@ -44,7 +44,10 @@ def wanted_kinds(scheduler: str, site: JobSite) -> tuple[str, ...]:
 
 
 def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
-    """Decide every value of the job. Raises UsageError naming what does not go together and what to change."""
+    """Decide every value of the job.
+
+    Raises UsageError for values that conflict, with a hint about the one to change.
+    """
     artifact = opened.artifact
     scheduler = scheduler_of(request, site)
     origins: dict[str, str] = {
@@ -142,7 +145,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
 
 
 def _first(*candidates: tuple[str, Any]) -> tuple[Any, str]:
-    """The first value that is not None, and who says it."""
+    """Return the first value that is not None, and its origin."""
     return next((value, origin) for origin, value in candidates if value is not None)
 
 
@@ -151,7 +154,7 @@ def _from(given: object, else_: str, option: str) -> str:
 
 
 def setting(opened: JobInputs, key: str) -> int | None:
-    """A number of the recipe's [verify] table, None where it says nothing."""
+    """Return a number of the recipe's [verify] table, None if it is not set."""
     value = (opened.verify or {}).get(key)
     return int(value) if value else None
 
@@ -161,7 +164,7 @@ def _claimed(scheduler: str, site: JobSite) -> str | None:
 
 
 def _runtime(kind: Artifact, scheduler: str, site: JobSite) -> Runtime:
-    """What starts an artifact of `kind` on the nodes. Raises UsageError for one that nothing there starts."""
+    """Return the runtime that starts an artifact of `kind` on the nodes. Raises UsageError when there is none."""
     if (kind.form == "registry") != SCHEDULERS[scheduler].pods:
         if kind.form == "registry":
             raise UsageError(
@@ -185,7 +188,7 @@ def _runtime(kind: Artifact, scheduler: str, site: JobSite) -> Runtime:
 
 
 def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, str]:
-    """Ranks of a node, and who says so."""
+    """Return the number of ranks per node, and who set it."""
     if request.nproc_per_node is not None:
         return request.nproc_per_node, "--nproc-per-node"
     if request.strategy == "single":
@@ -204,7 +207,10 @@ def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, 
 
 
 def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
-    """CPUs of a node, 0 for all, and who says so. Unasked, PBS gives one in all, and others where jobs share nodes."""
+    """Return the number of CPUs per node (0 for all), and who set it.
+
+    By default, PBS gives a job one CPU in all, and so do other schedulers if jobs share nodes.
+    """
     chosen = SCHEDULERS[scheduler]
     has_all = chosen.exclusive_has_cpus and site.scheduler.exclusive
     few = not chosen.pods and not has_all
@@ -216,7 +222,7 @@ def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
 def _launcher(request: JobRequest, scheduler: str, site: JobSite, origins: dict[str, str]) -> str:
     known = LAUNCHERS[scheduler]
     if not known:
-        return "srun"  # nothing starts anything: pods are there
+        return "srun"  # pods start by themselves
     horovod = request.strategy == "horovod" and known[0] != "mpiexec" and "mpirun" in known
     launcher, origins["launcher"] = _first(
         ("--launcher", request.launcher),
@@ -236,7 +242,10 @@ def _launcher(request: JobRequest, scheduler: str, site: JobSite, origins: dict[
 def command_of(
     request: JobRequest, opened: JobInputs, *, pods: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], str]:
-    """What runs, its options that name files of the run, and who says so. `pods` see no files of this host."""
+    """Return the command, its options that name files of the run, and who set it.
+
+    Pods (`pods`) do not see files of this host.
+    """
     if request.script is not None:
         path = request.script
         if not pods:

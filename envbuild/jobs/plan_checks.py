@@ -1,4 +1,4 @@
-"""What a job asks for, and what its artifact lacks for it."""
+"""Checks of a planned job against its artifact and its site."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.job_site import JobSite
 
-# Where each node has a disk or memory of its own (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
+# Folders that are local to each node (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 def check_strategy(request: JobRequest, opened: JobInputs) -> None:
-    """Raises UsageError for Horovod's strategy with an artifact that has none."""
+    """Raise UsageError for Horovod's strategy if the artifact lacks Horovod."""
     packages = opened.packages
-    # An image that brings torch may bring the Horovod that was built with it; nothing tells.
+    # An image that brings torch may bring a Horovod that was built with it, which is not recorded.
     known = packages is not None and "torch" in packages
     if request.strategy == "horovod" and known and "horovod" not in (packages or ()):
         raise UsageError(
@@ -30,7 +30,7 @@ def check_strategy(request: JobRequest, opened: JobInputs) -> None:
 
 
 def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> None:
-    """Raises UsageError for a rendezvous that cannot take place."""
+    """Raise UsageError for a rendezvous that cannot work."""
     if request.rendezvous == "c10d":
         if request.endpoint:
             raise UsageError(
@@ -49,8 +49,10 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> 
 
 
 def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: JobSite) -> None:
-    """Raises UsageError for an artifact of another architecture than the nodes', and for an artifact or a `script` (""
-    for none) where no node but this one looks."""
+    """Raise UsageError for an artifact of another architecture than the nodes', or files that nodes cannot see.
+
+    These files are the artifact and `script` ("" for none).
+    """
     arch = site.node.arch
     if arch is not None and artifact.arch != arch:
         accelerator = artifact.target.partition("-")[0]
@@ -70,9 +72,9 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: JobSit
 
 
 def doubts(plan: JobPlan, host: str) -> Iterator[str]:
-    """What may be wrong with the job and nobody can know here, a sentence each; `host` is this host's architecture."""
+    """Yield a sentence for each possible fault that cannot be checked on this host; `host` is its architecture."""
     artifact, site = plan.artifact, plan.site
-    if SCHEDULERS[plan.scheduler].pods:  # which chooses nodes of the artifact's architecture
+    if SCHEDULERS[plan.scheduler].pods:  # Kubernetes selects nodes of the artifact's architecture
         if lost := lost_log(plan):
             yield lost
         return
@@ -95,14 +97,14 @@ def doubts(plan: JobPlan, host: str) -> Iterator[str]:
 
 
 def _seen(site: JobSite) -> list[str]:
-    """The folders that all nodes see, as far as the site says: a mount of /tmp is each node's own."""
+    """Return the folders that all nodes see, as far as the site tells: a mounted /tmp is still local to each node."""
     hosts = (mount.partition(":")[0] for mount in site.container.mounts)
     more = [one for one in (site.paths.cache, *hosts) if one and not _around(one, site)]
     return [one for one in (site.paths.shared, *more) if one]
 
 
 def _own_of_a_node(path: str, site: JobSite) -> str:
-    """The folder around `path` that each node has for itself, "" for none: not one in which the site shares files."""
+    """Return the folder around `path` that is local to each node, "" for none or if the site shares files in it."""
     own = _around(path, site)
     shares = own and site.paths.shared and _below(site.paths.shared, own)
     return "" if shares or any(_below(path, one) for one in _seen(site)) else own
@@ -113,7 +115,7 @@ def _around(path: str, site: JobSite) -> str:
 
 
 def _below(path: str, folder: str) -> bool:
-    """Whether `path` is in `folder`, as written or as links lead."""
+    """Return whether `path` is in `folder`, literally or after symbolic links are resolved."""
     return Path(path).is_relative_to(folder) or Path(os.path.realpath(path)).is_relative_to(
         os.path.realpath(folder)
     )

@@ -1,7 +1,7 @@
-"""The preflight of nodes that are already there: those of an allocation, or hosts that ssh reaches.
+"""The preflight of existing nodes: those of an allocation, or hosts that ssh reaches.
 
-The script is the one that `envbuild job` would submit, without the training, so that what passes here is what a job
-meets; it runs from here at once.
+It runs the script that `envbuild job` would submit, without the training and directly, so that it checks the
+conditions of a real job.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ NAME = "preflight"
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes that are ours: how many, what starts processes there (None: as the site says), and the variables that the
-    script of `scheduler` asks for. Hosts by ssh are told to the script of PBS, which reads a file of names."""
+    """Allocated nodes.
+
+    `nodes` is their number, `launcher` starts processes on them (None: the site's launcher), and `job`
+    identifies the job for the script of `scheduler`. Hosts that ssh reaches use the script of PBS, which reads
+    host names from a file.
+    """
 
     scheduler: str
     nodes: int
@@ -40,7 +44,10 @@ class Allocation:
 
 
 def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
-    """`hosts` by ssh; without them the allocation that this shell is in. Raises UsageError when it is in none."""
+    """Return an allocation of `hosts`, reached by ssh, or else the one around this shell.
+
+    Raises UsageError when there is none, or for host names that are repeated or invalid.
+    """
     if hosts:
         twice = sorted({host for host in hosts if hosts.count(host) > 1})
         if twice:
@@ -63,15 +70,15 @@ def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
 
 
 def alone(plan: JobPlan) -> JobPlan:
-    """`plan` without its training."""
+    """Return `plan` without its training."""
     return replace(plan, preflight=True, command=(), run_files=())
 
 
 def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> int:
-    """Run the preflight of `plan` on the nodes of `allocation`, its output being ours. The script's exit code:
-    5 when the nodes would fail a job.
+    """Run the preflight of `plan` on the nodes of `allocation`, with output to this process's stderr.
 
-    Raises HostError when the working folder cannot be written, UsageError for what the script cannot express.
+    Returns the script's exit code: 5 if a job would fail on these nodes. Raises HostError when the working
+    folder is not writable, UsageError for values that the script cannot express.
     """
     text = render(plan)
     work = Path(plan.work)
@@ -83,7 +90,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
             f"{work}: {(error.strerror or str(error)).lower()}: the run's folder could not be made there",
             "name a folder that all nodes see with --work, or in [paths] shared of the site file",
         ) from error
-    # Only what the scheduler itself says may tell the nodes of it; the rest is the script's.
+    # The nodes come only from the scheduler's own variables; the script does the rest.
     variables = dict(env)
     if allocation.hosts:
         variables |= {
@@ -110,7 +117,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
 
 
 def _bash(script: Path, env: Mapping[str, str], work: Path) -> int:
-    """Run the script to its end; a Ctrl-C ends it in order."""
+    """Run the script to its end; Ctrl-C ends it in order."""
     process = subprocess.Popen(
         ["bash", str(script)], env=dict(env), cwd=work, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Values in scripts: each is one word of a shell, or one value of a directive, or refused."""
+"""Values in scripts: each is quoted as one shell word or one directive value, or refused."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable, Sequence
 
 from envbuild.errors import UsageError
 
-# Batch systems refuse or cut scripts with carriage returns, NUL and other controls.
+# Batch systems refuse or cut scripts with carriage returns, NUL and other control characters.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-# Neither Slurm nor PBS takes all of them alike from a directive; Slurm expands %, too.
+# Slurm and PBS do not read all characters alike in a directive; Slurm also expands %.
 _DIRECTIVE = re.compile(r"[^\s\"'\\#%`\x00-\x1f\x7f]+")
 _OPTIONS = re.compile(r"[a-z-]+(,[a-z-]+)*")
 _MOUNT = re.compile(r"/[^\s:,\"'\\\x00-\x1f\x7f]*")
 
 
 def word(value: str, what: str = "a value") -> str:
-    """`value` as one word for POSIX shells. `what` names it in errors.
+    """Return `value` as one word for POSIX shells. `what` names it in errors.
 
-    Raises UsageError for text that no script can hold: control characters besides tab and newline, and what is
-    not Unicode.
+    Raises UsageError for text that no script can contain: control characters except tab and newline, and text
+    that is not Unicode.
     """
     if found := _CONTROL.search(value):
         raise UsageError(
@@ -36,36 +36,36 @@ def word(value: str, what: str = "a value") -> str:
 
 
 def path_word(value: str, what: str) -> str:
-    """As `word`, for what is one line: a path, a name. Raises UsageError also for newlines and tabs."""
+    """Return `value`, a path or a name, like `word`. Raises UsageError also for newlines and tabs."""
     if not value or not value.isprintable():
         raise UsageError(f"{what} is not one line of text: {value!r}", "rename it")
     return word(value, what)
 
 
 def words(values: Iterable[str], what: str = "a value") -> str:
-    """`values` as words, with a space between."""
+    """Return `values` as words, separated by spaces."""
     return " ".join(word(value, what) for value in values)
 
 
 def array(name: str, values: Sequence[str], what: str) -> str:
-    """The assignment of an array in bash, one value a line when they are many."""
+    """Return the assignment of a bash array, with one value per line if there are several."""
     if len(values) < 2:
         return f"{name}=({words(values, what)})"
     return "\n".join([f"{name}=(", *(f"    {word(value, what)}" for value in values), ")"])
 
 
 def fill(template: str, **values: str | int) -> str:
-    """`template` with each @NAME@ replaced, once: what is put in is not looked at again."""
+    """Return `template` with each @NAME@ replaced. Inserted values are not searched again."""
     return re.sub(r"@([A-Z]+)@", lambda found: str(values[found[1].lower()]), template)
 
 
 def indented(text: str) -> str:
-    """`text` with four spaces before each line. For text of scripts, not for values, which may be of many lines."""
+    """Return `text` with four spaces before each line. Only for script text: a value may have several lines."""
     return textwrap.indent(text, "    ")
 
 
 def heredoc(command: str, text: str, end: str) -> str:
-    """`command` with `text` as its standard input, unchanged; `end` marks its end, made longer until no line is it."""
+    """Return `command` with `text` as its standard input; `end` marks the end, lengthened until no line equals it."""
     lines = set(text.splitlines())
     while end in lines:
         end += "_"
@@ -73,7 +73,7 @@ def heredoc(command: str, text: str, end: str) -> str:
 
 
 def directive(option: str, value: str, what: str) -> str:
-    """`option` and `value` as a directive says them; `what` is the key it comes from.
+    """Return `option` and `value` for a directive; `what` names the value's setting.
 
     Raises UsageError for a value that schedulers would cut or expand.
     """
@@ -86,16 +86,16 @@ def directive(option: str, value: str, what: str) -> str:
 
 
 def directive_line(line: str) -> str:
-    """A line that the site adds. Raises UsageError for more than one line."""
+    """Return a line that the site adds. Raises UsageError unless it is one line."""
     if not line or not line.isprintable():
         raise UsageError(f"[scheduler] directives: {line!r} is not one line of text")
     return line
 
 
 def mount(host: str, container: str) -> tuple[str, str, tuple[str, ...]]:
-    """A mount's two paths and its options (`container` may say some: `/data:ro`).
+    """Return a mount's two paths and its options (`container` may have options: `/data:ro`).
 
-    Raises UsageError for paths with characters at which container runtimes cut them.
+    Raises UsageError for paths with characters at which container runtimes split them.
     """
     place, _, options = container.partition(":")
     for path in (host, place):
@@ -112,7 +112,10 @@ def mount(host: str, container: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def inside(path: str, mounts: Sequence[tuple[str, str]]) -> str:
-    """Where a container sees the host's `path`, by the longest of `mounts`. Raises UsageError when none shows it."""
+    """Return the path in a container for the host's `path`, by the longest of `mounts`.
+
+    Raises UsageError if none covers it.
+    """
     best: tuple[str, str] | None = None
     for host, container in mounts:
         root = host.rstrip("/")

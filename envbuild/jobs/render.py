@@ -7,12 +7,12 @@ from envbuild.jobs.schedulers import SCHEDULERS
 
 
 def render(plan: JobPlan) -> str:
-    """The script or manifest of `plan`. Raises UsageError for what its scheduler cannot express."""
+    """Return the script or manifest of `plan`. Raises UsageError for values that its scheduler cannot express."""
     return SCHEDULERS[plan.scheduler].render(plan)
 
 
 def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
-    """(name, value, who decided it) of every value of the job that somebody decided."""
+    """Return (name, value, who set it) for every value of the job with a known origin."""
     rows = []
     variables = dict(plan.variables)
     for key, origin in plan.origins.items():

@@ -1,6 +1,6 @@
-"""What the scripts of all schedulers but Kubernetes have in common, in the order of the file.
+"""The common parts of the scripts of all schedulers except Kubernetes, in the order of the file.
 
-Directives, modules, what the job is, the programs for the nodes, the first step, the preflight, the training.
+Directives, modules, the job's values, the programs for the nodes, the first step, the preflight, the training.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
 trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
 
 _END = 'kill -TERM "$launched"'
-# The file tells a node whose container is still starting.
+# The file informs a node whose container is still starting.
 _TOLD = ': >"$ENVBUILD_RUN/told-$restarts" || true'
 _ENDED = r"""# What nodes that were told to end did not tell @LAUNCHER@, lest it ended the others at once.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
@@ -96,7 +96,7 @@ _ENDED = r"""# What nodes that were told to end did not tell @LAUNCHER@, lest it
 
 
 def check(plan: JobPlan) -> None:
-    """Raises UsageError for what a batch script cannot do."""
+    """Raise UsageError for a plan that a batch script cannot run."""
     launchers = LAUNCHERS[plan.scheduler]
     if plan.launcher not in launchers:
         raise UsageError(
@@ -125,7 +125,7 @@ def check(plan: JobPlan) -> None:
 
 
 def about(plan: JobPlan) -> str:
-    """One line on what the job trains with."""
+    """Return one line that describes the artifact of the job."""
     artifact = plan.artifact
     verified = f"verified {artifact.verified_at}" if artifact.verified_at else "NOT VERIFIED"
     return (
@@ -137,7 +137,7 @@ def about(plan: JobPlan) -> str:
 def opening(
     plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules."
 ) -> str:
-    """The first lines, up to the loaded modules; `what` and `modules` are said in comments."""
+    """Return the first lines, up to the loaded modules; `what` and `modules` are texts of comments."""
     wanted = bool(plan.modules) or purged(plan)
     login = " -l" if wanted and not plan.site.modules.init else ""
     comment = _comment(f"# envbuild {envbuild.__version__}: {what}")
@@ -154,7 +154,7 @@ def _comment(line: str) -> str:
 
 
 def known(plan: JobPlan, template: str) -> str:
-    """What the job is, where it runs and writes: `template` with @RUN@, @WORK@, @LOGS@ and @LOG@ as words."""
+    """Return `template`, the job's values, with @NODES@ and with @RUN@, @WORK@, @LOGS@ and @LOG@ as words."""
     logs = posixpath.join(plan.work, plan.logs)
     return fill(
         template,
@@ -167,7 +167,7 @@ def known(plan: JobPlan, template: str) -> str:
 
 
 def programs(plan: JobPlan, launcher: Launcher) -> str:
-    """The files for the nodes, and the settings read here too, for what launchers and runtimes ask for."""
+    """Return the lines that write the nodes' files, and read the settings for launchers and runtimes."""
     pyxis = plan.runtime == "pyxis"
     return "\n\n".join(
         [
@@ -187,8 +187,10 @@ def programs(plan: JobPlan, launcher: Launcher) -> str:
 
 
 def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
-    """The first step, the preflight and the training; without a command, the preflight alone. `signals` are those by
-    which the scheduler tells the script to end."""
+    """Return the first step, the preflight and the training; without a command, the preflight alone.
+
+    `signals` are those by which the scheduler tells the script to end.
+    """
     text = fill(_FIRST_STEP, launcher=plan.launcher, name=plan.name)
     if plan.strategy == "horovod":
         text += _ONE_INTERFACE

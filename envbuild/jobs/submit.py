@@ -1,4 +1,4 @@
-"""Giving a rendered job to its scheduler."""
+"""The submission of a rendered job to its scheduler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Submission
 
 _SCRIPT, _MANIFEST = 0o755, 0o644
-# What a job is told of itself, which is wrong for one that is submitted from within it. Those of launchers are the
-# numbers of jobs/launchers.py.
+# Variables that describe a running job, and are wrong for a job that is submitted from within it. The
+# launchers' variables are the process numbers in jobs/launchers.py.
 _OF_A_JOB = re.compile(
     "|".join(one.job_variables for one in SCHEDULERS.values())
     + r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
@@ -28,22 +28,26 @@ _OF_A_JOB = re.compile(
 
 
 def default_script(plan: JobPlan, folder: Path) -> Path:
-    """Where the script of a job goes that is submitted without --out."""
+    """Return the path of a submitted job's script without --out."""
     return folder / f"{plan.name}{SCHEDULERS[plan.scheduler].suffix}"
 
 
 def unsubmitted(plan: JobPlan, script: Path) -> Path:
-    """Where `script` is written until its scheduler has taken it.
+    """Return the path at which `script` is written until its scheduler has accepted it.
 
-    A manifest goes beside `script` first, which may be that of an earlier job: `kubectl delete -f` needs it to remove
-    all of that job. Other schedulers take a copy and show the path, so theirs is written at once.
+    `script` may be the manifest of an earlier job, which `kubectl delete -f` needs to remove that job, so a new
+    manifest is first written beside it. Other schedulers copy the script and show its path, so it is written at
+    once.
     """
     return script.with_stem(f"{script.stem}.new") if SCHEDULERS[plan.scheduler].pods else script
 
 
 def write_script(text: str, path: Path, hint: str, first: Path | None = None) -> None:
-    """Write the script or manifest atomically, to `first` when it becomes `path` later. Raises UsageError for a
-    folder, HostError where it cannot be written; `hint` says what the caller may change."""
+    """Write the script or manifest atomically, to `first` if it becomes `path` later.
+
+    Raises UsageError if `path` is a folder, HostError if it cannot be written; `hint` is the advice in these
+    errors.
+    """
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint)
@@ -55,15 +59,18 @@ def write_script(text: str, path: Path, hint: str, first: Path | None = None) ->
 
 
 def outside_of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
-    """`variables` as they are outside of any job of a scheduler."""
+    """Return `variables` without those that describe a running job."""
     return {name: value for name, value in variables.items() if not _OF_A_JOB.fullmatch(name)}
 
 
 def submit_script(
     plan: JobPlan, text: str, script: Path, variables: Mapping[str, str], hint: str, *, named: bool
 ) -> str:
-    """Write `script` and submit it, as `write_script` and `submit` do. Of a job that is refused nothing stays, but
-    what kubectl was given and a script that the caller `named`."""
+    """Write `script` and submit it, like `write_script` and `submit`.
+
+    If the job is refused, the previous state is restored, except for a manifest that kubectl got and a script
+    that the caller `named`.
+    """
     _check_command(plan, variables)
     logs = Path(plan.work) / plan.logs
     missing = [one for one in (logs, *logs.parents) if not one.exists()]
@@ -95,8 +102,10 @@ def _check_command(plan: JobPlan, variables: Mapping[str, str]) -> None:
 
 
 def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
-    """Submit `script`, written to `unsubmitted`, from the job's working folder, whose folder of logs is made first.
-    Returns what the scheduler calls the job. Raises HostError with its message when it refuses, or is not here."""
+    """Submit `script`, written to `unsubmitted`, from the job's working folder, after creating the folder of logs.
+
+    Returns the scheduler's name of the job. Raises HostError when the scheduler refuses it or is not available.
+    """
     _check_command(plan, variables)
     chosen = SCHEDULERS[plan.scheduler]
     submission, written = chosen.submission, unsubmitted(plan, script)
@@ -115,7 +124,7 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
     if submission.refusal is not None:
         if done.returncode != 0:
             raise submission.refusal(done, written, script)
-        sys.stderr.write(done.stderr)  # such as pods that PodSecurity is going to refuse
+        sys.stderr.write(done.stderr)  # for example pods that PodSecurity will refuse
         written.replace(script)
         return submission.job(done.stdout)
     said = f"{done.stdout}{done.stderr}"
@@ -137,7 +146,7 @@ def _ask(
 ) -> subprocess.CompletedProcess[str]:
     path = str(script.absolute())
     line = [*submission.command, path]
-    if submission.stdin:  # the shell opens the file, for process.run gives programs no input
+    if submission.stdin:  # the shell opens the file, because process.run gives programs no input
         line = ["sh", "-c", 'script=$1 && shift && exec "$@" <"$script"', "sh", path]
         line += submission.command
     return process.run(line, env=env, cwd=work, check=False)

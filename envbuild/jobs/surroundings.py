@@ -21,10 +21,10 @@ def variables_of(
     cpus: int,
     origins: dict[str, str],
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The variables of every process, in order, and the folders before LD_LIBRARY_PATH.
+    """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
-    Of `nproc` ranks on a node of `cpus` CPUs; where these are not known (0), the node program counts them and sets
-    OMP_NUM_THREADS itself, and pods are without it.
+    A node has `nproc` ranks and `cpus` CPUs. If `cpus` is 0 (unknown), the node program counts them and sets
+    OMP_NUM_THREADS, and pods get no OMP_NUM_THREADS. The origin of each variable is added to `origins`.
     """
     artifact = opened.artifact
     found: dict[str, str] = {}
@@ -34,7 +34,7 @@ def variables_of(
             found[name] = value
             origins[f"variables.{name}"] = origin
 
-    # More threads than processors of a rank only get in each other's way.
+    # More threads per rank than its share of CPUs would slow each other down.
     if runtime == "pod":
         cpus = _limit(site) or cpus
     if cpus:
@@ -67,7 +67,7 @@ def variables_of(
 
 
 def _limit(site: JobSite) -> int:
-    """The CPUs of a pod by [kubernetes] resources, where they are said there, else 0."""
+    """Return the CPU limit of a pod in [kubernetes] resources, 0 if there is none."""
     amount = re.fullmatch(r"(\d+)(\.\d+)?(m?)", site.kubernetes.resources.get("cpu", ""))
     if amount is None:
         return 0
@@ -75,7 +75,11 @@ def _limit(site: JobSite) -> int:
 
 
 def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
-    """Caches and temporary files off $HOME, where the site says so; inside of a container its paths may not be."""
+    """Return variables for caches and temporary files outside of $HOME, as the site sets them.
+
+    The site's paths may not exist in a container, so programs in containers do not get them; Apptainer itself
+    does.
+    """
     cache, scratch = site.paths.cache, site.paths.scratch
     found: dict[str, str] = {}
     if runtime == "folder":
@@ -91,14 +95,14 @@ def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
 def mounts_of(
     script: str | None, runtime: Runtime, work: str, site: JobSite
 ) -> tuple[tuple[str, str], ...]:
-    """(host, container) folders that a container sees: the site's, the working folder and the script's."""
+    """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
     if runtime in ("folder", "pod"):
         return ()
     found = []
     for mount in site.container.mounts:
         host, _, inside = mount.partition(":")
         found.append((host, inside or host))
-    # What the job needs to see: its working folder and the script's, which is an absolute path.
+    # The job's own folders: the working folder and that of the script, which is an absolute path.
     for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
         if not any(
             PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found

@@ -1,4 +1,4 @@
-"""Whether the torch in an artifact is a build for its target, told from its files: no GPU is needed for it."""
+"""The check that an artifact's torch is built for its target. It reads files only and needs no GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from envbuild.verify.subject import Subject
 
 
 def check_accelerator(subject: Subject, survey: Survey) -> Check:
-    """Judge whether the artifact's own torch is built for the target; a base image's torch is not judged."""
+    """Check that the artifact's own torch is built for the target; a base image's torch is not judged."""
     target, found = subject.target, survey.elf.torch
     builds: dict[str, str] = {}
     fault = None

@@ -1,9 +1,9 @@
-"""Start programs in a SIF by Apptainer or Singularity.
+"""The runtime that starts programs in a SIF with Apptainer or Singularity.
 
-spython runs what is short and only asked for its result; its public `run_command` takes the program's path,
-keeps both streams and the exit code apart from each other and raises nothing, where `Client.execute` always
-starts `singularity` and drops the exit code of a failure. The agents of a verification run beside each other, write
-to a log and take signals, which spython's background mode cannot do: its command list goes to process.start.
+Short commands run through spython's public `run_command`: it takes the program's path, returns the output and
+the exit code separately, and raises nothing. `Client.execute` always starts `singularity` and drops the exit
+code of a failure. The agents of a verification run concurrently, write to a log and take signals, which
+spython's background mode does not support; they are started with process.start.
 
 Source: apptainer-exec(1), Apptainer's user guide, "Environment and Metadata".
 """
@@ -22,20 +22,22 @@ from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile, Runtime, passed
 
 _WORK = "/envbuild-verify"
-# What Apptainer itself goes by. APPTAINERENV_… are the user's for his own runs, and are left out.
+# Variables that configure Apptainer itself. APPTAINERENV_… are left out: the user sets them for their own runs.
 _OWN = ("APPTAINER_", "SINGULARITY_", "XDG_", "SQUASHFUSE", "FUSE")
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG")
-# Tried in this order: as set up by the site, and in a user namespace.
 _PROBE = """
 import os, sys
 if "ENVBUILD_PROBE" not in os.environ:
     sys.exit("the image does not let variables in: it has no /.singularity.d/env/90-environment.sh")
 """
-_MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
+_MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))  # the site's default; user namespace
 
 
 def apptainer_runtime(image: ImageFile, program: Path, environment: Environment) -> Runtime:
-    """Apptainer (or Singularity) at `program`, in the first mode that starts `image`. Raises HostError."""
+    """Return the runtime of the Apptainer or Singularity at `program`, in the first mode that starts `image`.
+
+    Raises HostError when no mode starts it.
+    """
     host = _host(environment.variables)
     version = _run([str(program), "--version"], host)
     said = version["text"]
@@ -44,7 +46,7 @@ def apptainer_runtime(image: ImageFile, program: Path, environment: Environment)
     failed = []
     for mode in _MODES:
         command = _command(program, image, mode, None)
-        # No empty argument: spython drops it.
+        # spython drops empty arguments, so there must be none.
         result = _run(
             [*command, "python", "-I", "-c", _PROBE], host | _given({"ENVBUILD_PROBE": "1"})
         )
@@ -79,13 +81,13 @@ def _open(
 
 
 def _given(variables: Mapping[str, str]) -> dict[str, str]:
-    """`variables` as those that Apptainer and Singularity set inside."""
+    """Return `variables` under the names that make Apptainer and Singularity set them in the container."""
     prefixes = ("APPTAINERENV_", "SINGULARITYENV_")
     return {prefix + key: value for key, value in variables.items() for prefix in prefixes}
 
 
 def _command(program: Path, image: ImageFile, mode: Sequence[str], work: Path | None) -> list[str]:
-    """What is common to all that is started. /tmp is the host's, as the site has set it up."""
+    """Return the command line that every started program shares. /tmp is mounted as the site configured it."""
     bind = ["--bind", f"{work}:{_WORK}", "--pwd", _WORK] if work else []
     gpus = [image.accelerator.apptainer] if image.accelerator.apptainer else []
     options = [*mode, "--cleanenv", "--no-home", *gpus, *bind]
@@ -99,7 +101,10 @@ def _host(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> dict[str, Any]:
-    """Run to the end by spython: exit `code`, and the `text` of both streams."""
+    """Run `command` to its end with spython. Return the exit `code` and the `text` of stdout and stderr.
+
+    Raises HostError when the program cannot be executed.
+    """
     from spython.utils import run_command
 
     try:

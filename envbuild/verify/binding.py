@@ -1,6 +1,6 @@
-"""Folders and files of the host at places of an image, which itself cannot be written.
+"""Bind mounts of the host's folders and files in an image, which itself is read-only.
 
-Runs in the process that builds the namespace; needs nothing but Python's own library. Source: mount(2), proc(5).
+Runs in the process that builds the namespace and needs only the standard library. Source: mount(2), proc(5).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from envbuild.verify import mounting
 from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, mount
 
 _MOST_LINKS = 40
-# The host's own: nothing is made in them.
+# These are bind mounts of the host's own folders: mount points must not be created in them.
 _OF_HOST = ("dev", "proc", "sys")
 
-# What of the host is shown where, and whether it may not be written there.
+# (path on the host, path in the image, read-only)
 Bind = tuple[str, str, bool]
 
 
 class Unfit(Exception):
-    """A bind that cannot be made; why."""
+    """A bind mount that cannot be made; the message gives the reason."""
 
 
 def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
-    """Show each of `binds` below `root`, the root of the image to be, in which all else is mounted already. `stash` is
-    an empty folder of ours, outside of it. What lies above another goes first, whatever the order.
+    """Bind-mount each of `binds` below `root`, the future root of the image, in which all else is already mounted.
 
-    Raises Unfit.
+    Parents are mounted before their children, whatever the order of `binds`. `stash` is an empty scratch folder
+    outside of `root`. Raises Unfit when a mount fails.
     """
     ordered = sorted(binds, key=lambda bind: os.path.normpath(bind[1]).count("/"))
-    # All the places are made before the first of them is covered: none may come to be in a folder of the host.
+    # Create all mount points before the first mount, so that none is created in a folder of the host.
     for number, (host, place, _) in enumerate(ordered):
         _make(root, place, os.path.isdir(host), f"{stash}/{number}")
     for host, place, readonly in ordered:
@@ -46,7 +46,10 @@ def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
 
 
 def _make(root: str, place: str, folder: bool, stash: str) -> None:
-    """Make `place`, a folder or an empty file, where there is none."""
+    """Create the mount point `place`, a folder or an empty file, unless it exists.
+
+    Raises Unfit when it cannot be created or the image has the other kind of file there.
+    """
     above = root
     names = _resolved(root, place).strip("/").split("/")
     if names == [""]:
@@ -73,7 +76,7 @@ def _make(root: str, place: str, folder: bool, stash: str) -> None:
 
 
 def _open_up(folder: str, stash: str) -> None:
-    """Put a folder in memory in place of `folder`, with all of it inside."""
+    """Mount a tmpfs over `folder`, so that it becomes writable, and show the old content in it."""
     os.mkdir(stash)
     mount(folder, stash, None, BIND | REC)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "mode=0755")
@@ -82,7 +85,7 @@ def _open_up(folder: str, stash: str) -> None:
 
 
 def show(entry: os.DirEntry[str], place: str, flags: int = 0) -> None:
-    """Let a file or folder of the image be seen at `place`, where nothing is."""
+    """Show a file or folder of the image at `place`, which does not exist yet; other kinds of files are skipped."""
     if entry.is_symlink():
         os.symlink(os.readlink(entry.path), place)
         return
@@ -96,7 +99,7 @@ def show(entry: os.DirEntry[str], place: str, flags: int = 0) -> None:
 
 
 def _resolved(root: str, place: str) -> str:
-    """`place` with the links followed as they are inside of `root`."""
+    """Return `place` with symbolic links resolved relative to `root`. Raises Unfit when there are too many."""
     done: list[str] = []
     todo = place.split("/")
     links = 0
@@ -122,6 +125,6 @@ def _resolved(root: str, place: str) -> str:
 
 
 def mounts_below(place: str) -> list[str]:
-    """The mount points at and below `place`."""
+    """Return the mount points at and below `place`."""
     below = place.rstrip("/") + "/"
     return [m.at for m in read_mounts() if m.at == place or m.at.startswith(below)]

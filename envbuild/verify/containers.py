@@ -1,8 +1,8 @@
-"""Nodes simulated by containers of one image on one docker network.
+"""Simulated nodes that are containers of one image on one docker network.
 
-Each node is a container that idles; torchrun is started in it as `docker exec` does, with the image's own
-environment. A volume that all share stands for the cluster's file system. Everything is labelled with the time
-by which it is of no more use, so that a later run removes what a killed one left.
+Each node is an idle container; torchrun is started in it as by `docker exec`, with the image's own environment.
+A shared volume stands in for the cluster's file system. Every object has a label with its expiry time, so that
+a later run can remove the leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _JOIN_S = 10.0
 
 @dataclass(slots=True)
 class _Agent:
-    """A program under way in a container; a thread reads what it prints."""
+    """A running program in a container; a thread reads its output."""
 
     api: Any
     exec_id: str
@@ -58,7 +58,7 @@ class _Agent:
 
 @dataclass(slots=True)
 class ContainerNodes:
-    """Running containers, one a node."""
+    """Running containers, one per node."""
 
     client: Any
     containers: list[Any]
@@ -81,7 +81,7 @@ class ContainerNodes:
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
     ) -> _Agent:
         api, container = self.client.api, self.containers[node]
-        mark = f"ENVBUILD_AGENT={uuid.uuid4().hex}"  # inherited by all that it starts
+        mark = f"ENVBUILD_AGENT={uuid.uuid4().hex}"  # all child processes inherit it
         created = api.exec_create(
             container.id,
             [program, *arguments],
@@ -115,7 +115,7 @@ class ContainerNodes:
             for member in archive:
                 name = posixpath.basename(member.name)
                 source = archive.extractfile(member) if member.isfile() else None
-                # Files of the work folder itself; the nodes' logs are here already.
+                # Only files of the work folder itself; the nodes' logs are written on this host already.
                 if source is None or member.name.count("/") != 1 or name.endswith(".log"):
                     continue
                 with (into / name).open("wb") as file:
@@ -129,7 +129,10 @@ class ContainerNodes:
         return None
 
     def survey(self, root: str, site_packages: str, elf_machine: int) -> Survey:
-        """Survey the environment at `root` by the image's own interpreter. Raises VerificationError."""
+        """Survey the environment at `root` with the image's own interpreter.
+
+        Raises VerificationError when that fails.
+        """
         command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages]
         said = self._run(0, [*command, str(elf_machine)], variables={"PYTHONPATH": _TOOLS})
         try:
@@ -138,7 +141,10 @@ class ContainerNodes:
             raise VerificationError(f"the image could not be surveyed: {error}") from error
 
     def prepare(self) -> None:
-        """Put the tools of verification into the shared folder. Raises VerificationError."""
+        """Copy the tools of verification into the shared folder.
+
+        Raises VerificationError when the daemon refuses them.
+        """
         package = Path(survey_module.__file__).parents[1]
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -176,10 +182,10 @@ class ContainerNodes:
 def container_nodes(
     client: Any, image: str, count: int, lifetime_s: float, *, accelerator: Accelerator = CPU
 ) -> Iterator[ContainerNodes]:
-    """`count` containers of `image` on a network of their own, removed at the end; each has all of the
-    host's GPUs of `accelerator`.
+    """Start `count` containers of `image` on a network of their own, and remove them at the end.
 
-    Raises HostError when the daemon cannot run them.
+    Each container gets all of the host's GPUs of `accelerator`. Raises HostError when the daemon cannot run
+    them.
     """
     from docker.errors import DockerException
     from docker.types import DeviceRequest
@@ -216,8 +222,8 @@ def container_nodes(
                 )
                 containers[node] = container
 
-            # In threads, which finish what they began when we are interrupted: a container that the daemon
-            # makes while nobody waits for its answer would stay.
+            # Workers finish their task even after an interruption. Otherwise a container that the daemon
+            # creates while nobody waits for the response would be left behind.
             with closing(Workers(count)) as pool:
                 for started in [pool.submit(run, node) for node in range(count)]:
                     started.result()
@@ -244,7 +250,7 @@ def _remove(containers: Sequence[Any], network: Any, volume: Any) -> None:
 
 
 def _remove_stale(client: Any) -> None:
-    """Remove what a killed verification left, once its time is over."""
+    """Remove the expired objects of killed verifications."""
     with suppress(Exception):
         found = client.containers.list(all=True, filters={"label": LABEL})
         _remove([one for one in found if _is_over(one.labels)], None, None)

@@ -1,4 +1,4 @@
-"""The libraries of this host's GPU driver, which images do not bring.
+"""The libraries of this host's GPU driver, which images do not contain.
 
 Not run on a host with a GPU yet. Source: the driver's README, "Installed components"; nvidia-container-cli(1).
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from envbuild import process
 
-# The name by which programs ask for each; the driver's own files end in its version.
+# Library → the soname that programs load; the driver's own files end in its version.
 _SONAMES = {
     "libcuda": "libcuda.so.1",
     "libcudadebugger": "libcudadebugger.so.1",
@@ -20,14 +20,14 @@ _SONAMES = {
     "libnvidia-nvvm": "libnvidia-nvvm.so.4",
     "libnvidia-ptxjitcompiler": "libnvidia-ptxjitcompiler.so.1",
 }
-# Asked for by their full names.
+# Programs load this library by its full file name.
 _VERSIONED = "libnvidia-gpucomp"
 _FILE = re.compile(r"(lib[\w-]+)\.so(\.[\d.]+)?")
 _CACHED = re.compile(r"^\s*(\S+) \((.*)\) => (\S+)$", re.MULTILINE)
 
 
 def driver_libraries(variables: Mapping[str, str]) -> dict[str, str]:
-    """Name → path of each library of the driver; empty where there is none."""
+    """Return name → path of each library of the GPU driver; empty on a host without a driver."""
     search = variables.get("PATH", os.defpath)
     if tool := shutil.which("nvidia-container-cli", path=search):
         listed = process.run([tool, "list", "--libraries"], env=variables, check=False)
@@ -38,13 +38,13 @@ def driver_libraries(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def cached(text: str, machine: str | None = None) -> list[str]:
-    """The paths that `ldconfig -p` printed, of this machine's libraries."""
+    """Return the paths in the output of `ldconfig -p` that are for `machine` (default: this host's)."""
     mark = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(machine or os.uname().machine, "")
     return [path for _, flags, path in _CACHED.findall(text) if mark in flags]
 
 
 def named(paths: Iterable[str]) -> dict[str, str]:
-    """Those of `paths` that are the driver's, by the names that programs ask for; the first of each."""
+    """Return name → path of the driver's libraries among `paths`: the first of each name that programs load."""
     found: dict[str, str] = {}
     for path in paths:
         match = _FILE.fullmatch(os.path.basename(path))

@@ -1,8 +1,8 @@
-"""Start programs in a squashfs image by enroot.
+"""The runtime that starts programs in an enroot image with enroot.
 
-Written from enroot's public sources and never run with the real one. enroot starts an image in place where
-squashfuse and the kernel's overlayfs let it; else the image is unpacked into a folder of the store, which lives
-as long as the verification.
+Written from enroot's public sources and never run with the real enroot. enroot starts an image without
+unpacking it if squashfuse and the kernel's overlayfs allow that; otherwise the image is unpacked into a folder
+of the store, which is removed after the verification.
 
 Source: github.com/NVIDIA/enroot 4.1, doc/cmd/start.md, doc/cmd/create.md, doc/image-format.md, src/runtime.sh.
 """
@@ -21,13 +21,16 @@ from envbuild.verify.image_file import ImageFile, Runtime, passed
 
 _WORK = "/envbuild-verify"
 _NAME = "envbuild"
-# What enroot and its hooks go by.
+# Variables that configure enroot and its hooks.
 _OWN = ("ENROOT_", "XDG_", "NVIDIA_", "MELLANOX_")
 _NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG", "TERM")
 
 
 def enroot_runtime(image: ImageFile, program: Path, environment: Environment) -> Runtime:
-    """enroot at `program`, starting `image` in place if it can. Raises HostError."""
+    """Return the runtime of the enroot at `program`, which starts `image` without unpacking it if possible.
+
+    Raises HostError when enroot does not run.
+    """
     host = _host(environment.variables, image)
     version = process.run([program, "version"], env=host, failure=HostError).stdout.strip()
     probe = [str(program), "start", str(image.path), "python", "-I", "-c", "pass"]

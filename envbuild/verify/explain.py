@@ -1,4 +1,4 @@
-"""Checks in words."""
+"""Text for the results of checks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--"}
 
 
 def lines(checks: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line a check, of a receipt's checks."""
+    """Return one line for each of a receipt's checks."""
     return [
         f"  {_MARKS[c['status']]:<6}  {c['title']}: {c['seen'].splitlines()[0]}" for c in checks
     ]
 
 
 def failures(checks: Sequence[Check]) -> str:
-    """What failed: what was seen, what was expected, what usually causes it."""
+    """Describe the failed checks: what was seen, what was expected, the usual cause."""
     failed = [asdict(check) for check in checks if check.status == FAIL]
     return failures_in(failed, len(checks))
 
 
 def failures_in(failed: Sequence[Mapping[str, Any]], total: int) -> str:
-    """The same for checks as a receipt holds them; `failed` are those that failed of `total`."""
+    """Describe failed checks in a receipt's form; `total` is the number of all checks."""
     parts = [f"{len(failed)} of {total} checks failed"]
     for check in failed:
         parts.append(

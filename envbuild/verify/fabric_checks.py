@@ -1,4 +1,4 @@
-"""Checks on the network that the ranks really used, from NCCL's logs and from the ranks' own connections."""
+"""Checks on the network that the ranks used, from NCCL's logs and from the ranks' own connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LOG = 16 << 20
 
 
 def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
-    """NCCL's log of each rank that wrote one into the folder `work`."""
+    """Return the parsed NCCL log of each rank that wrote one into the folder `work`."""
     found = {}
     for rank in report["ranks"]:
         path = work / posixpath.basename(rank.get("nccl_log") or "-")
@@ -30,9 +30,9 @@ def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
 def check_nccl(
     fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]
 ) -> Check:
-    """NCCL used `fabric` on every rank, and between nodes its channels go over it.
+    """Check that NCCL used `fabric` on every rank, and that channels between nodes go over it.
 
-    `variables` are those that the job was given for it, as evidence.
+    `variables` are the variables that the job got for the fabric; they are recorded as evidence.
     """
     ranks = report["ranks"]
     nodes: dict[int, list[int]] = {}
@@ -84,7 +84,7 @@ def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None)
         lines = "".join(f"\n      {fault.text}" for fault in why[:3])
         problems.append(f"NCCL used {', '.join(other)}, not {fabric.names[0]}{lines}")
     if fabric.provider and not other:
-        # "tcp;ofi_rxm" is tcp with a layer over it.
+        # "tcp;ofi_rxm" is tcp with a utility provider on top of it.
         bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
         if bad or not log.providers:
             problems.append(
@@ -94,14 +94,14 @@ def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None)
 
 
 def _telling(fabric: Fabric) -> tuple[Kind, ...]:
-    """The kinds of faults that tell why NCCL did not take `fabric`."""
+    """Return the kinds of NCCL faults that explain why NCCL did not use `fabric`."""
     if fabric.by_plugin:
         return ("plugin failed", "plugin missing", "fatal")
     return ("no adapter", "fatal") if fabric.adapter else ("fatal",)
 
 
 def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
-    """What is behind it, by the first line of a log that tells."""
+    """Return the probable cause: that of the first fault in `logs` that explains the failure, or a general one."""
     for log in logs:
         for fault in log.having(*_telling(fabric)):
             if fault.cause:
@@ -124,7 +124,7 @@ def _expected(fabric: Fabric, nodes: int) -> str:
 
 
 def check_gloo(interface: str, report: Report) -> Check:
-    """gloo's connections between ranks are on `interface`, as every rank itself sees its addresses."""
+    """Check that gloo's connections between ranks use `interface`, by the addresses that each rank reports."""
     links = _links(report["ranks"])
     wrong: list[str] = []
     for rank in report["ranks"]:
@@ -158,8 +158,10 @@ def check_gloo(interface: str, report: Report) -> Check:
 
 
 def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
-    """(rank, other rank, the rank's own address) of each connection between two ranks, the rendezvous store's left
-    out: that one goes where the launcher says."""
+    """Return (rank, other rank, the rank's own address) for each connection between two ranks.
+
+    Connections to the rendezvous store are left out: the launcher chooses their network.
+    """
     ends: dict[tuple[str, str], int] = {}
     stores = {_port(rank["store"]) for rank in ranks if rank.get("store")}
     for rank in ranks:
@@ -178,7 +180,7 @@ def _port(address: str) -> str:
 
 
 def _left_out(logs: Iterable[NcclLog]) -> str:
-    """What to say of a plugin that failed where any network is good."""
+    """Describe the first plugin failure in `logs`, for a fabric that accepts any network; "" without one."""
     said = next((fault.text for log in logs for fault in log.having("plugin failed")), None)
     return f"; its plugin did not start: {said}" if said else ""
 

@@ -1,4 +1,4 @@
-"""Kill a rank in the middle of training, for real, and see the job come back from its snapshot."""
+"""Fault injection: kill a rank during training and check that the job resumes from its snapshot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 
 @dataclass(slots=True)
 class Killer:
-    """Sends SIGKILL to the last rank once rank 0 has saved `after` snapshots."""
+    """A poll callback that sends SIGKILL to rank `rank` once the log shows `after` saved snapshots."""
 
     rank: int
     after: int = 2
@@ -40,7 +40,7 @@ def check_restart(
     reference: Sequence[float],
     tolerance: float,
 ) -> Check:
-    """The killed job restarted, resumed from a snapshot and finished on the undisturbed curve."""
+    """Check that the killed job restarted, resumed from a snapshot and finished on the undisturbed loss curve."""
     report = outcome.reports[0] if outcome.reports else {}
     start = report.get("start_epoch", 0)
     losses = [float(entry["loss"]) for entry in report.get("losses", [])]

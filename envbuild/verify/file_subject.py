@@ -1,6 +1,6 @@
 """An image file, squashfs or SIF, as the subject of a verification.
 
-The nodes are sets of processes of this host that meet on loopback, each process started in the image.
+The nodes are groups of processes on this host that communicate over loopback; each process runs in the image.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from envbuild.verify.subject import Subject
 
 _TOOLS = ".tools"
 _POLL_S = 0.05
-# The answer goes to a file: what a runtime prints of its own must not be mixed with it.
+# The survey is written to a file: a runtime may print messages of its own to stdout.
 _SURVEY = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -47,10 +47,10 @@ def file_subject(
     environment: Environment,
     runtime: str | None,
 ) -> Subject:
-    """The image in the file `path`, of `kind` (`enroot` or `apptainer`), started by `runtime` (one of
-    runtimes.NAMES; None: the best there is).
+    """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
-    Raises UsageError for a file or a runtime of another kind, HostError when nothing here can start it.
+    `runtime` is one of runtimes.NAMES, or None for the best available one. Raises UsageError for a file or a
+    runtime of another kind, HostError when no runtime on this host can start the image.
     """
     target = Target.parse(state.target)
     if target.arch != host_arch():
@@ -83,9 +83,9 @@ def file_subject(
 
 
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
-    """The .sqsh or .sif file at `path`, with what it says of itself; its digest is the file's sha256.
+    """Return the subject for the .sqsh or .sif file at `path`, whose digest is the file's sha256.
 
-    Raises UsageError when envbuild did not make it, and what `file_subject` raises.
+    Raises UsageError when envbuild did not make the file, and the errors of `file_subject`.
     """
     image = open_image_file(path)
     state = image_state(image)
@@ -106,7 +106,7 @@ def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
 
 
 def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
-    """Survey the environment by the image's own interpreter. Raises VerificationError."""
+    """Survey the environment with the image's own interpreter. Raises VerificationError when that fails."""
     log, answer = nodes.folder / "survey.log", nodes.folder / "survey.json"
     names = [str(nodes.work / _TOOLS), str(nodes.work / answer.name)]
     agent = nodes.start(0, "python", ["-B", "-c", _SURVEY, *names, *where], {}, log)

@@ -13,8 +13,10 @@ from envbuild.verify.subject import Subject
 
 
 def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
-    """The environment in the folder `path` as a subject, started as `kind` says. Raises HostError when it cannot run
-    here."""
+    """Return the subject for the environment in the folder `path`, whose programs are started as `kind` defines.
+
+    Raises HostError when the environment cannot run on this host.
+    """
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
     return Subject(

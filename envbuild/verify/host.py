@@ -1,4 +1,4 @@
-"""Nodes simulated by processes of this host, which meet on loopback."""
+"""Simulated nodes that are processes of this host and communicate over loopback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from envbuild.verify.processes import find_rank
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
 _PORTS = range(15000, 20000)
-# Left over from a job around us (Slurm step, another torchrun), these would join us to that job.
+# If envbuild itself runs in a job (a Slurm step, another torchrun), these would make the ranks join that job.
 _JOB_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -33,14 +33,16 @@ _JOB_VARIABLES = (
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 
 
-# (program, arguments, the job's variables) → the command to start on this host, and its whole environment
+# (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class HostNodes:
-    """Nodes whose programs `launch` starts. `folder` is the work folder on this host, `work` the same as
-    the programs see it."""
+    """Nodes whose programs `launch` starts.
+
+    `folder` is the work folder on this host, `work` its path as programs see it.
+    """
 
     folder: Path
     launch: Launch
@@ -51,8 +53,8 @@ class HostNodes:
         return _ADDRESS
 
     def free_port(self) -> int:
-        # torchrun listens only after it has imported torch: by then a port of the range from which the kernel gives
-        # ports to connections may be taken.
+        # torchrun listens only after it has imported torch. Until then, the kernel could give an ephemeral port
+        # to a connection, so the port is taken from below that range.
         for port in random.sample(_PORTS, len(_PORTS)):
             with socket.socket() as probe, suppress(OSError):
                 probe.bind((_ADDRESS, port))
@@ -67,7 +69,7 @@ class HostNodes:
     ) -> subprocess.Popen[bytes]:
         command, variables = self.launch(program, arguments, extra)
         with log.open("wb") as stream:
-            # SIGTERM on our death: torchrun passes it on to the ranks before it ends.
+            # SIGTERM when this process dies: torchrun passes it on to the ranks before it exits.
             return process.start(
                 command,
                 env=variables,
@@ -81,7 +83,7 @@ class HostNodes:
         process.stop(agents)
 
     def collect(self, into: Path) -> None:
-        """Nothing to bring: it is the same folder."""
+        """Do nothing: `into` is the work folder itself."""
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         pid = find_rank(run_id, rank)
@@ -96,7 +98,7 @@ def host_nodes(
     command: Callable[[str, Sequence[str]], list[str]],
     variables: Mapping[str, str],
 ) -> Iterator[HostNodes]:
-    """Nodes that run `command(program, arguments)` with `variables`, less those of a job around us."""
+    """Yield nodes that run `command(program, arguments)` with `variables`, without those of an enclosing job."""
     kept = {
         name: value
         for name, value in variables.items()

@@ -1,4 +1,4 @@
-"""Image files that a runtime starts: squashfs (.sqsh) and SIF (.sif), and what a runtime is to verification."""
+"""Image files that a runtime starts: squashfs (.sqsh) and SIF (.sif), and the interface of a runtime."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from envbuild.verify.host import Launch
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
-# A site's settings of GPUs and networks, which a job's programs need from outside; nothing else of the
-# caller's variables enters an image.
+# A site's GPU and network variables, which a job's programs need; no other variable of the caller enters an image.
 _PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
 _MOST_STATE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file with a squashfs in it, from `offset` on, compressed by `compressor`; absolute `path`. `kind` is
-    ENROOT for a bare squashfs and APPTAINER for a SIF, `accelerator` what its programs run on."""
+    """A file that holds a squashfs from `offset` on, compressed with `compressor`.
+
+    `path` is absolute. `kind` is ENROOT for a bare squashfs and APPTAINER for a SIF; `accelerator` is the one
+    that the image's programs run on.
+    """
 
     path: Path
     kind: str
@@ -40,8 +42,11 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What starts programs in one image file. `name` is for the receipt; `open` takes a work folder of this
-    host and gives, for as long as it is entered, how to start a program that sees that folder as `work`."""
+    """A way to start programs in one image file.
+
+    `name` goes into the receipt. `open` takes a work folder on this host; while the context is open, it starts
+    programs that see this folder as `work`.
+    """
 
     name: str
     work: str
@@ -49,7 +54,7 @@ class Runtime:
 
 
 def image_kind(path: Path) -> str | None:
-    """ENROOT for a squashfs, APPTAINER for a SIF, by the first bytes of `path`; None for all else."""
+    """Return ENROOT for a squashfs and APPTAINER for a SIF, by the first bytes of `path`; None for any other file."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return None
@@ -65,8 +70,10 @@ def image_kind(path: Path) -> str | None:
 def open_image_file(
     path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU
 ) -> ImageFile:
-    """The image in `path`; of `kind`, when that is given. Raises UsageError for another file, BuildError for
-    a damaged one."""
+    """Open the image in the file `path`, which must be of `kind` if that is given.
+
+    Raises UsageError for any other file, BuildError for a damaged image.
+    """
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD)
@@ -84,7 +91,7 @@ def open_image_file(
 
 
 def image_state(image: ImageFile) -> State:
-    """What the image says of how it was made. Raises UsageError when envbuild did not make it."""
+    """Return the state that envbuild stored in the image. Raises UsageError when envbuild did not make the image."""
     where = str(image.path)
     with image.path.open("rb") as stream:
         tree = open_squashfs(stream, image.offset, where)
@@ -99,6 +106,6 @@ def image_state(image: ImageFile) -> State:
 
 
 def passed(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of the caller's `variables` enters an image."""
+    """Return those of the caller's `variables` that are passed into an image."""
     prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
     return {name: value for name, value in variables.items() if name.startswith(prefixes)}

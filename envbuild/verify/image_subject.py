@@ -12,12 +12,12 @@ from envbuild.verify.containers import ContainerNodes, container_nodes
 from envbuild.verify.model import Settings
 from envbuild.verify.subject import Subject
 
-# Launches of one verification: reference beside training, resume, faults; and time to start them.
+# The number of launches in one verification (reference with training, resume, faults) and the time to start them.
 _LAUNCHES, _SPARE_S = 4, 300
 
 
 class Built(Protocol):
-    """An image, whoever built it: its record, its digest, its id in a daemon."""
+    """An image in a daemon, whoever built it: its state, its digest, its image ID."""
 
     @property
     def state(self) -> State: ...
@@ -32,7 +32,7 @@ class Built(Protocol):
 def image_subject(
     client: Any, image: Built, settings: Settings, image_id: str | None = None
 ) -> Subject:
-    """`image`, which `client`'s daemon has, run as containers; or the one with `image_id` in its place."""
+    """Return the subject for `image` in `client`'s daemon, run as containers; `image_id` overrides the image to run."""
     state = image.state
     target = Target.parse(state.target)
     root = f"/{PREFIX}"

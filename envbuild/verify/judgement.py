@@ -1,4 +1,4 @@
-"""Judge the launches of a verification: which checks, in which order, which one a failure makes meaningless."""
+"""Judge the launches of a verification: the checks, their order, and which failures block which checks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from envbuild.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """The launches of a verification: `first` trained by `job` for `half` of `epochs`, `second` went on to the end by
-    `resumed`, `reference` is one process. `work` holds their files on this host; `interface` is gloo's."""
+    """The launches of a verification.
+
+    `first` trained with `job` for `half` of `epochs`, `second` continued to the end with `resumed`, `reference`
+    is one process. `work` is the folder with their files on this host; `interface` is gloo's. `floor` is the
+    bus bandwidth to reach, in GB/s, and `floor_of` tells who set it.
+    """
 
     subject: Subject
     work: Path
@@ -36,7 +40,7 @@ class Launches:
 
 
 def judge_launches(run: Launches) -> list[Check]:
-    """Every check on the launches. One that a failed check makes meaningless is blocked by it."""
+    """Return every check on the launches. A check is blocked if a check that it depends on did not pass."""
     checks: list[Check] = []
 
     def add(name: str, title: str, make: Callable[[], Check], *needs: str) -> None:
@@ -132,7 +136,7 @@ def _fabric(run: Launches) -> Check:
     if not run.network.accelerator.gpu:
         return fabric_checks.check_gloo(run.interface, report)
     logs = fabric_checks.rank_logs(report, run.work)
-    # LD_LIBRARY_PATH ends in what the caller's environment has.
+    # LD_LIBRARY_PATH is left out: it ends in the value of the caller's environment.
     given = {
         name: run.subject.relative(value)
         for name, value in run.network.variables.items()
@@ -142,7 +146,7 @@ def _fabric(run: Launches) -> Check:
 
 
 def _losses(checks: Sequence[Check], first: Outcome, second: Outcome) -> list[float]:
-    """The curve over both launches; of the first alone when the second did not continue it."""
+    """Return the loss curve of both launches, or of the first alone when the second did not resume it."""
     passed = {check.name for check in checks if check.status == "pass"}
     losses = training.losses_of(first.reports[0]) if {"launch", "world"} <= passed else []
     return losses + training.losses_of(second.reports[0]) if "resume" in passed else losses

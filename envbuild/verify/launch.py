@@ -1,8 +1,8 @@
 """Start one torchrun agent for each node of a job and wait for all of them.
 
-Nodes are simulated: every agent has its own node identity and they meet at a c10d rendezvous on a free
-port of node 0. The endpoint form is the one that works whatever /etc/hosts says: the agent that hosts
-the store is named (`is_host`), and each agent gives its own address.
+Nodes are simulated: each agent has its own node identity, and all meet at a c10d rendezvous on a free port of
+node 0. `is_host` marks the agent that hosts the store, and each agent gives its own address: this works
+whatever /etc/hosts contains.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from envbuild.verify.nodes import Agent, Nodes
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
-# What the script torchrun does, in Python.
+# The Python equivalent of the script `torchrun`.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What to train: the trainer's arguments, on `nodes` × `nproc_per_node` ranks. With `lean`, torchrun's module is
-    started instead of its script, without the garbage collection that takes a quarter of its start."""
+    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks.
+
+    With `lean`, torchrun's module is started instead of its script, with garbage collection off during the
+    import: it takes a quarter of the start-up time.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -46,7 +49,7 @@ class TrainingJob:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a job: exit codes by node, the reports of every rank 0, and all that was printed."""
+    """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes."""
 
     returncodes: list[int | None]
     reports: list[dict[str, Any]]
@@ -62,7 +65,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Running:
-    """A job under way; `wait` ends it, and leaving it as a context stops what still runs."""
+    """A running job. `wait` waits for its end; leaving the context stops the processes that still run."""
 
     job: TrainingJob
     run_id: str
@@ -79,14 +82,14 @@ class Running:
         self.nodes.stop(self.children)
 
     def log(self) -> str:
-        """Everything that the nodes printed so far."""
+        """Return the output of all nodes so far."""
         texts = [
             _read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))
         ]
         return "\n".join(texts)
 
     def wait_for_output(self) -> None:
-        """Wait until a node has printed something, or all have ended, or the job's time is over."""
+        """Wait until a node has printed something, all nodes have ended, or the job's time limit is reached."""
         deadline = self.started + self.job.timeout_s
         while time.monotonic() < deadline and not self.log().strip():
             if all(child.poll() is not None for child in self.children):
@@ -94,7 +97,7 @@ class Running:
             time.sleep(_POLL_S)
 
     def nccl_faults(self) -> str:
-        """What NCCL complained about in the logs that it wrote for this job, once each, as lines of a log."""
+        """Return the distinct warnings in the NCCL logs of this job, as log lines."""
         found: dict[str, None] = {}
         for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt")):
             for fault in parse_nccl_log(_read(path)).faults:
@@ -102,15 +105,17 @@ class Running:
         return "\n".join(list(found)[:_NCCL_LINES])
 
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
-        """Wait for every node. Past the job's time, a while after the first node failed, or after an
-        interruption, those still running are stopped.
+        """Wait for every node, and return the outcome.
+
+        Nodes that still run are stopped at the job's time limit, a grace period after the first node failed,
+        and on an interruption. `on_poll` is called on each poll.
         """
         deadline = self.started + self.job.timeout_s
         timed_out = failing = False
         try:
             while any(child.poll() is None for child in self.children) and not timed_out:
                 if not failing and any(child.poll() for child in self.children):
-                    # The others would wait for the lost node until their own time limits.
+                    # The others would wait for the failed node until their own timeouts.
                     failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
                 timed_out = time.monotonic() > deadline
                 if on_poll is not None:
@@ -145,9 +150,9 @@ def start_job(
     work: Path,
     of_node: Callable[[int], Mapping[str, str]] = lambda _: {},
 ) -> Running:
-    """Start `job` on `nodes`: a torchrun agent each, or the bare trainer on one when `job.nodes` is 0.
+    """Start `job` on `nodes`: a torchrun agent on each, or the bare trainer on node 0 if `job.nodes` is 0.
 
-    `of_node` gives variables of one node, besides those that every launch needs.
+    `of_node` returns additional variables for one node.
     """
     run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
     running = Running(job, run_id, work, time.monotonic(), [], nodes)
@@ -195,8 +200,8 @@ def _variables(nodes: Nodes) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # The reports are judged here, so training goes on after a self-check that failed. A variable, which the
-        # trainers of older artifacts pass over; an option they would refuse.
+        # The reports are judged by envbuild, so training continues after a failed self-check. This is a
+        # variable because the trainers of older artifacts ignore it, while they would reject an unknown option.
         "DDP_TRAIN_JUDGED_LATER": "1",
     }
 

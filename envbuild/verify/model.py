@@ -1,4 +1,4 @@
-"""How to verify, the outcome of one check as the receipt keeps it, and of all."""
+"""The settings of a verification, the result of one check as the receipt stores it, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PASS, FAIL, BLOCKED = "pass", "fail", "blocked"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
-    `status` is "pass", "fail", or "blocked": not judged, because the check named in `seen` failed and
-    this one would only repeat it. `cause` says what usually makes the check fail; `evidence` holds
-    the figures it was judged by.
+    `status` is "pass", "fail" or "blocked". A blocked check was not judged because the check named in `seen`
+    failed and this one would only repeat it. `cause` is the usual cause of a failure; `evidence` holds the
+    figures behind the result.
     """
 
     name: str
@@ -37,20 +37,20 @@ def judge(
     cause: str,
     evidence: dict[str, Any] | None = None,
 ) -> Check:
-    """A check that passes when `good`."""
+    """Return a check that passes if `good`."""
     return Check(
         name, title, PASS if good else FAIL, seen, expected, "" if good else cause, evidence or {}
     )
 
 
 def blocked(name: str, title: str, by: str) -> Check:
-    """A check that could not be judged because `by` failed."""
+    """Return a check that could not be judged because `by` failed."""
     return Check(name, title, BLOCKED, f"not judged: {by} failed", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to verify: the recipe's [verify] table, or the command line's word over it."""
+    """Settings of a verification: the recipe's [verify] table, overridden by command-line options."""
 
     nodes: int = 2
     nproc_per_node: int = 2
@@ -65,7 +65,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All checks, in order. `logs` is the folder of the nodes' logs, kept only after a failure."""
+    """The results of all checks, in order. `logs` is the folder of the nodes' logs, kept only after a failure."""
 
     checks: tuple[Check, ...]
     settings: Settings

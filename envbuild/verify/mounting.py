@@ -1,6 +1,6 @@
-"""Mounts without any tool: system calls by the C library, and the ways to mount the squashfs of an image.
+"""Mounts without external tools: system calls through the C library, and the ways to mount an image's squashfs.
 
-Needs nothing but Python's own library. Sources: mount(2), prctl(2), loop(4), linux/loop.h, squashfuse(1).
+Needs only the standard library. Sources: mount(2), prctl(2), loop(4), linux/loop.h, squashfuse(1).
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MountFailed(Exception):
-    """An image that this host cannot mount in the way that was tried; why."""
+    """An image that this host cannot mount in the way that was tried; the message gives the reason."""
 
 
 def by_kernel(spec: dict[str, Any], place: str) -> None:
-    """Mount the image by a loop device, which the kernel frees with the last user of the mount."""
+    """Mount the image through a loop device, which the kernel frees after the last use of the mount.
+
+    Raises MountFailed when there is no loop device or the kernel refuses the mount.
+    """
     try:
         loop, device = _loop(spec["image"], spec["offset"])
     except OSError as error:
@@ -49,7 +52,10 @@ def by_kernel(spec: dict[str, Any], place: str) -> None:
 
 
 def _loop(file: str, offset: int) -> tuple[int, str]:
-    """A read-only loop device on `file`, open, and its path; it goes when it is closed and not mounted."""
+    """Return an open read-only loop device on `file`, and its path.
+
+    The kernel frees it on close unless it is mounted.
+    """
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     image = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -62,7 +68,7 @@ def _loop(file: str, offset: int) -> tuple[int, str]:
                 _configure(loop, image, info)
             except OSError as error:
                 os.close(loop)
-                if error.errno != errno.EBUSY:  # else another process was faster
+                if error.errno != errno.EBUSY:  # another process took the device first
                     raise
                 continue
             return loop, device
@@ -77,7 +83,7 @@ def _configure(loop: int, image: int, info: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTTY):
             raise
-        fcntl.ioctl(loop, _LOOP_SET_FD, image)  # before Linux 5.8
+        fcntl.ioctl(loop, _LOOP_SET_FD, image)  # kernels before Linux 5.8
         try:
             fcntl.ioctl(loop, _LOOP_SET_STATUS64, info)
         except OSError:
@@ -86,7 +92,10 @@ def _configure(loop: int, image: int, info: bytes) -> None:
 
 
 def by_fuse(spec: dict[str, Any], place: str) -> None:
-    """Mount the image by squashfuse, which lives as long as this process."""
+    """Mount the image with squashfuse, which is killed when this process ends.
+
+    Raises MountFailed when it mounts nothing.
+    """
     before = os.stat(place).st_dev
     options = f"ro,offset={spec['offset']}" if spec["offset"] else "ro"
     keeper = os.getpid()
@@ -111,16 +120,16 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
 
 
 def as_extracted(spec: dict[str, Any], place: str) -> None:
-    """The unpacked image, made read-only as the mounted one is."""
+    """Make the unpacked image read-only, as a mounted one is."""
     mount(place, place, None, BIND)
     read_only(place)
 
 
 def read_only(place: str) -> None:
-    """Forbid writing through the mount at `place`."""
+    """Remount `place` read-only."""
     status = os.statvfs(place)
     flags = _REMOUNT | BIND | RDONLY
-    # What an outer namespace forbids must be forbidden again, or remounting is refused.
+    # The remount must repeat the flags that an outer namespace locked, or the kernel refuses it.
     for has, flag in (
         (os.ST_NOSUID, NOSUID),
         (os.ST_NODEV, NODEV),
@@ -136,7 +145,7 @@ def read_only(place: str) -> None:
 def mount(
     source: str | None, place: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    """mount(2). Raises OSError that names both places."""
+    """Call mount(2). Raises OSError whose message names source and mount point."""
     texts = [None if text is None else os.fsencode(text) for text in (source, place, kind, options)]
     try:
         call("mount", *texts[:3], ctypes.c_ulong(flags), texts[3])
@@ -146,14 +155,14 @@ def mount(
 
 
 def die_with(parent: int, sig: signal.Signals) -> None:
-    """Make Linux send us `sig` when process `parent` ends; end at once if it has already (prctl(2))."""
+    """Let the kernel send this process `sig` when process `parent` ends; exit if it has ended already (prctl(2))."""
     call("prctl", _PDEATHSIG, int(sig), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A function of the C library that returns 0. Raises OSError when it does not."""
+    """Call a function of the C library that returns 0 on success. Raises OSError when it does not."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,8 +1,8 @@
-"""A mount namespace whose root is an image, and programs started in it. Runs in processes of its own.
+"""A mount namespace whose root is an image, and the programs started in it. Runs in separate processes.
 
-`keep SPEC` makes the namespace (and, where we are not root, a user namespace around it), says so in one line
-of JSON, and holds it until it is killed; nothing then stays mounted, whatever killed it. `enter KEEPER …` joins
-the namespace of that keeper and becomes a program of the image. `run FD` makes a namespace for one program alone.
+`keep SPEC` makes the namespace (inside a user namespace if the user is not root), prints one line of JSON, and
+holds the namespace until it is killed; no mount is left behind, whatever ended it. `enter KEEPER …` joins the
+namespace of that keeper and becomes a program of the image. `run FD` makes a namespace for a single program.
 
 Sources: mount_namespaces(7), user_namespaces(7), pivot_root(2), setns(2); doc/image-format.md of enroot.
 """
@@ -24,14 +24,14 @@ from typing import Any, NoReturn
 from envbuild.verify import binding, mounting, supervise
 from envbuild.verify.mounting import MountFailed, call, die_with, mount
 
-# What the processes of the image see of the host: the work folder, and the libraries of its GPU driver.
+# Mount points in the image for the host's work folder and the libraries of its GPU driver.
 WORK = "/envbuild-verify"
 DRIVER = "/run/envbuild-driver"
 _HOSTS = ("hosts", "resolv.conf")
 _PATH = "/opt/env/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Apptainer's copy of an OCI image's variables; each gives way to one that is set already.
+# Apptainer's copy of an OCI image's variables; variables that are already set take precedence over them.
 _OCI_VARIABLES = "/.singularity.d/env/10-docker2singularity.sh"
-# A line of etc/rc before the image's program is started: a comment, or a variable.
+# A line of etc/rc before the one that starts the image's program: a comment or a variable.
 _RC_LINE = re.compile(
     r"""(?:\#[^\n]*|(?:export\ (?P<path>PATH)|\[\ -n\ "\$\{(?P<name>\w+)\+set\}"\ \]\ \|\|\ export\ (?P=name))
     =(?P<value>(?:'[^']*'|"'")*))?\n""",
@@ -46,7 +46,7 @@ _WAYS = {
 
 
 def main() -> NoReturn:
-    """`keep SPEC`, `run FD` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
+    """Run `keep SPEC`, `run FD` or `enter KEEPER KIND PROGRAM ARGUMENT…`."""
     what, *words = sys.argv[1:]
     if what == "keep":
         keep(json.loads(Path(words[0]).read_text(encoding="utf-8")))
@@ -56,7 +56,7 @@ def main() -> NoReturn:
 
 
 def keep(spec: dict[str, Any]) -> NoReturn:
-    """Make the namespace that `spec` (own_runtime.py) describes, print one line, and hold it."""
+    """Make the namespace that `spec` (own_runtime.py) describes, print one line of JSON, and hold the namespace."""
     said = _made(spec, os.getppid(), signal.SIGKILL)
     print(json.dumps(said), flush=True)
     if said:
@@ -66,8 +66,10 @@ def keep(spec: dict[str, Any]) -> NoReturn:
 
 
 def run(launcher: socket.socket) -> NoReturn:
-    """Make the namespace that exec_image.py describes through `launcher`, answer in one line, start the program in it
-    with this process's streams, and stay until it has ended; its wait status is the second line.
+    """Make the namespace that exec_image.py describes through the socket `launcher`, and run the program in it.
+
+    The first line of the answer tells whether the namespace was made; the program then runs with this process's
+    streams, and its wait status is the second line.
     """
     parent = os.getppid()
     launcher.set_inheritable(False)
@@ -76,7 +78,7 @@ def run(launcher: socket.socket) -> NoReturn:
         told = json.load(stream)
     unpacked = Path(told["unpacked"]) if told["unpacked"] else None
     if unpacked:
-        import shutil  # not any more when the host is out of sight
+        import shutil  # an import fails once the host's root is replaced
 
         above = os.open(unpacked.parent, os.O_RDONLY | os.O_DIRECTORY)
     said = _made(told, parent, signal.SIGTERM)
@@ -95,12 +97,12 @@ def run(launcher: socket.socket) -> NoReturn:
         os._exit(127 if error.errno == errno.ENOENT else 126)
 
     def ended(status: int) -> None:
-        with contextlib.suppress(OSError):  # a launcher that was killed
+        with contextlib.suppress(OSError):  # the launcher may have been killed
             launcher.sendall(f"{status}\n".encode())
 
     supervise.keep_program(become, held, parent, ended)
-    if unpacked and os.getppid() != parent:  # the launcher would remove it
-        # A folder cannot be removed while something is mounted on it here, wherever that is seen.
+    if unpacked and os.getppid() != parent:  # otherwise the launcher removes the folder
+        # A folder cannot be removed while a mount point lies in it in this namespace.
         for point in reversed(binding.mounts_below("/")):
             with contextlib.suppress(OSError):
                 call("umount2", os.fsencode(point), mounting.DETACH)
@@ -109,10 +111,13 @@ def run(launcher: socket.socket) -> NoReturn:
 
 
 def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
-    """Make the namespace of `spec`; empty, or what failed and why. Our `parent`'s end gives us a signal."""
+    """Make the namespace of `spec`. Return an empty dict, or the step that `failed` and `why`.
+
+    This process gets the signal `at_its_end` when `parent` ends.
+    """
     try:
         _isolate()
-        # An exec or a change of credentials may have cleared what the parent arranged.
+        # An exec or a change of credentials may have cleared the parent-death signal that the parent set.
         die_with(parent, at_its_end)
         _build(spec)
     except MountFailed as error:
@@ -125,19 +130,19 @@ def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
 
 
 def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
-    """Become `program` of the image that process `keeper` holds, with the image's variables under ours."""
+    """Become `program` of the image that process `keeper` holds; this process's variables override the image's."""
     parent = os.getppid()
     names = ("user", "mnt")
     spaces = [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
     for name, space in zip(names, spaces, strict=True):
-        # Joining the user namespace that one is in already is an error.
+        # setns(2) fails for the user namespace that the process is already in.
         if name == "mnt" or not os.path.sameopenfile(
             space, os.open("/proc/self/ns/user", os.O_RDONLY)
         ):
             call("setns", space, 0)
     die_with(parent, signal.SIGTERM)
     os.chdir(WORK)
-    os.environ.pop("LC_CTYPE", None)  # Python's own doing, where no locale is set (PEP 538)
+    os.environ.pop("LC_CTYPE", None)  # set by Python itself when there is no locale (PEP 538)
     error = _become(kind, program, arguments, {"HOME": "/tmp", **os.environ})
     sys.exit(f"{program}: {error.strerror}")
 
@@ -145,7 +150,7 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
 def _become(
     kind: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]
 ) -> OSError:
-    """Become `program`, with the variables of an image of `kind` under `variables`; the error, if it returns."""
+    """Become `program`, with `variables` over those of an image of `kind`. Return the error if that fails."""
     driver = DRIVER if os.path.isdir(DRIVER) else ""
     if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):
         extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "
@@ -162,10 +167,10 @@ def _become(
 
 
 def image_variables(etc: str = "/etc") -> dict[str, str]:
-    """The variables of an enroot image. A PATH is always among them.
+    """Return the variables of an enroot image, which always include PATH.
 
-    `etc`/environment has NAME=VALUE a line; of a value, enroot takes off one pair of quotes around it. Values that
-    enroot would change there stand in `etc`/rc (artifacts/enroot.py).
+    `etc`/environment has one NAME=VALUE per line; enroot removes one pair of quotes around a value. Values that
+    enroot would change there are in `etc`/rc instead (artifacts/enroot.py).
     """
     found = {"PATH": _PATH}
     for line in _text(f"{etc}/environment").split("\n"):
@@ -174,9 +179,7 @@ def image_variables(etc: str = "/etc") -> dict[str, str]:
             quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
             found[name] = value[1:-1] if quoted else value
     script, place = _text(f"{etc}/rc"), 0
-    while match := _RC_LINE.match(
-        script, place
-    ):  # from the top: a value may hold a line like these
+    while match := _RC_LINE.match(script, place):  # in order: a value may contain such lines
         place = match.end()
         if name := match["name"] or match["path"]:
             found[name] = "".join(one or two for one, two in _QUOTED.findall(match["value"]))
@@ -191,9 +194,9 @@ def _text(file: str) -> str:
 
 
 def _execute(program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
-    """execvpe(3) with the image's PATH; the error, if it returns.
+    """Do what execvpe(3) does, with the image's PATH. Return the error if that fails.
 
-    Not Python's own, which may import from a host that is no longer seen.
+    os.execvpe may import modules, which fails once the host's root is replaced.
     """
     places = [""] if "/" in program else variables.get("PATH", _PATH).split(":")
     failed: OSError = FileNotFoundError(errno.ENOENT, "not found in the image")
@@ -202,24 +205,24 @@ def _execute(program: str, arguments: tuple[str, ...], variables: dict[str, str]
             os.execve(os.path.join(place, program), [program, *arguments], variables)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as error:  # there, and not to be run; execvp(3) looks further too
+        except OSError as error:  # not executable; execvp(3) goes on too
             failed = error
     return failed
 
 
 def _isolate() -> None:
-    """Leave the host's mount namespace; in a user namespace, where we may not else."""
+    """Leave the host's mount namespace, through a user namespace if the user lacks the privilege."""
     uid, gid = os.geteuid(), os.getegid()
     user = uid != 0
     if not user:
         try:
             call("unshare", mounting.NEWNS)
-        except OSError:  # root of a container, without CAP_SYS_ADMIN
+        except OSError:  # root in a container without CAP_SYS_ADMIN
             user = True
     if user:
         call("unshare", mounting.NEWNS | mounting.NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
-        # Root inside, so that the image's passwd knows the user; outside it has our rights and no more.
+        # The user is root inside, so that the image's passwd has an entry; outside, the user's rights are unchanged.
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     call("prctl", mounting.SET_DUMPABLE, 1, 0, 0, 0)
@@ -229,8 +232,8 @@ def _isolate() -> None:
 def _build(spec: dict[str, Any]) -> None:
     image, root = f"{spec['folder']}/image", f"{spec['folder']}/root"
     _WAYS[spec["way"]](spec, image)
-    # A root in memory with the image's folders in it: there every mount point can be made, though
-    # the image cannot be written.
+    # The root is a tmpfs that shows the image's folders: mount points can be created in it although the image
+    # is read-only.
     mount("tmpfs", root, "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=0755")
     _show_all(image, root, ("proc", "sys", "dev", "tmp", "run", "etc"))
     _show_etc(f"{image}/etc", f"{root}/etc")
@@ -259,14 +262,14 @@ def _build(spec: dict[str, Any]) -> None:
 
 
 def _show_etc(etc: str, place: str) -> None:
-    """The image's /etc with the host's names in it, without which torch does not find its own address."""
+    """Show the image's /etc with the host's name files, without which torch cannot resolve this host's address."""
     names = [name for name in _HOSTS if os.path.isfile(f"/etc/{name}")]
     os.mkdir(place)
     if all(os.path.isfile(f"{etc}/{n}") and not os.path.islink(f"{etc}/{n}") for n in names):
         if os.path.isdir(etc):
             mount(etc, place, None, mounting.BIND)
     elif os.path.isdir(etc):
-        # Made up of single mounts: a file cannot be added to the image.
+        # Files cannot be added to the image's folder, so each entry is mounted by itself.
         _show_all(etc, place, names)
     for name in names:
         if not os.path.exists(f"{place}/{name}"):
@@ -283,12 +286,12 @@ def _show_all(folder: str, place: str, leave: Sequence[str]) -> None:
 def _change_root(root: str) -> None:
     os.chdir(root)
     try:
-        # Both at one place: the old root then lies over the new one, and is taken off.
+        # pivot_root(".", "."): the old root is mounted over the new one and then unmounted.
         call("pivot_root", b".", b".")
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        mount(".", "/", None, mounting.MOVE)  # the host's root is an initramfs (a diskless node)
+        mount(".", "/", None, mounting.MOVE)  # on a diskless node, the host's root is an initramfs
         os.chroot(".")
     else:
         call("umount2", b".", mounting.DETACH)

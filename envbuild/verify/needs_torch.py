@@ -1,4 +1,4 @@
-"""Verification trains with torch: an artifact without it is refused before it is built."""
+"""Refuse artifacts without torch before they are built: verification trains with torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from envbuild.recipe.targets import Target, host_arch
 
 
 def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
-    """Raise RecipeError when the artifact of `plan` is to be verified and its locks have no torch, UsageError for a
-    virtual environment of a recipe whose base image has it. Images for another architecture are not verified here."""
+    """Raise RecipeError when the artifact of `plan` is to be verified and its locks lack torch.
+
+    Raises UsageError for a virtual environment of a recipe that takes torch from its base image. Images for
+    another architecture pass, because they are not verified on this host.
+    """
     if plan.has_torch:
         return
     name, base = loaded.recipe.name, loaded.recipe.image.base
@@ -34,7 +37,7 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
 
 
 def check_built_torch(state: State, path: Path) -> None:
-    """Raise UsageError when the environment at `path` has no torch. An image may have it from its base."""
+    """Raise UsageError when the environment at `path` has no torch. Images pass: their base may bring torch."""
     names = {name for name, _, _ in state.packages}
     if state.artifact != IMAGE and not names & {"torch", "pytorch"}:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""How a verification's job reaches its ranks: the variables of every node.
+"""The network of a verification's job: the variables of each node.
 
-Simulated nodes of one host are hosts of their own to NCCL by NCCL_HOSTID (NVIDIA/nccl, src/misc/utils.cc), so that
-their traffic goes over the network and not through shared memory; ranks of different nodes may then share a GPU.
+NCCL_HOSTID makes NCCL treat simulated nodes on one host as separate hosts (NVIDIA/nccl, src/misc/utils.cc), so
+that their traffic uses the network and not shared memory; ranks of different nodes may then share a GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ _DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET"}
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`variables` are every node's, `gpus` those that each node may use, () for all of them. `replaced` tells which
-    variables of the caller's environment have another value in the job: name → (the caller's, the job's)."""
+    """The fabric and the variables that a job's nodes get for it.
+
+    `variables` are common to all nodes; `gpus` lists the GPUs that each node may use, () for all of them.
+    `replaced` names the variables of the caller's environment that differ in the job: name → (the caller's
+    value, the job's value).
+    """
 
     fabric: Fabric
     accelerator: Accelerator
@@ -33,7 +37,7 @@ class Network:
     replaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def of_node(self, node: int, name: str, work: str) -> dict[str, str]:
-        """The variables of one node in the job called `name`, whose NCCL writes its logs into the folder `work`."""
+        """Return the variables of `node` in the job `name`, whose NCCL logs go into the folder `work`."""
         if not self.accelerator.gpu:
             return {}
         found = dict(self.variables)
@@ -50,15 +54,15 @@ def network_of(
     env: Mapping[str, str],
     site: FabricTable,
 ) -> Network:
-    """The network of a job of `shape` (nodes, ranks of each) in the artifact. Raises UsageError for a fabric that
-    is not known."""
+    """Return the network of a job of `shape` (nodes, ranks per node) in the artifact.
+
+    Raises UsageError for an unknown fabric.
+    """
     fabric = find_fabric(subject.state.fabric)
     accelerator = subject.target.family
     if not accelerator.gpu:
         return Network(fabric, accelerator)
-    shared = (
-        nodes.interface == "lo"
-    )  # the nodes have this host's network, with the site's interface
+    shared = nodes.interface == "lo"  # the nodes use this host's network, with the site's interface
     variables = {"NCCL_SOCKET_IFNAME": f"={nodes.interface}"}
     variables |= fabric_variables(fabric, site)
     if site.interface and not shared:

@@ -1,4 +1,4 @@
-"""Checks on what carries the ranks' traffic: the libraries that are mapped, the bandwidth, the layers' own commands."""
+"""Checks on the path of the ranks' traffic: mapped libraries, bandwidth, and the source layers' own commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 def nccl_version(state: State) -> str:
-    """The version of NCCL that the artifact was built with; "" where torch brings one of its own."""
+    """Return the version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
     built = next((layer.version for layer in state.layers if layer.name == "nccl"), "")
     if built:
         return built.split("-")[0]
@@ -36,8 +36,11 @@ def nccl_version(state: State) -> str:
 
 
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
-    """Every rank maps the artifact's own NCCL, of the version that was locked, and where the fabric needs them, the
-    plugin and libfabric of the artifact or of the recipe's host layers."""
+    """Check that every rank maps the artifact's own NCCL in the locked version.
+
+    If the fabric needs a plugin and libfabric, both must come from the artifact or from the recipe's host
+    layers.
+    """
     state = subject.state
     layers = {layer.name: layer for layer in state.layers}
     locked = nccl_version(state)
@@ -116,7 +119,7 @@ def _kind(path: str) -> str:
 
 
 def _of_layer(subject: Subject, layer: BuiltLayer, path: str) -> bool:
-    """Whether the mapped file `path` is the layer's: below its folder on the host, or below the artifact's root."""
+    """Return whether the mapped file `path` belongs to the source layer: its folder on the host, or the artifact."""
     if layer.path:
         folders = {layer.path, os.path.realpath(layer.path)}
         return any(path.startswith(folder.rstrip("/") + "/") for folder in folders)
@@ -124,8 +127,10 @@ def _of_layer(subject: Subject, layer: BuiltLayer, path: str) -> bool:
 
 
 def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
-    """The bus bandwidth of the largest all-reduce that was measured reaches `floor` (GB/s; 0 judges nothing), which
-    `floor_of` (the recipe, the site) asks for."""
+    """Check that the bus bandwidth of the largest measured all-reduce reaches `floor` (GB/s; 0 always passes).
+
+    `floor_of` names who set the floor: the recipe or the site.
+    """
     rows = report.get("bandwidth") or []
     alone = report["world_size"] < 2
     best: Mapping[str, Any] = rows[-1] if rows else {"bytes": 0, "busbw": 0.0}
@@ -143,13 +148,13 @@ def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
-    """The layer's own command, run on a node, ends with 0; fi_info names the provider that it was asked for."""
+    """Check that a source layer's own command exits with 0 on a node, and fi_info reports the requested provider."""
     program, *arguments = layer.check
     log = work / f"layer-{layer.name}.log"
     wanted = _provider(program, arguments)
     code: int | None = None
     try:
-        # Not what the caller's jobs choose: another provider would hide the one that is asked for.
+        # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
         chosen = {"FI_PROVIDER": wanted} if wanted else {}
         agent = nodes.start(0, program, arguments, chosen, log)
         deadline = time.monotonic() + _LAYER_TIMEOUT_S
@@ -180,7 +185,7 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
 
 
 def _provider(program: str, arguments: list[str]) -> str | None:
-    """What `fi_info -p NAME` asks for."""
+    """Return the provider that `fi_info -p NAME` asks for; None for any other command."""
     if os.path.basename(program) != "fi_info" or "-p" not in arguments[:-1]:
         return None
     return arguments[arguments.index("-p") + 1]

@@ -1,10 +1,10 @@
-"""The variables by which a launch in an artifact uses its fabric.
+"""The variables that make programs in an artifact use its fabric.
 
-How NCCL finds its plugin: from 2.21 on NCCL_NET_PLUGIN may be a path (dlopen; up to 254 characters from 2.26 on),
-before, only the end of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl, src/net.cc of v2.18.5-1
-and v2.21.5-1, src/plugin/plugin_open.cc and src/plugin/net.cc of v2.26.2-1 to v2.29.7-1. The plugin is
-libnccl-net.so before aws-ofi-nccl 1.15 and libnccl-net-ofi.so since; it answers to NCCL_NET="AWS Libfabric" in every
-version (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
+How NCCL finds its plugin: since 2.21, NCCL_NET_PLUGIN may be a path for dlopen (up to 254 characters since
+2.26); before, it is only the suffix of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl,
+src/net.cc of v2.18.5-1 and v2.21.5-1, src/plugin/plugin_open.cc and src/plugin/net.cc of v2.26.2-1 to
+v2.29.7-1. The plugin is libnccl-net.so before aws-ofi-nccl 1.15 and libnccl-net-ofi.so since; NCCL_NET="AWS
+Libfabric" selects it in every version (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.settings import FabricTable
 
 PLUGIN = "aws-ofi-nccl"
-# NCCL keeps a plugin's name in 255 bytes, with the NUL.
+# NCCL stores a plugin's name in 255 bytes, including the NUL.
 _LONGEST_NAME = 254
 
 
 def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
-    """What a job on GPUs is given: NCCL_NET, the fabric's variables, the site's interface, and last, over all of
-    them, the site's own variables."""
+    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, the site's variables.
+
+    Later ones override earlier ones.
+    """
     found = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
     if site.interface:
         found["NCCL_SOCKET_IFNAME"] = site.interface
@@ -45,9 +47,12 @@ def plugin_variables(
     *,
     accelerator: Accelerator = CUDA,
 ) -> dict[str, str]:
-    """How NCCL of version `nccl` ("" if unknown), or RCCL by `accelerator`, finds the plugin in the environment at
-    `root`, and the plugin the host's libfabric. `path` is what LD_LIBRARY_PATH would be without. Empty for an artifact
-    without them."""
+    """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
+
+    `nccl` is the version of NCCL ("" if unknown), or of RCCL, by `accelerator`. `path` is the value that
+    LD_LIBRARY_PATH has otherwise; `root` is the folder of the environment. Empty for an artifact without plugin
+    and libfabric.
+    """
     by_name = {layer.name: layer for layer in layers}
     folders: list[str] = []
     found: dict[str, str] = {}
@@ -69,7 +74,7 @@ def plugin_variables(
 
 
 def differing(wanted: Mapping[str, str], env: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Variables that the caller's environment has with another value: name → (the caller's, the wanted one)."""
+    """Return the variables whose value differs in the caller's environment: name → (the caller's, the wanted one)."""
     return {
         name: (env[name], value)
         for name, value in wanted.items()
@@ -78,6 +83,6 @@ def differing(wanted: Mapping[str, str], env: Mapping[str, str]) -> dict[str, tu
 
 
 def _at_least(version: str, least: tuple[int, ...]) -> bool:
-    """Whether `version` is `least` or newer; an unknown one is taken for new."""
+    """Return whether `version` is `least` or newer; an unknown version counts as newer."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[: len(least)])
     return not numbers or numbers >= least

@@ -1,4 +1,4 @@
-"""What launching asks of the places where torchrun runs: processes of this host, or containers."""
+"""The interface of the nodes on which torchrun runs: processes of this host, or containers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Protocol
 
 
 class Agent(Protocol):
-    """One program under way on a node."""
+    """A running program on a node."""
 
     @property
     def returncode(self) -> int | None: ...
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, None while the program runs."""
         ...
 
 
 class Nodes(Protocol):
     """The simulated nodes of one verification.
 
-    `work` is the folder that all of them share, as they see it; `interface` the network interface on which
-    they reach each other.
+    `work` is the path of their shared folder as programs see it; `interface` is the network interface between
+    them.
     """
 
     @property
@@ -33,32 +33,34 @@ class Nodes(Protocol):
     def interface(self) -> str: ...
 
     def address(self, node: int) -> str:
-        """The address of a node for the others."""
+        """Return the address by which other nodes reach `node`."""
         ...
 
     def free_port(self) -> int:
-        """A TCP port of node 0 that nothing listens on."""
+        """Return a free TCP port of node 0."""
         ...
 
     def start(
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
     ) -> Agent:
-        """Start a program of the artifact on a node, with `extra` variables; what it prints goes to `log`,
-        a file of this host."""
+        """Start a program of the artifact on a node, with `extra` variables.
+
+        Its output goes to `log`, a file on this host.
+        """
         ...
 
     def stop(self, agents: Sequence[Agent]) -> None:
-        """Stop what still runs, and all that it started."""
+        """Stop the agents that still run, with all their child processes."""
         ...
 
     def collect(self, into: Path) -> None:
-        """Bring the files of `work` to `into` on this host."""
+        """Copy the files of `work` into the folder `into` on this host."""
         ...
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
-        """Send SIGKILL to one rank of a torchrun job; its process id, None when there is no such rank."""
+        """Send SIGKILL to one rank of a torchrun job. Return its process ID, None when there is no such rank."""
         ...
 
 
-# (a work folder on this host, how many nodes, the caller's environment) → the nodes, closed at the end
+# (a work folder on this host, the number of nodes, the caller's environment) → the nodes, closed at the end
 OpenNodes = Callable[[Path, int, Mapping[str, str]], AbstractContextManager[Nodes]]

@@ -1,8 +1,8 @@
-"""Start programs in an image without any runtime installed: a mount namespace of our own (namespace.py).
+"""The runtime that starts programs in an image without an installed one: its own mount namespace (namespace.py).
 
-One keeper process holds the namespace for all processes of a verification; nothing of it is seen outside, and it
-is gone with the keeper, however that ends. The image gets there in one of three ways, the first that works:
-the kernel mounts it (root only), squashfuse mounts it, or it is unpacked into the store.
+One keeper process holds the namespace for all processes of a verification. The namespace is invisible from
+outside and disappears with the keeper, however that ends. The image is made available in one of three ways, the
+first that works: the kernel mounts it (root only), squashfuse mounts it, or it is unpacked into the store.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile, Runtime, passed
 
 MOUNT, SQUASHFUSE, EXTRACT = WAYS = ("mount", "squashfuse", "extract")
-# Our own modules and Python's, whatever the caller's variables and the current folder hold.
+# -I and an explicit path load envbuild's modules and Python's, whatever the caller's variables and the current
+# folder contain.
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.verify.namespace import main; main()"
 START = (sys.executable, "-I", "-c", _BOOT, str(Path(namespace.__file__).parents[2]))
 _FUSE = Path("/dev/fuse")
-# What may forbid user namespaces: the setting, the value that does, and how to allow them.
+# Kernel settings that may forbid user namespaces: (name, the value that forbids, a value that allows).
 _SETTINGS = (
     ("user.max_user_namespaces", "0", "15000"),
     ("user.max_mnt_namespaces", "0", "15000"),
@@ -43,13 +44,13 @@ _SETTINGS = (
 
 
 class Refused(Exception):
-    """An image that cannot be brought in in one way; why."""
+    """A way that cannot make an image available on this host; the message gives the reason."""
 
 
 def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> Runtime:
-    """Our own launching of `image`; by `way` alone when one is given. Each way is tried, but unpacking.
+    """Return the own runtime for `image`, by `way` if one is given, else by the first way that works.
 
-    Raises HostError when this host permits none, naming what forbids it.
+    Each way is tried on the image, except unpacking. Raises HostError, with the reasons, when no way works.
     """
     refused = []
     for one in (way,) if way else WAYS:
@@ -70,8 +71,10 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
 
 
 def _try(image: ImageFile, way: str, environment: Environment) -> str:
-    """Mount `image` by `way` and let it go. Returns what is worth telling of the way. Raises Refused, or
-    HostError when no way would do better."""
+    """Mount `image` by `way` and unmount it. Return a detail about the way, for the runtime's name.
+
+    Raises Refused, or HostError when no other way would work either.
+    """
     with environment.store.working("launched") as folder:
         spec = spec_of(image, way, folder, folder, environment)
         detail = f"Linux {platform.release()}" if way == MOUNT else ""
@@ -104,7 +107,7 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
 
 
 def extract(image: ImageFile, into: Path) -> None:
-    """Unpack `image` into the folder `into`. Raises BuildError."""
+    """Unpack `image` into the folder `into`. Raises BuildError when that fails."""
     from envbuild.image.squashfs.read import open_squashfs
     from envbuild.image.squashfs.unpack import unpack
 
@@ -116,8 +119,10 @@ def extract(image: ImageFile, into: Path) -> None:
 def spec_of(
     image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment
 ) -> dict[str, Any]:
-    """What namespace.py is told; `work` is the work folder, if there is to be one. Raises Refused for a way
-    that this user or this host cannot go."""
+    """Return the specification for namespace.py; `work` is the work folder, None for no such folder.
+
+    Raises Refused for a way that this user or this host cannot use.
+    """
     if way == MOUNT and os.geteuid() != 0:
         raise Refused("only root may mount squashfs images")
     return {
@@ -136,8 +141,10 @@ def spec_of(
 
 @contextlib.contextmanager
 def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
-    """The process that holds the namespace of `spec`. Raises Refused when the image could not be brought
-    in, HostError when namespaces are forbidden."""
+    """Yield the process ID of a keeper that holds the namespace of `spec`.
+
+    Raises Refused when the image cannot be mounted, HostError when namespaces are forbidden.
+    """
     folder = Path(spec["folder"])
     for name in ("image", "root"):
         (folder / name).mkdir(exist_ok=True)
@@ -167,7 +174,7 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
 
 
 def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
-    """The error for a host where we may not have a namespace; names the settings that may be why."""
+    """Return the error for a host that forbids namespaces; it names the settings that may be the reason."""
     found = []
     for name, forbids, allows in _SETTINGS:
         with contextlib.suppress(OSError):
@@ -188,9 +195,9 @@ def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
 
 
 def _squashfuse(variables: Mapping[str, str]) -> str:
-    """The path of squashfuse. Raises Refused when there is none or it could not work."""
+    """Return the path of squashfuse. Raises Refused when it is not installed or /dev/fuse cannot be opened."""
     search = variables.get("PATH", os.defpath)
-    # squashfuse_ll is the faster one, and has the same options.
+    # squashfuse_ll is faster and takes the same options.
     tool = shutil.which("squashfuse_ll", path=search) or shutil.which("squashfuse", path=search)
     if tool is None:
         raise Refused("squashfuse is not installed")

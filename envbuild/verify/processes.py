@@ -1,6 +1,6 @@
-"""Find processes by their environment. Run as a script it kills them: containers have their own processes.
+"""Find processes by their environment; run as a script in a container, kill them.
 
-Needs nothing but Python 3.9. Source: proc_pid_environ(5).
+Needs only Python 3.9. Source: proc_pid_environ(5).
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ _PROC = Path("/proc")
 
 
 def find_rank(run_id: str, rank: int, proc: Path = _PROC) -> int | None:
-    """The process of `rank` in the torchrun job `run_id`."""
+    """Return the process ID of `rank` in the torchrun job `run_id`, None when there is none."""
     wanted = (f"TORCHELASTIC_RUN_ID={run_id}", f"RANK={rank}")
     return next(find_with(wanted, proc), None)
 
 
 def find_with(variables: tuple[str, ...], proc: Path = _PROC) -> Iterator[int]:
-    """The processes that have all of `variables` (NAME=VALUE) in the environment they began with."""
+    """Yield the process IDs whose initial environment contains all of `variables` (NAME=VALUE)."""
     wanted = {text.encode() for text in variables}
     for entry in proc.iterdir():
         if not entry.name.isdigit():
             continue
         try:
             has = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile, or somebody else's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if wanted <= set(has):
             yield int(entry.name)
 
 
 def main(what: str, *words: str) -> None:
-    """`rank RUN_ID RANK` kills one rank and prints its process id; `all NAME=VALUE` kills all that have it."""
+    """Kill one rank (`rank RUN_ID RANK`) or all processes with a variable (`all NAME=VALUE`), and print their IDs."""
     if what == "rank":
         rank = find_rank(words[0], int(words[1]))
         found = [] if rank is None else [rank]

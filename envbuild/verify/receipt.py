@@ -1,4 +1,4 @@
-"""The receipt: what was verified, how, with what evidence. Its JSON Schema is docs/receipt.schema.json."""
+"""The receipt: what was verified, how, and the evidence. Its JSON Schema is docs/receipt.schema.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FORMAT = 1
 
 
 def receipt_path(artifact: Path) -> Path:
-    """Where the receipt of `artifact` lies: beside it."""
+    """Return the path of the receipt of `artifact`, which lies beside it."""
     return artifact.with_name(f"{artifact.name}.receipt.json")
 
 
 def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[str, Any]:
-    """The receipt of `subject`, whose final place (or name, in a daemon) is `path`.
+    """Return the receipt of `subject`, whose final path (or name, in a daemon) is `path`.
 
-    Holds no environment variables but those that a fabric needs.
+    It contains no environment variables except those that a fabric needs.
     """
     state = subject.state
     versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
@@ -70,7 +70,7 @@ def write_receipt(receipt: dict[str, Any], path: Path) -> None:
 
 
 def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
-    """The receipt beside `path` when it passed and is for the artifact with `digest`, else None."""
+    """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None."""
     try:
         receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
         good = (
@@ -84,14 +84,17 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def pushed_as(path: Path, digest: str) -> str | None:
-    """What the receipt beside `path` says the image `digest` is called in a registry: NAME@sha256:…"""
+    """Return the registry reference (NAME@sha256:…) of image `digest` in the receipt beside `path`, if there is one."""
     receipt = passing_receipt(path, digest)
     return receipt["artifact"].get("pushed") if receipt else None
 
 
 def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
-    """Note in the receipt of the image `digest` beside `path` that a registry has it as `reference`, and leave it
-    beside `places` as well. Nothing happens where no receipt vouches for that image. Raises OSError."""
+    """Record the registry reference `reference` in the passing receipt of image `digest` beside `path`.
+
+    The receipt is written beside `places` as well. Does nothing without a passing receipt for that image.
+    Raises OSError.
+    """
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return

@@ -1,4 +1,4 @@
-"""Verify an artifact: train in it over several simulated nodes and judge what happened."""
+"""Verify an artifact: train in it on several simulated nodes and judge the results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from envbuild.verify.static_checks import check_architecture, check_installed
 from envbuild.verify.subject import Subject
 
 Say = Callable[[str], None]
-# Long enough that a rank can be killed in the middle of it, on a fast machine too.
+# Long enough to kill a rank in the middle of training, even on a fast machine.
 _FAULT_EPOCHS = 40
 _STEPS = 16
-# The trainer's variable for it (ddp_train/loop.py).
+# Read by the trainer (ddp_train/loop.py).
 RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
-# Seconds for the all-reduces that are timed. NCCL's go up to 1 GiB; gloo's get the longer time only where a floor
-# judges them.
+# Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
 
 
@@ -43,7 +42,7 @@ def verify(
     *,
     logs: Path | None = None,
 ) -> Verdict:
-    """Run every check on `subject`; `logs` is where the nodes' logs are kept when one fails."""
+    """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="envbuild-verify-"))
     try:
@@ -62,7 +61,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """Where and how this verification trains. `work` is the folder on this host."""
+    """The nodes, the settings and the network of this verification. `work` is the work folder on this host."""
 
     nodes: Nodes
     work: Path
@@ -83,8 +82,11 @@ class _Bench:
         lean: bool = False,
         extra: Mapping[str, str] | None = None,
     ) -> Running:
-        """Start the trainer, on `nodes` × `nproc_per_node` ranks (default: the settings') or, with `nodes` 0, as one
-        process. Every launch trains on the same global batches, whatever its number of ranks."""
+        """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
+
+        The defaults are those of the settings. Every launch trains on the same global batches, whatever its
+        number of ranks.
+        """
         settings = self.settings
         nodes = settings.nodes if nodes is None else nodes
         nproc_per_node = nproc_per_node or settings.nproc_per_node
@@ -128,8 +130,8 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
             "used here: change it in your job scripts"
         )
-    # The reference starts alone, beside the survey: where the artifact has no bytecode, it compiles torch once for the
-    # many processes that follow, which would each do so if all started together. Its first line comes after the import.
+    # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
+    # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
     with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
         survey = subject.survey(bench.nodes)
         reference.wait_for_output()
@@ -156,7 +158,7 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             first_outcome = first.wait()
             resumed = first.job
             second = first_outcome
-            # Else all that follows is blocked, and not worth the waiting.
+            # Without a finished first launch, all checks that follow are blocked.
             if first_outcome.finished:
                 say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
                 again = again or stack.enter_context(_resume(bench))
@@ -184,19 +186,21 @@ def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
 
 
 def _reports_of(bench: _Bench, launched: Running) -> str:
-    """A pattern for the report that rank 0 writes at the end, on whichever node it is, as programs see it."""
+    """Return a glob pattern, in the programs' view, for the report that rank 0 writes at the end on any node."""
     return f"{glob.escape(str(bench.nodes.work))}/{launched.job.name}-report*.json"
 
 
 def _may_overlap(bench: _Bench, floor: float) -> bool:
-    """Whether the second launch may get ready beside the first: where it does not disturb what is measured."""
+    """Return whether the second launch may prepare beside the first, because it disturbs no measurement."""
     return not bench.network.accelerator.gpu and not floor
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
-    """Return whether the second launch may start beside `first`: the artifact's trainer, as the report of `reference`
-    says, can wait for its turn. If so, sleep until the agents of `first` have imported torch, which takes them as long
-    as it took the reference."""
+    """Return whether the second launch may start beside `first`.
+
+    It may if the artifact's trainer can wait for its turn, which the report of `reference` tells. In that case,
+    sleep until the agents of `first` have imported torch, estimated by the time that the reference took.
+    """
     report = reference.reports[0] if reference.reports else {}
     if RESUME_AFTER not in report.get("variables", []):
         return False
@@ -217,7 +221,7 @@ def _fault_check(bench: _Bench, reference: Outcome) -> Check:
 
 
 def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[float, str]:
-    """The bus bandwidth to reach, in GB/s, and who asks for it."""
+    """Return the bus bandwidth to reach, in GB/s, and who set it."""
     if settings.busbw_floor:
         return settings.busbw_floor, "the recipe"
     return site.busbw_floor.get(subject.state.fabric, 0.0), "the site"

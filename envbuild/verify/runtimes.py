@@ -1,4 +1,4 @@
-"""Which runtime starts the programs of an image file."""
+"""The choice of the runtime that starts the programs of an image file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, Runtime
 
 OWN = "own"
 _WAYS = ("mount", "squashfuse", "extract")
-# The programs that start an image of each kind, best first; without any of them we launch it ourselves.
+# The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.
 _PROGRAMS = {ENROOT: ("enroot",), APPTAINER: ("apptainer", "singularity")}
 NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in _WAYS))
 
@@ -22,9 +22,9 @@ NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in _WAYS))
 def choose(
     kind: str, wanted: str | None, variables: Mapping[str, str]
 ) -> tuple[str, Path | None, str | None]:
-    """The runtime for an image of `kind`, its program, and the way of our own launch, if one is asked for.
+    """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
-    `wanted` is one of NAMES, or None for the best that is here. Raises UsageError for another name and for a
+    `wanted` is one of NAMES, or None for the best available one. Raises UsageError for another name and for a
     runtime that does not start images of this kind, HostError when the wanted one is not installed.
     """
     if wanted is not None and wanted not in NAMES:
@@ -48,8 +48,11 @@ def choose(
 
 
 def runtime_for(image: ImageFile, wanted: str | None, environment: Environment) -> Runtime:
-    """The runtime that starts `image` (see `choose`), tried once. One that is installed and cannot start it
-    gives way to our own launch, unless it is the wanted one. Raises HostError when nothing can."""
+    """Return the runtime that starts `image` (see `choose`), after a trial start.
+
+    If an installed runtime cannot start the image, the own runtime is used, unless `wanted` names the installed
+    one. Raises HostError when no runtime can.
+    """
     name, program, way = choose(image.kind, wanted, environment.variables)
     failed = None
     if program is not None:

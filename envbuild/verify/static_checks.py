@@ -10,7 +10,7 @@ _SHOWN = 5
 
 
 def check_installed(subject: Subject, survey: Survey) -> Check:
-    """Every distribution is the locked one, and every file is as its wheel delivered it."""
+    """Check that every distribution is the locked one, and every file has its recorded digest."""
     found = survey.distributions
     wanted = {name: (version, record) for name, version, record in subject.state.packages}
     wrong: list[str] = []
@@ -63,7 +63,7 @@ def _layers(survey: Survey) -> str:
 
 
 def check_architecture(subject: Subject, survey: Survey) -> Check:
-    """Every ELF file is for the target's processor."""
+    """Check that every ELF file is for the target's processor architecture."""
     report = survey.elf
     wanted = subject.target.arch
     shown = [f"{path} is {machine}" for path, machine in report.foreign]

@@ -1,14 +1,15 @@
-"""Hold a program of an image: pass signals on to it, and leave no process of it behind.
+"""Supervise a program of an image: pass signals on to it, and leave none of its processes behind.
 
-Two processes stand between the caller and the program, each an heir of the orphans below it (prctl(2),
-PR_SET_CHILD_SUBREAPER): the launcher, which the caller knows, and the keeper, which holds the namespace and is the
-program's parent. Whichever of them is killed, the other ends the rest.
+Two processes stand between the caller and the program, each a subreaper of the orphans below it (prctl(2),
+PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the
+namespace and is the program's parent. If either is killed, the other ends the remaining processes.
 
-A scheduler signals a whole job step at once, a terminal its foreground group, a person one process. The program must
-get each signal once: the launcher tells the keeper of those it got (by a real-time signal, which no one else sends),
-and the keeper passes on those that it did not get itself at that time.
+A scheduler signals a whole job step at once, a terminal its foreground process group, a person one process. The
+program must get each signal once: the launcher reports the signals that it got to the keeper (by a real-time
+signal, which nobody else sends), and the keeper passes on those that it did not get itself at about the same
+time.
 
-Needs nothing but Python's own library. Source: signal(7), prctl(2), proc(5).
+Needs only the standard library. Source: signal(7), prctl(2), proc(5).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ PASSED_ON = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-# Signal → the real-time signal by which the launcher tells the keeper of it.
+# Signal → the real-time signal by which the launcher reports it to the keeper.
 _TOLD = {number: signal.SIGRTMIN + place for place, number in enumerate(PASSED_ON, start=2)}
 _HEARD = {told: number for number, told in _TOLD.items()}
-# Two signals of one number within this time are one that was sent to both processes.
+# Two signals of one number within this time count as one that was sent to both processes.
 _SAME_S = 2.0
 _LATER_S = 0.1
 _POLL_S = 1.0
-# How long a program may take to end after SIGTERM, when its launcher was killed; and what it left, when it ended.
+# Time for the program to end after SIGTERM if its launcher was killed, and for its children after the program ended.
 _GRACE_S = 10.0
 _REST_S = 2.0
 _KILLED_S = 10.0
@@ -45,31 +46,33 @@ _SI_KERNEL = 0x80
 
 
 def watched() -> set[int]:
-    """The signals to be passed on, those left out that the caller has us ignore (nohup, a shell's background)."""
+    """Return the signals to pass on, without those that the caller had ignored (nohup, a background job of a shell)."""
     return {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 def hold_signals() -> set[int]:
-    """Keep the signals of launcher and keeper pending, until `launcher_waits` or `keep_program` takes them; children
-    inherit this. Returns the set."""
+    """Block the signals of launcher and keeper until `launcher_waits` or `keep_program` takes them. Return the set.
+
+    Child processes inherit the blocked set.
+    """
     held = watched() | set(_HEARD) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     return held
 
 
 def inherit_orphans() -> None:
-    """Become the parent of every process below us that loses its own."""
+    """Become the subreaper: the new parent of every descendant whose parent ends."""
     call("prctl", SET_SUBREAPER, 1, 0, 0, 0)
 
 
 def launcher_waits(keeper: int, held: set[int]) -> int:
-    """Wait for process `keeper` to end, and pass signals on to it. Returns its wait status."""
+    """Wait for process `keeper` to end, and pass signals on to it. Return its wait status."""
     while True:
         done, status = os.waitpid(keeper, os.WNOHANG)
         if done:
             return status
         got = signal.sigtimedwait(held, _POLL_S)
-        # The terminal's own come to the whole foreground group, the program among it.
+        # The terminal sends its signals to the whole foreground process group, which includes the program.
         if got is not None and got.si_signo in _TOLD and got.si_code != _SI_KERNEL:
             with suppress(ProcessLookupError):
                 os.kill(keeper, _TOLD[signal.Signals(got.si_signo)])
@@ -78,8 +81,11 @@ def launcher_waits(keeper: int, held: set[int]) -> int:
 def keep_program(
     become: Callable[[], NoReturn], held: set[int], launcher: int, ended: Callable[[int], None]
 ) -> None:
-    """Fork a child to `become` the program, and stay until it, and all it started, has ended. `ended` is told its wait
-    status. When process `launcher` is gone the program is sent SIGTERM, and killed after a while."""
+    """Fork a child that becomes the program, and wait until it and all its descendants have ended.
+
+    `ended` is called with the program's wait status. If process `launcher` ends, the program gets SIGTERM, and
+    SIGKILL after a grace period.
+    """
     inherit_orphans()
     spare = set(descendants())
     keeper = os.getpid()
@@ -97,7 +103,7 @@ def keep_program(
 
 
 def _wait_for(program: int, held: set[int], launcher: int) -> int | None:
-    """The wait status of `program`; None when it did not end in time after its launcher."""
+    """Return the wait status of `program`; None if it did not end in time after its launcher did."""
     own: dict[int, float] = {}
     due: dict[int, float] = {}
     deadline = None
@@ -127,7 +133,7 @@ def _wait_for(program: int, held: set[int], launcher: int) -> int | None:
 
 
 def _reaped() -> tuple[int, int] | None:
-    """One child that has ended, and its wait status."""
+    """Return the process ID and wait status of one ended child, None if there is none."""
     try:
         found = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -136,7 +142,7 @@ def _reaped() -> tuple[int, int] | None:
 
 
 def end_rest(spare: Iterable[int] = (), grace_s: float = 0.0) -> None:
-    """End every process below us but those of `spare`: SIGTERM, and SIGKILL after `grace_s` seconds."""
+    """End every descendant except `spare`: SIGTERM at once, and SIGKILL after `grace_s` seconds."""
     kept = set(spare)
     started = time.monotonic()
     asked: set[int] = set()
@@ -161,13 +167,13 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def descendants() -> list[int]:
-    """The processes below this one that have not ended."""
+    """Return the process IDs of all descendants that have not ended."""
     parents: dict[int, int] = {}
     ended = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # The program's name stands in parentheses and may hold anything.
+                # The program's name is in parentheses and may contain any character.
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
                 parents[int(name)] = int(parent)
                 if state in (b"Z", b"X"):

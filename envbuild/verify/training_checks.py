@@ -1,4 +1,4 @@
-"""Checks on what the trainer reported: pure functions from reports to checks."""
+"""Checks on the trainer's reports: pure functions from reports to checks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
 
 Report = Mapping[str, Any]
-# A run that learns nothing still wobbles; a twentieth is well outside that and well inside the real fall.
+# The loss of a run that learns nothing fluctuates; 5% is well above that and well below the real fall.
 _LEAST_FALL = 0.05
 SEE_LOG = "see the log: its last lines are above, all of it is in the folder named below"
 
 
 def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
-    """torchrun ended with 0 on every node and rank 0 wrote a report."""
+    """Check that torchrun exited with 0 on every node and rank 0 wrote a report."""
     bad = next((o for o in outcomes if not o.finished or not o.reports), None)
     if bad is None:
         seen = f"exit codes {[o.returncodes for o in outcomes]}"
@@ -47,7 +47,7 @@ def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
 
 
 def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:
-    """The ranks form exactly the world that was asked for: one world, every rank once, nodes as asked."""
+    """Check that the ranks form one world of the requested shape: every rank once, on the requested nodes."""
     worlds: list[dict[str, Any]] = [
         {
             "world_size": r.get("world_size"),
@@ -79,7 +79,7 @@ def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:
 
 
 def check_allreduce(report: Report) -> Check:
-    """The all-reduce of known tensors was exact on every rank."""
+    """Check that the all-reduce of known tensors was exact on every rank."""
     rows = [(rank["rank"], row) for rank in report["ranks"] for row in rank["allreduce"]]
     wrong = [
         f"rank {rank}: {row['dtype']} × {row['numel']} off by {row['max_error']}"
@@ -101,7 +101,7 @@ def check_allreduce(report: Report) -> Check:
 
 
 def check_parameters(report: Report) -> Check:
-    """All ranks ended with the same parameters, bit for bit."""
+    """Check that all ranks ended with the same parameters, bit for bit."""
     digests = {str(rank["rank"]): rank["parameters_digest"] for rank in report["ranks"]}
     different = sorted(set(digests.values()))
     return judge(
@@ -117,7 +117,7 @@ def check_parameters(report: Report) -> Check:
 
 
 def check_loss_falls(losses: Sequence[float]) -> Check:
-    """The loss fell by at least a twentieth between the first and the last epoch."""
+    """Check that the loss fell by at least 5% between the first and the last epoch."""
     good = len(losses) > 1 and losses[-1] < losses[0] * (1 - _LEAST_FALL)
     return judge(
         "loss",
@@ -133,7 +133,7 @@ def check_loss_falls(losses: Sequence[float]) -> Check:
 
 
 def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> Check:
-    """Loss by epoch equals that of one process on the same global batches, within `tolerance` (relative)."""
+    """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative)."""
     differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, reference, strict=False)]
     worst = max(differences, default=float("inf"))
     good = len(losses) == len(reference) and all(each <= tolerance for each in differences)
@@ -150,7 +150,7 @@ def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: 
 
 
 def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
-    """Rank 0 wrote a snapshot after the last epoch, whole (a zip archive, torch.save's format) and alone."""
+    """Check that rank 0 wrote one complete snapshot (a zip archive: torch.save's format) after the last epoch."""
     said = [entry["epoch"] for entry in report["snapshots"]]
     fault = _snapshot_fault(path)
     litter = [
@@ -169,8 +169,10 @@ def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
 
 
 def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total: int) -> Check:
-    """A second launch, of another number of ranks (`job`), continued at `epoch` from the first one's snapshot and went
-    to `total`, as one world."""
+    """Check that a second launch resumed at `epoch` from the first one's snapshot and ran to `total`.
+
+    The second launch is `job`; it has another number of ranks, and forms one world.
+    """
     report = reports[0]
     epochs = [entry["epoch"] for entry in report["losses"]]
     good = (
@@ -201,7 +203,7 @@ def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total:
 
 
 def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
-    """Interpreter, torch and trainer as the ranks loaded them are the artifact's own and as locked."""
+    """Check that the ranks loaded the artifact's own interpreter, torch and trainer, in the locked versions."""
     state = subject.state
     locked = next((version for name, version, _ in state.packages if name == "torch"), None)
     wrong: list[str] = []
@@ -239,7 +241,10 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
 
 
 def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bool) -> list[str]:
-    """A base image's GPU build may serve a CPU target; a CPU build never a target with GPUs."""
+    """Return the fault if the loaded torch is built for another accelerator than the target's.
+
+    A base image's GPU build may serve a CPU target, but a CPU build never serves a GPU target.
+    """
     builds = {one: rank.get(f"torch_{one.torch_field}") for one in gpu_families()}
     found = next((one for one, version in builds.items() if version is not None), CPU)
     if found is target.family or (found.gpu and not target.family.gpu and not locked):
@@ -249,12 +254,12 @@ def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bo
 
 
 def _is_release(version: str, known: str) -> bool:
-    """Whether `version` is `known`, or one of it where only "3.11" is known (the Python of a base image)."""
+    """Return whether `version` is `known`, or a release of the series `known` ("3.11", for a base image's Python)."""
     return version == known or version.startswith(known + ".")
 
 
 def losses_of(report: Report) -> list[float]:
-    """The global mean loss of each epoch in a report, in order."""
+    """Return the global mean loss of each epoch in a report, in order."""
     return [float(entry["loss"]) for entry in report["losses"]]
 
 
@@ -279,7 +284,7 @@ def _rank_row(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _log_tail(log: str) -> str:
-    """What the trainer itself complained about, then the last lines: torchrun's summary comes after it."""
+    """Return the trainer's own error lines, which torchrun's summary may push out of the tail, and the last lines."""
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]
     first = [

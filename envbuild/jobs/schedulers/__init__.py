@@ -1,4 +1,4 @@
-"""The schedulers, one module each. A new one is its module, a line here and a row of data/schedulers.toml."""
+"""The schedulers, one module each. A new one needs its module, a line here and a row of data/schedulers.toml."""
 
 from __future__ import annotations
 

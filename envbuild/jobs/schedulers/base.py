@@ -1,4 +1,4 @@
-"""What the package has to know of a scheduler."""
+"""The interface of a scheduler."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 from envbuild.errors import HostError
 from envbuild.jobs.model import JobPlan, Launcher
 
-# A line of a script that tells a scheduler something: its number and words.
+# A scheduler directive in a script: its line number and words.
 Directive = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue, by Slurm a partition. None and "" where the scheduler does not tell: whether it is the default, its
-    time limit (Slurm's form), CPUs, memory in MB and GPUs of one node, the number of nodes."""
+    """A queue (a partition, in Slurm).
+
+    None and "" mean that the scheduler does not tell. `time` is the time limit in Slurm's form; `cpus`,
+    `memory` (in MB) and `gpus` are per node; `nodes` is the number of nodes.
+    """
 
     name: str
     default: bool | None = None
@@ -31,10 +34,13 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """How a scheduler is given a job: `command` is followed by the file, or reads it from standard input where `stdin`
-    is set. `job` finds the number in its answer, `no_server` tells that nothing answered, and `ping` is the command
-    that shows whether something does. `refusal` makes the error of a refusal from the answer, the file that was
-    refused and that of an earlier job; without it the scheduler's message is the error's."""
+    """The way to submit a job to a scheduler.
+
+    `command` is followed by the file, or reads it from standard input if `stdin` is set. `job` extracts the
+    job's number from the output, `no_server` is a pattern of the message that no server answers, and `ping` is
+    the command that shows whether one does. `refusal` makes the error from the output, the refused file and
+    that of an earlier job; without it, the error shows the scheduler's message.
+    """
 
     command: tuple[str, ...]
     job: Callable[[str], str]
@@ -46,8 +52,11 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class AllocationFacts:
-    """How a shell knows the nodes that it was given: `find` returns how many there are and the job, None outside of
-    one, and raises UsageError where that cannot be told. `variable` and `command` are for messages."""
+    """The way to find the allocation around a shell.
+
+    `find` returns the number of nodes and the job, None outside of an allocation, and raises UsageError if it
+    cannot tell. `variable` and `command` are for messages.
+    """
 
     find: Callable[[Mapping[str, str]], tuple[int, str] | None]
     variable: str
@@ -56,9 +65,12 @@ class AllocationFacts:
 
 @dataclass(frozen=True, slots=True)
 class ScriptFacts:
-    """What `envbuild lint-job` has to know of scripts: `marker` begins a directive, `variables` the names of the
-    scheduler's own; `nodes` finds (line, number of nodes asked for) in directives. A script that saves snapshots should
-    have one of `requeue`, where there are any. `pattern` matches markers that are written in several ways."""
+    """Facts about a scheduler's scripts, for `envbuild lint-job`.
+
+    `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds
+    (line, number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`,
+    unless that is empty. `pattern` matches markers that have several spellings.
+    """
 
     marker: str
     variables: str
@@ -69,10 +81,13 @@ class ScriptFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What `envbuild doctor` and `envbuild site` have to know: `version` are options of the command that submits, for
-    its version. `list_queues` prints the queues, which `queues` reads. `queue` is what it calls one. `examples` are
-    lines that `envbuild site init` suggests: (key of [scheduler], value, why). `job` and `nodes` are variables of a
-    job."""
+    """Facts about a scheduler's commands, for `envbuild doctor` and `envbuild site`.
+
+    `version` are the options that make the submitting command print its version. `list_queues` prints the
+    queues, and `queues` parses that output. `queue` is the scheduler's word for a queue. `examples` are lines
+    that `envbuild site init` suggests: (key of [scheduler], value, reason). `job` and `nodes` are variables of
+    a job.
+    """
 
     version: tuple[str, ...]
     list_queues: tuple[str, ...]
@@ -87,13 +102,14 @@ class HostFacts:
 class Scheduler:
     """A scheduler.
 
-    `render` returns the script or manifest of a plan and raises UsageError for what it cannot express; `directives`
-    those of its lines that ask for resources, None where jobs are pods of images, without scripts. `launchers` are
-    those of its row in data/schedulers.toml. `suffix` is that of the file. `site_keys` are the keys of [scheduler] and
-    [node] that have a meaning here, of those that not all schedulers know. `job_variables` matches the variables that a
-    job is told of itself. `own_option` says what a directive of the site sets that jobs set themselves, None for
-    others. `exclusive_has_cpus`: a job that has its nodes alone has all of their CPUs, unasked. `own_log`: the script
-    itself writes the log, for the scheduler shows the output late or not at all.
+    `render` returns the script or manifest of a plan and raises UsageError for values that it cannot express;
+    `directives` returns its lines that request resources, None if jobs are pods of images, without scripts.
+    `launchers` are those of its row in data/schedulers.toml. `suffix` is the suffix of the file. `site_keys`
+    are the keys of [scheduler] and [node] that this scheduler supports, among those that not all schedulers
+    know. `job_variables` matches the variables that describe a running job. `own_option` names the setting of a
+    site's directive that jobs set themselves, None for others. `exclusive_has_cpus`: a job with exclusive nodes
+    gets all of their CPUs by default. `own_log`: the script writes the log itself, because the scheduler shows
+    the output late or not at all.
     """
 
     suffix: str
@@ -117,13 +133,13 @@ class Scheduler:
 
 
 def first_number(printed: str) -> str:
-    """The number of a job where a line of `printed` begins with it: NUMBER[.SERVER], NUMBER;CLUSTER."""
+    """Return the job's number from a line of `printed` that begins with it: NUMBER[.SERVER], NUMBER;CLUSTER."""
     found = re.search(r"^\s*(\d[^\s;]*)", printed, re.MULTILINE)
     return found[1] if found else printed.strip()
 
 
 def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """The values in `words` of the options of these names: --NAME=VALUE, --NAME VALUE, -N VALUE, -NVALUE."""
+    """Yield the values in `words` of the options with these names: --NAME=VALUE, --NAME VALUE, -N VALUE, -NVALUE."""
     for number, word in enumerate(words):
         name, equal, value = word.partition("=")
         if name in names:
@@ -133,7 +149,7 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def minutes(time: str) -> int:
-    """The minutes of a time limit, [D-]HH:MM:SS, rounded up."""
+    """Return the minutes of a time limit, [D-]HH:MM:SS, rounded up."""
     days, _, clock = time.rpartition("-")
     hours, minute, second = map(int, clock.split(":"))
     return (int(days or 0) * 24 + hours) * 60 + minute + (second > 0)

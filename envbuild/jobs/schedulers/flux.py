@@ -1,7 +1,7 @@
 """Flux. Rendered from its documentation, never run.
 
-Sources: flux-batch(1), flux-run(1), flux-hostlist(1), flux-job(1), flux-queue(1) and flux-environment(7) of flux-core;
-RFC 36 (directives), RFC 23 (durations).
+Sources: flux-batch(1), flux-run(1), flux-hostlist(1), flux-job(1), flux-queue(1) and flux-environment(7) of
+flux-core; RFC 36 (directives), RFC 23 (durations).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from envbuild.jobs.schedulers.base import (
 )
 from envbuild.jobs.script import about, check, known, opening, programs, steps
 
-# Options that the job's own header has.
+# Options in the header of every job's script.
 _OWN = (
     "job-name", "nodes", "nslots", "cores-per-slot", "gpus-per-slot", "exclusive", "queue", "requires", "time-limit",
     "cwd", "output", "error",
@@ -91,7 +91,7 @@ def _directives(plan: JobPlan) -> list[str]:
         ("--cwd=", plan.work, work_key(plan)),
         ("--output=", f"{plan.work}/{plan.logs}/{plan.name}_{{{{id.dec}}}}.out", "[paths] logs"),
     ]
-    # All have one form, and no line between them begins with anything but #: RFC 36.
+    # All have one form, and only comment lines stand between them: RFC 36.
     lines = [f"#flux: {directive(option, value, key)}" for option, value, key in said if value]
     if scheduler.exclusive:
         lines.append("#flux: --exclusive")
@@ -139,7 +139,7 @@ FLUX = Scheduler(
         ("flux", "batch"), str.strip, "Unable to connect to Flux", ping="flux uptime"
     ),
     site_keys=frozenset(["partition", "account", "constraint", "directives"]),
-    # FLUX_URI stays: a job in an instance that the user started is submitted there.
+    # FLUX_URI stays: within an instance that the user started, jobs are submitted to that instance.
     job_variables=r"FLUX_(JOB_.*|TASK_.*|KVS_NAMESPACE|PMI_LIBRARY_PATH|PROXY_REMOTE)",
     own_option=_own_option,
     script=ScriptFacts("#flux:", "FLUX_", _nodes, pattern="#\\s*(?:flux|FLUX):"),

@@ -1,4 +1,4 @@
-"""JobPlan → Kubernetes manifest: PyTorchJob, TrainJob, or a Job of one process."""
+"""JobPlan → Kubernetes manifest: PyTorchJob, TrainJob, or a Job with one process."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from envbuild.jobs.kubernetes_yaml import dump, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers.base import Scheduler, Submission
 
-# What a Job's pods add to its name: -12345.
+# The form of the suffix that Kubernetes adds to the names of a Job's pods.
 _SUFFIX = "-12345"
-# Nothing listens there but the checks of --preflight.
+# Only the checks of --preflight use this port.
 _PORT = 29500
 
 
 def render_kubernetes(plan: JobPlan) -> str:
-    """The manifest of `plan`, for `kubectl create -f`. Pure.
+    """Return the manifest of `plan`, for `kubectl create -f`. Pure.
 
-    Raises UsageError for what a manifest cannot express, naming the key or option to change.
+    Raises UsageError for values that a manifest cannot express, naming the key or option to change.
     """
     artifact = plan.artifact
     if artifact.of_kind.form != "registry" or "@sha256:" not in artifact.path:
@@ -64,7 +64,7 @@ def render_kubernetes(plan: JobPlan) -> str:
 
 
 def _single(plan: JobPlan) -> dict[str, Any]:
-    """A Job of one pod with one process and no torchrun."""
+    """Return a Job of one pod with one process and no torchrun."""
     name = job_name(plan.name, _SUFFIX)
     pods = Pods(name, (name,), None, _PORT)
     again = plan.site.scheduler.requeue
@@ -102,7 +102,7 @@ def _single(plan: JobPlan) -> dict[str, Any]:
 KUBERNETES = Scheduler(
     suffix=".yaml",
     render=render_kubernetes,
-    # `create`, not `apply`: a finished job of the same name would be left as it is, in silence.
+    # `create`, not `apply`, which would silently leave a finished job of the same name unchanged.
     submission=Submission(("kubectl", "create", "-f"), created_job, refusal=refusal),
     site_keys=frozenset(["memory"]),
 )

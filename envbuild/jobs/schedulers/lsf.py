@@ -1,8 +1,8 @@
 """IBM Spectrum LSF. Rendered from its documentation, never run.
 
-Sources: IBM Spectrum LSF 10.1, command reference: bsub, bkill, blaunch, bqueues; "Starting parallel tasks with LSF
-utilities", of which blaunch is one, for their handing on signals; release notes of Fix Pack 9 for `/host` in resource
-requirements; configuration reference, "Environment variables set for job execution".
+Sources: IBM Spectrum LSF 10.1, command reference: bsub, bkill, blaunch, bqueues; "Starting parallel tasks with
+LSF utilities" (blaunch is one of them) for how they pass on signals; release notes of Fix Pack 9 for `/host` in
+resource requirements; configuration reference, "Environment variables set for job execution".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from envbuild.jobs.schedulers.base import (
 )
 from envbuild.jobs.script import about, check, known, opening, programs, steps
 
-# Options that the job's own header has.
+# Options in the header of every job's script.
 _OWN = ("J", "n", "W", "cwd", "o", "oo", "e", "eo", "x", "r", "rn", "gpu", "q", "P")
 
 _JOB = r"""nodes=@NODES@ job=$LSB_JOBID job_number=$LSB_JOBID
@@ -57,7 +57,7 @@ _BLAUNCH = r"""        blaunch -no-shell "${hosts[number]}" \
             @SHELL@ "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
 """
 
-# bkill sends INT, TERM and KILL; a job beyond its run limit gets USR2 first.
+# bkill sends INT, TERM and KILL; a job that exceeds its run limit gets USR2 first.
 _SIGNALS = "INT TERM USR1 USR2"
 
 
@@ -79,7 +79,7 @@ def _render(plan: JobPlan) -> str:
 def _directives(plan: JobPlan) -> list[str]:
     scheduler, node = plan.site.scheduler, plan.site.node
     tasks = plan.nproc_per_node if plan.strategy == "horovod" else 1
-    slots = max(plan.cpus_per_node, tasks)  # of a node
+    slots = max(plan.cpus_per_node, tasks)  # per node
     needs = [f"span[ptile={slots}]"]
     if scheduler.constraint:
         value = directive("", scheduler.constraint, "[scheduler] constraint")
@@ -168,7 +168,7 @@ LSF = Scheduler(
         _job,
         "LSF is down|Cannot connect to LSF|batch daemon not responding",
         ping="lsid",
-        stdin=True,  # directives of a file that is named are not read
+        stdin=True,  # bsub ignores the directives of a file that is an argument
     ),
     site_keys=frozenset(["partition", "account", "constraint", "directives", "memory"]),
     job_variables=r"LSB_(JOB.*|BATCH_JID|HOSTS|MCPU_HOSTS|DJOB_.*|QUEUE|RESTART|SUB_.*|EXEC.*|OUTPUTFILE|ERRORFILE"

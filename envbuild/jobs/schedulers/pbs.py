@@ -1,6 +1,6 @@
 """OpenPBS and PBS Professional.
 
-Run here through Slurm's PBS layer, never by a PBS server. Sources: qsub(1B), qstat(1B) and pbs_resources(7B) of
+Tested with Slurm's PBS commands, never with a PBS server. Sources: qsub(1B), qstat(1B) and pbs_resources(7B) of
 OpenPBS 20 to 23; its src/cmds/qsub.c, src/cmds/pbsdsh.c and src/resmom/start_exec.c.
 """
 
@@ -26,7 +26,7 @@ from envbuild.jobs.schedulers.base import (
 )
 from envbuild.jobs.script import about, check, known, opening, programs, steps
 
-# Options that the job's own header has, and what they say.
+# Options in the header of every job's script, and the settings that they carry.
 _OWN = {
     "N": "the job's name",
     "l": "select and walltime",
@@ -56,7 +56,7 @@ mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
 peer=${hosts[1]-}
 """
 
-# pbsdsh's exit code says nothing of its program's.
+# pbsdsh's exit code does not reflect that of its program.
 _PBSDSH_START = r"""        # shellcheck disable=SC2016
         pbsdsh -n "$number" -- /bin/sh -c 'code=0; @SHELL@ "$@" || code=$?; echo "$code" >"${1%.sh}.exit-$2-$3"' \
             sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
@@ -80,7 +80,7 @@ _PBSDSH_OUTPUT = r"""# pbsdsh does not carry the output.
 
 
 def render_pbs(plan: JobPlan) -> str:
-    """The script. Raises UsageError for what PBS cannot express, naming the key."""
+    """Return the script. Raises UsageError, naming the key, for values that PBS cannot express."""
     check(plan)
     launcher = _LAUNCHERS[plan.launcher]
     return "\n".join(
@@ -96,7 +96,7 @@ def render_pbs(plan: JobPlan) -> str:
 
 
 def directives(plan: JobPlan) -> list[str]:
-    """The lines that tell the scheduler. Raises UsageError, naming the key, for a value that they cannot hold."""
+    """Return the directives. Raises UsageError, naming the key, for a value that they cannot contain."""
     scheduler, node = plan.site.scheduler, plan.site.node
     tasks = plan.nproc_per_node if plan.strategy == "horovod" else 1
     chunk = [f"select={plan.nodes}"]
@@ -112,7 +112,7 @@ def directives(plan: JobPlan) -> list[str]:
     said = [
         ("-N ", plan.name, "--name"),
         ("-l ", ":".join(chunk), "[scheduler] constraint"),
-        # On a line of its own: some take it for a part of the chunk.
+        # On a line of its own: some versions take it for a part of the chunk.
         ("-l walltime=", _walltime(plan.time), "--time"),
         ("-l place=", "scatter:excl" if scheduler.exclusive else "scatter", "exclusive"),
         ("-q ", scheduler.partition, "[scheduler] partition"),
@@ -126,14 +126,14 @@ def directives(plan: JobPlan) -> list[str]:
 
 
 def _walltime(time: str) -> str:
-    """HHH:MM:SS of HH:MM:SS or D-HH:MM:SS."""
+    """Return HH:MM:SS or D-HH:MM:SS as HHH:MM:SS."""
     days, _, rest = time.rpartition("-")
     hours, _, minutes = rest.partition(":")
     return f"{int(days or 0) * 24 + int(hours):02}:{minutes}"
 
 
 def _memory(text: str) -> str:
-    """Slurm's 480G as PBS says it; a bare number is of MiB."""
+    """Return Slurm's 480G in the notation of PBS; a bare number is in MiB."""
     number, unit = re.findall(r"\d+|[KMGT]", text + ("" if text[-1] in "KMGT" else "M"))
     return f"{number}{unit.lower()}b"
 

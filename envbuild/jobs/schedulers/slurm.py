@@ -28,7 +28,7 @@ from envbuild.jobs.schedulers.base import (
 )
 from envbuild.jobs.script import about, check, known, opening, programs, steps
 
-# Options that the job's own header has; said twice, the last one wins or the scheduler refuses.
+# Options in the header of every job's script: given twice, the last one wins or the scheduler refuses the job.
 _OWN = (
     "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",
     "qos", "constraint", "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
@@ -53,7 +53,7 @@ if [ "$nodes" -gt 1 ]; then
 fi
 """
 
-# torchrun restarts workers itself; when it gives up on one node, the others would only wait for it.
+# torchrun restarts workers itself; if it gives up on one node, the others would only wait for it.
 _SRUN = r"""everywhere() {
     # A step has all CPUs of the job, unless it names a number: that means these alone.
     local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1)
@@ -76,7 +76,7 @@ _SIGNAL_NOTE = r"""
 
 
 def render_slurm(plan: JobPlan) -> str:
-    """The script. Raises UsageError for what Slurm cannot express, naming the key."""
+    """Return the script. Raises UsageError, naming the key, for values that Slurm cannot express."""
     check(plan)
     launcher = _LAUNCHERS[plan.launcher]
     return (
@@ -94,7 +94,7 @@ def render_slurm(plan: JobPlan) -> str:
 
 
 def directives(plan: JobPlan) -> list[str]:
-    """The lines that tell the scheduler. Raises UsageError, naming the key, for a value that they cannot hold."""
+    """Return the directives. Raises UsageError, naming the key, for a value that they cannot contain."""
     scheduler, node = plan.site.scheduler, plan.site.node
     horovod = plan.strategy == "horovod"
     tasks = plan.nproc_per_node if horovod else 1
@@ -189,7 +189,7 @@ def _partitions(printed: str) -> list[Queue]:
         gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", row[4]))
         cpus, memory, nodes = (int((re.match(r"\d+", row[at]) or "0")[0]) for at in (2, 3, 5))
         name = row[0].rstrip("*")
-        # Nodes of different kinds are listed apart: the best of each counts.
+        # Nodes of different kinds are listed separately: each value is the best among them.
         if old := found.get(name):
             cpus, memory = max(old.cpus or 0, cpus), max(old.memory or 0, memory)
             gpus, nodes = max(old.gpus or 0, gpus), old.nodes + nodes
@@ -209,8 +209,8 @@ SLURM = Scheduler(
         ping="scontrol ping",
     ),
     site_keys=frozenset(["partition", "account", "qos", "constraint", "directives", "memory"]),
-    # sbatch hands all of its environment on, and srun takes options from there. What says where the scheduler is
-    # stays, and users' SBATCH_….
+    # sbatch passes on its whole environment, and srun takes options from it. Variables that locate the
+    # scheduler stay, and so do the user's SBATCH_….
     job_variables=r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*",
     own_option=_own_option,
     allocation=AllocationFacts(_find_allocation, "SLURM_JOB_ID", "salloc --nodes=N"),
