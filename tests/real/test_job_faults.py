@@ -14,7 +14,7 @@ from lab.jobs import Ended, Jobs
 from lab.slurm import slurm_cluster
 
 # Long enough to be hit in the middle, with a snapshot every epoch.
-LONG = ("12", "1", "--dataset_size", "16000")
+LONG = ("12", "1", "--dataset_size", "8000")
 # What installers write, and what is left where nobody wrote anything.
 LOOPBACK, NONE = "127.0.0.1 localhost\n127.0.1.1 {node}\n", "127.0.0.1 localhost\n"
 

@@ -160,10 +160,11 @@ def test_every_kind_of_artifact_of_a_recipe_has_the_same_packages(
     command: Command = squash["command"]
     sqsh, sif = squash["enroot"]["path"], squash["apptainer"]["path"]
     image = f"oci:{layout['path']}"
-    for one, other in ((sqsh, sif), (sif, pt_cpu["path"]), (sqsh, image), (pt_cpu["path"], sqsh)):
-        found = json.loads(command("diff", one, other, "--target", f"cpu-{ARCH}", "--json").stdout)
+    for one, other in ((sqsh, sif), (sif, pt_cpu["path"]), (pt_cpu["path"], sqsh), (sqsh, image)):
+        done = command("diff", one, other, "--target", f"cpu-{ARCH}", "--json")
+        found = json.loads(done.stdout)
         assert found["python_packages"] == found["debian_packages"] == [], (one, other)
-    assert command("diff", sqsh, sif).returncode == 0
+        assert done.returncode == 0 or {one, other} != {sqsh, sif}
 
 
 # From images of any make
