@@ -21,7 +21,7 @@ from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
 from .models import batch_loss, build_model
-from .output import complain, say
+from .output import complain, log
 from .place import find_place
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
 from .resume import RESUME_AFTER, resume, wait_for_turn
@@ -101,7 +101,7 @@ class Trainer:
             totals[0] += loss.detach().to(torch.float64) * len(targets)
             totals[1] += len(targets)
         loss_sum, count = self.group.sum_over_ranks(totals).tolist()
-        say(
+        log(
             f"[RANK {self.group.place.rank}] Epoch {epoch} | Batchsize: {min(size, len(order))}"
             f" | Steps: {self.steps} | Loss: {loss_sum / count:.6f}"
         )
@@ -126,7 +126,7 @@ def _join(
     ranks = group.gather(entry)
     clock.rendezvous = time.perf_counter() - began
     if group.leads:
-        say(rank_table(ranks))
+        log(rank_table(ranks))
     with group.agreement():
         _require_same(group.gather(_shared(arguments)), "command lines")
     entry["allreduce"] = check_allreduce(group)
@@ -204,7 +204,7 @@ def _saver(trainer: Trainer, store: SnapshotFile, epoch: int) -> Callable[[], No
         store.save(
             make_snapshot(trainer.model, trainer.optimizer, trainer.arguments.model, epoch + 1)
         )
-        say(f"Epoch {epoch} | Training snapshot saved at {trainer.arguments.checkpoint_path}")
+        log(f"Epoch {epoch} | Training snapshot saved at {trainer.arguments.checkpoint_path}")
 
     return save
 
@@ -214,7 +214,7 @@ def _bandwidth(arguments: Arguments, group: Group) -> list[dict[str, Any]]:
         return []
     rows = measure_bandwidth(group, arguments.bandwidth)
     if group.leads:
-        say(bandwidth_table(rows) if rows else "No bandwidth to measure: this is one process")
+        log(bandwidth_table(rows) if rows else "No bandwidth to measure: this is one process")
     return rows
 
 
@@ -234,7 +234,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     start = 0 if found.snapshot is None else int(found.snapshot["EPOCHS_RUN"])
     trainer = Trainer(arguments, group, data, model, optimizer)
     if start >= arguments.total_epochs and group.leads:
-        say(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
+        log(f"Nothing left to do: {start} of {arguments.total_epochs} epochs are finished")
     gc.freeze()  # the imports of the optimizer and DDP live until exit, too
     gc.enable()  # __main__.py disabled it
     began = time.perf_counter()

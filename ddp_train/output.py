@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print `line` on standard output and flush.
 
     Text and newline are one write: print() makes two when Python is unbuffered, and lines of different ranks

@@ -11,7 +11,7 @@ from typing import Any
 from .args import Arguments
 from .distributed import Group
 from .models import build_optimizer
-from .output import say
+from .output import log
 from .snapshot import (
     Found,
     SnapshotFile,
@@ -55,5 +55,5 @@ def resume(
         return found, build_optimizer(model, arguments.lr)
     optimizer = apply_snapshot(snapshot, model, arguments.lr)
     if group.leads:
-        say(f"Resuming training from snapshot at Epoch {snapshot['EPOCHS_RUN']}")
+        log(f"Resuming training from snapshot at Epoch {snapshot['EPOCHS_RUN']}")
     return Found(snapshot, found.path, found.rejected), optimizer

@@ -28,7 +28,7 @@ from .files import (
     write_temporary,
 )
 from .models import build_optimizer
-from .output import say
+from .output import log
 
 FORMAT = 1
 
@@ -240,19 +240,19 @@ class SnapshotFile:
                 continue
             if path == self.previous:
                 why = "cannot be used" if rejected else "does not exist"
-                say(f"{self.path} {why}: trying the generation before it, {path}")
-            say("Loading snapshot")
+                log(f"{self.path} {why}: trying the generation before it, {path}")
+            log("Loading snapshot")
             try:
                 snapshot = check_snapshot(read_snapshot(path), model, name)
             except SnapshotError as error:
                 reason = one_line(error)
-                say(f"Snapshot {path} refused: {reason}")
+                log(f"Snapshot {path} refused: {reason}")
                 rejected.append({"path": str(path), "reason": reason})
                 self._path_refused = self._path_refused or path == self.path
                 continue
             return Found(snapshot, str(path), rejected)
         if rejected:
-            say("No usable snapshot: starting at epoch 0")
+            log("No usable snapshot: starting at epoch 0")
         return Found(None, None, rejected)
 
     def save(self, snapshot: dict[str, Any]) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import envbuild
-from envbuild import process
-from envbuild.artifacts import place
+from envbuild import atomic, process
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError
 from envbuild.kinds import ARTIFACTS
@@ -36,7 +35,7 @@ from envbuild.recipe.targets import Target
 if TYPE_CHECKING:
     from envbuild.recipe.sources import SourceLayer
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 FILE, FORMAT = "bundle.json", 1
 # The dependencies of envbuild are installed for this glibc: each has a wheel that needs no newer one.
 _GLIBC = "2.28"
@@ -48,7 +47,7 @@ def make_bundle(
     target: Target,
     environment: Environment,
     path: Path,
-    say: Say,
+    log: Log,
     *,
     kinds: Iterable[str] = ("venv",),
     tools: bool = True,
@@ -65,7 +64,7 @@ def make_bundle(
     wanted = tuple(kinds)
     plans = [
         prepare(
-            loaded, target, environment, artifact=kind, locked=False, offline=offline, say=say,
+            loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,
             conda=ARTIFACTS[kind].of_conda,
         )
         for kind in wanted
@@ -85,23 +84,23 @@ def make_bundle(
         "python": python,
         "envbuild": _digest(_own_files()) if tools else "",
     }
-    with place.exclusive(path, say):
+    with atomic.exclusive(path, log):
         taken = path.exists() and not (path / FILE).is_file()
         if taken and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} holds something that is no bundle", "choose another folder")
         if read_bundle(path) == about:
-            say(f"{path}: nothing changed")
+            log(f"{path}: nothing changed")
             return about
-        with place.staged(path) as staged:
-            with place.writing(staged):
+        with atomic.staged(path) as staged:
+            with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
                 _fill_store(staged / "store", plans, loaded, target, environment, offline)
             if tools:
-                say(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
+                log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
                 _put_tools(staged / "envbuild", target, python, environment, offline)
-            with place.writing(staged):
+            with atomic.writing(staged):
                 (staged / FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-            place.swap_in(staged, path)
+            atomic.replace(staged, path)
     return about
 
 

@@ -9,8 +9,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from envbuild.artifacts.facts import About, Inventory, completed
-from envbuild.artifacts.masking import masked, masked_text, masked_words
+from envbuild.inspect.facts import About, Inventory, completed
+from envbuild.inspect.masking import masked, masked_text, masked_words
 from envbuild.kinds.docker import DOCKER
 from envbuild.verify.receipt import receipt_path
 

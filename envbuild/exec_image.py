@@ -97,7 +97,7 @@ def exec_image(
     folder: str | None = None,
     variables: Mapping[str, str] | None = None,
     runtime: str = OWN,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Run `command` in the image at `path` with this process's streams, and return its wait status.
 
@@ -130,7 +130,7 @@ def exec_image(
     refused = []
     for one in (way,) if way else WAYS:
         try:
-            return _start(image, one, told, environment, say)
+            return _start(image, one, told, environment, log)
         except Refused as error:
             refused.append(f"{one}: {error}")
     raise HostError(
@@ -153,7 +153,7 @@ def _start(
     way: str,
     told: Mapping[str, Any],
     environment: Environment,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Run the program and return its wait status. Raises Refused when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
@@ -162,7 +162,7 @@ def _start(
         spec = {**spec_of(image, way, folder, None, environment), **told, "unpacked": ""}
         if way == EXTRACT:
             size = image.path.stat().st_size >> 20
-            say(
+            log(
                 f"unpacking {image.path.name} ({size} MiB) into {folder}; "
                 "with squashfuse and /dev/fuse it would be mounted instead"
             )

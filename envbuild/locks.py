@@ -16,7 +16,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Each part is an option of `envbuild lock`. With source layers, the image part is two locks.
 PARTS = ("wheels", "image", "conda")
 
@@ -85,7 +85,7 @@ def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
 
 
 def check_locks(
-    work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], say: Say
+    work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log
 ) -> None:
     """Report each needed lock in `parts` that is current.
 
@@ -101,8 +101,8 @@ def check_locks(
                 faults[f"{state.path}: {state.fault}"] = None
                 missing.setdefault(command_word(loaded), set()).add(needed.part)
                 continue
-            _judge(loaded, target, needed, state.lock, str(state.path), say)
-            say(f"{state.path}: current for {target.name}")
+            _judge(loaded, target, needed, state.lock, str(state.path), log)
+            log(f"{state.path}: current for {target.name}")
     if faults:
         commands = [
             " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in found)])
@@ -113,12 +113,12 @@ def check_locks(
 
 
 def _judge(
-    loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, say: Say
+    loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, log: Log
 ) -> None:
     """Raise LockError for a known incompatibility in a current lock."""
     if needed.name == "wheels":
-        check_lock(loaded, target, lock, source, say)
+        check_lock(loaded, target, lock, source, log)
     elif needed.name == "conda":
         from envbuild.lock.conda_manage import check_conda_lock
 
-        check_conda_lock(loaded, target, lock, source, say)
+        check_conda_lock(loaded, target, lock, source, log)

@@ -129,7 +129,7 @@ def _refusal(
     try:
         plan_of(
             ARTIFACTS[artifact], one.loaded, target, environment, here=False, bytecode=False,
-            verify=_verifies(target, runners), locked=True, offline=True, write=False, say=lambda _: None,
+            verify=_verifies(target, runners), locked=True, offline=True, write=False, log=lambda _: None,
         )  # fmt: skip
     except EnvbuildError as error:
         return error

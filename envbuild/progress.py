@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Advance = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print one line to stderr; standard output is for results."""
     print(message, file=sys.stderr, flush=True)
 
@@ -24,14 +24,14 @@ def human_size(count: float) -> str:
 
 
 @contextmanager
-def transfer(title: str, total: int | None) -> Iterator[Advance]:
+def transfer(title: str, total: int | None) -> Iterator[OnProgress]:
     """Show the progress of one transfer of `total` bytes (None: unknown).
 
     Yields a function to call with each number of bytes transferred; several threads may call it. A terminal
     shows a bar; elsewhere one line is printed at the start, which keeps logs short.
     """
     if not sys.stderr.isatty():
-        say(f"{title} ({human_size(total)})" if total else title)
+        log(f"{title} ({human_size(total)})" if total else title)
         yield lambda _count: None
         return
     from rich.console import Console

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.artifacts.place import remove, staged, writing
+from envbuild.atomic import remove, staged, writing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
 from envbuild.site.pip_config import redact
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 PROGRAMS = ("apptainer", "singularity")
 # The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.
 _SQUASHFS = "-comp zstd -Xcompression-level 3"
@@ -55,7 +55,7 @@ def find_engine(variables: Mapping[str, str]) -> str:
 
 
 def build_with_apptainer(
-    source: str, out: Path, environment: Environment, say: Say, *, arch: str
+    source: str, out: Path, environment: Environment, log: Log, *, arch: str
 ) -> None:
     """Build the SIF `out` from `source` (`docker-archive:FILE`, `oci:FOLDER`) for `arch` (x86_64, aarch64).
 
@@ -68,7 +68,7 @@ def build_with_apptainer(
     with staged(out) as folder:
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
-            _run(engine, [source, str(image), *options], folder, variables, say)
+            _run(engine, [source, str(image), *options], folder, variables, log)
             _check(image, arch)
         with writing(out.parent):
             image.chmod(0o755)  # executable, as the tool's own SIF files are
@@ -109,7 +109,7 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _run(
-    engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], say: Say
+    engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], log: Log
 ) -> None:
     """Let spython build. Raises BuildError with the tool's last lines when it fails."""
     code = folder / "code"
@@ -132,7 +132,7 @@ def _run(
             line = redact(raw.decode(errors="replace").rstrip())
             if line:
                 last.append(line)
-                say(line)
+                log(line)
         child.wait()
     except BaseException:
         process.stop([child])

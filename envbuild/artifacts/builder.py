@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from envbuild import limits
+from envbuild import resources
 from envbuild.artifacts.squash import composed, write_sqsh
 from envbuild.debian.defaults import rules_digest
+from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
 from envbuild.image.entry import Tree
@@ -20,14 +21,13 @@ from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
-from envbuild.layers.segments import MadeSegment, Segments
+from envbuild.layers.segments import CachedSegment, SegmentCache
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import transfer
 from envbuild.recipe.targets import Target
-from envbuild.room import check_room
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Increase it when builder images change although their locks do not.
 FORMAT = 1
 # The image is written once and read often, by anything that can mount it.
@@ -36,7 +36,7 @@ _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LA
 
 
 def builder_file(
-    lock: ImageLock, folder: Path, environment: Environment, say: Say, *, offline: bool
+    lock: ImageLock, folder: Path, environment: Environment, log: Log, *, offline: bool
 ) -> Path:
     """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
 
@@ -49,8 +49,8 @@ def builder_file(
     try:
         with file_lock(place.with_suffix(".lock"), remove=True):
             if not place.is_file():  # another process may have written it meanwhile
-                say(f"the builder of {lock.target} is made: {_title(lock)}")
-                _write(lock, folder, place, environment, say, offline)
+                log(f"the builder of {lock.target} is made: {_title(lock)}")
+                _write(lock, folder, place, environment, log, offline)
     except OSError as error:
         raise environment.store.unwritable(error) from error
     return place
@@ -63,10 +63,10 @@ def _title(lock: ImageLock) -> str:
 
 
 def _write(
-    lock: ImageLock, folder: Path, place: Path, environment: Environment, say: Say, offline: bool
+    lock: ImageLock, folder: Path, place: Path, environment: Environment, log: Log, offline: bool
 ) -> None:
-    codec, workers = codec_of(_CODEC), limits.workers(environment.variables)
-    maker = Segments(environment.store, codec, workers, say)
+    codec, workers = codec_of(_CODEC), resources.workers(environment.variables)
+    maker = SegmentCache(environment.store, codec, workers, log)
     arch = Target.parse(lock.target).arch
     layers, env = _layers(lock, folder, environment, maker, offline)
     with environment.store.working("builders", "new") as made:
@@ -85,16 +85,16 @@ def _write(
                 folder=environment.store.folder("segments"),
             ) as root,
         ):
-            check_room(made, root.size)
-            with transfer("writing the builder", None) as moved:
-                write_sqsh(root, out, moved)
+            check_disk_space(made, root.size)
+            with transfer("writing the builder", None) as on_progress:
+                write_sqsh(root, out, on_progress)
         path.chmod(0o644)
         os.replace(path, place)
 
 
 def _layers(
-    lock: ImageLock, folder: Path, environment: Environment, maker: Segments, offline: bool
-) -> tuple[list[MadeSegment], list[str]]:
+    lock: ImageLock, folder: Path, environment: Environment, maker: SegmentCache, offline: bool
+) -> tuple[list[CachedSegment], list[str]]:
     """Return the layers of the builder image, and its variables."""
     base = lock.base
     if isinstance(base, OciLock):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild import limits, process
-from envbuild.artifacts import installed, place
+from envbuild import atomic, process, resources
+from envbuild.artifacts import installed
 from envbuild.artifacts.conda_activate import activated
 from envbuild.artifacts.conda_cache import Located
 from envbuild.artifacts.conda_survey import (
@@ -83,14 +83,14 @@ def build(
         _check_python(plan, staged)
         add_wheels(plan, trainer, [*wheels, own], environment, staged)
 
-    with place.writing(environment.store.root):
+    with atomic.writing(environment.store.root):
         wheels, own = locate(plan, trainer, environment, offline)
         command = f"envbuild conda {plan.recipe} --target {plan.target}"
         install_packages(plan.conda, environment.store, staged, final, command, find, add)
     if plan.compile_bytecode:
         _compile(staged, final, environment)
     folders = layers(interpreter(staged))
-    with place.writing(staged):
+    with atomic.writing(staged):
         built = install_layers(folders, staged)
         records = read_records(staged)
         inside = os.fspath(site_packages(Path(), plan.python))
@@ -160,7 +160,7 @@ def _check_python(plan: Plan, staged: Path) -> None:
 
 def _compile(staged: Path, final: Path, environment: Environment) -> None:
     """Compile modules that have no bytecode yet; modules that do not compile are left, as installers do."""
-    jobs = limits.workers(environment.variables)
+    jobs = resources.workers(environment.variables)
     process.run(
         [interpreter(staged), "-m", "compileall", "-qq", "-j", str(jobs), "-s", staged, "-p", final,
          staged / "lib"],

@@ -22,7 +22,7 @@ from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.layers.conda_package import Info, read_info
 from envbuild.lock.conda import CondaPackage
-from envbuild.progress import say
+from envbuild.progress import log
 from envbuild.store.store import Store, remove_tree
 from envbuild.workers import each
 
@@ -132,7 +132,7 @@ def held(store: Store) -> Iterator[None]:
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
         try:  # on a file system without locks, rattler's own locks have to do
-            stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: say(told)))
+            stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: log(told)))
         except OSError as error:
             raise store.unwritable(error) from error
         for left in pkgs.glob(".*"):
@@ -156,7 +156,7 @@ def archives(
                 f"{found[package]}: its content changed after it was hashed",
                 "run it again; a mirror's files must not be edited in place",
             )
-        say(f"{found[package].name}: damaged in the store; looking for it again")
+        log(f"{found[package].name}: damaged in the store; looking for it again")
         found[package].unlink(missing_ok=True)
     if bad:
         again = dict(locate(bad))

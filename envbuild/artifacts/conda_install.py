@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts import conda_cache, place
+from envbuild import atomic
+from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Facts, Locate
 from envbuild.artifacts.conda_link import run_job
 from envbuild.artifacts.conda_survey import META
 from envbuild.artifacts.links import link_mode
 from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
-from envbuild.progress import Advance, say, transfer
+from envbuild.progress import OnProgress, log, transfer
 from envbuild.store.store import Store, remove_tree
 from envbuild.workers import Answer, Workers
 
@@ -63,12 +64,12 @@ def install_packages(
                     f"{names}: changed in {store.root} while it was used",
                     "run it again; nothing else may write to the store",
                 )
-            say(f"{names}: damaged in the store since it was unpacked; unpacking it again")
+            log(f"{names}: damaged in the store since it was unpacked; unpacking it again")
             conda_cache.forget(store, bad)
             _empty(staged)
     scripts = [path for row in work.facts.values() for path in row.scripts]
     if scripts:
-        say(f"scripts that packages want run when linked are not run: {', '.join(scripts)}")
+        log(f"scripts that packages want run when linked are not run: {', '.join(scripts)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,11 @@ def _link_and_check(work: _Work, command: str, then: Callable[[], None]) -> list
     with contextlib.closing(Workers(1)) as pool:
         checking: Answer[list[CondaPackage]] | None = None
         try:
-            with _progress(work) as moved:
-                _link(work, moved)
+            with _progress(work) as on_progress:
+                _link(work, on_progress)
             # Not earlier: linking keeps all CPUs busy, but `then` waits for a child process.
             checking = pool.submit(_looked_through, work)
-            with place.writing(work.staged):
+            with atomic.writing(work.staged):
                 _clean_records(work)
                 _write_history(work, command)
             then()
@@ -127,7 +128,7 @@ def _link_and_check(work: _Work, command: str, then: Callable[[], None]) -> list
         return checking.result()
 
 
-def _progress(work: _Work) -> AbstractContextManager[Advance]:
+def _progress(work: _Work) -> AbstractContextManager[OnProgress]:
     if not work.new:
         return contextlib.nullcontext(lambda _count: None)
     total = sum(work.facts[package].size for package in work.new)
@@ -161,11 +162,11 @@ def _check_room(facts: Mapping[CondaPackage, Facts], prefix: str) -> None:
             )
 
 
-def _link(work: _Work, moved: Advance) -> None:
+def _link(work: _Work, on_progress: OnProgress) -> None:
     """Let a child process unpack and link, for the reason in `conda_link`. Its job file is in `staged` meanwhile."""
     pkgs = work.store.folder("conda", "pkgs")
     job = work.staged / ".job.json"
-    with place.writing(work.staged):
+    with atomic.writing(work.staged):
         copying = link_mode(pkgs, work.staged) == "copy"
         rows = [_row(package, work) for package in work.facts]
         plain = {
@@ -179,7 +180,7 @@ def _link(work: _Work, moved: Advance) -> None:
         for line in lines:
             kind, _, text = line.partition(" ")
             if kind == "unpacked":
-                moved(sizes.get(text, 0))
+                on_progress(sizes.get(text, 0))
             elif kind == "done":
                 job.unlink()
                 return
@@ -221,7 +222,7 @@ def _explained(text: str, work: _Work) -> BuildError:
     if "failed to fetch" in text or (number == errno.ENOSPC and _is_full(pkgs)):
         return work.store.unwritable(OSError(number, os.strerror(number)))
     said = f"{os.strerror(number)} while packages were linked"
-    return BuildError(f"{where}: {said}", place.write_hint(number))
+    return BuildError(f"{where}: {said}", atomic.write_hint(number))
 
 
 def _clean_records(work: _Work) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.artifacts.conda_survey import META, read_records
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.uv_install import install_wheels
@@ -43,7 +43,7 @@ def add_wheels(
     Raises BuildError for a wheel that would replace a file of a conda package, and when uv fails.
     """
     site_packages = staged / "lib" / f"python{plan.python}" / "site-packages"
-    with place.writing(staged):
+    with atomic.writing(staged):
         site_packages.mkdir(parents=True, exist_ok=True)
     before = names_and_versions(site_packages)
     for wheel in wheels:
@@ -53,7 +53,7 @@ def add_wheels(
         staged / "bin" / "python", "--break-system-packages",
     )  # fmt: skip
     added = [w for w in os.listdir(site_packages) if w.endswith(".dist-info")]
-    with place.writing(staged):
+    with atomic.writing(staged):
         for name in added:
             record = site_packages / name / "RECORD"
             if record.is_file() and _installer(site_packages / name) == "uv":

@@ -19,8 +19,8 @@ from envbuild.artifacts.installed import (
     digest_of,
     distributions,
 )
+from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
-from envbuild.record import conda_digest
 
 META = "conda-meta"
 _DIST_INFO = b'.dist-info/METADATA"'

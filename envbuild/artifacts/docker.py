@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
@@ -32,7 +32,7 @@ from envbuild.progress import transfer
 if TYPE_CHECKING:
     from envbuild.image.daemon import Loaded
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 FORMS = ("oci", "docker-archive")
 # The formats of pushed images, by their media types.
@@ -93,18 +93,18 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
 
 
 def load_tagged(
-    image: AssembledImage, tag: str, environment: Environment, say: Say
+    image: AssembledImage, tag: str, environment: Environment, log: Log
 ) -> dict[str, Any]:
     """Load the image into the daemon under the name `tag`, and return what `--json` prints about it."""
     from envbuild.image.daemon import connect
 
     with connect(environment.variables) as client:
-        done = _load(client, image, [tag], say)
+        done = _load(client, image, [tag], log)
     return {"image_id": done.image_id, "layers_sent": done.layers_sent}
 
 
 @contextmanager
-def loaded(client: Any, image: AssembledImage, say: Say, *, keep: bool) -> Iterator[None]:
+def loaded(client: Any, image: AssembledImage, log: Log, *, keep: bool) -> Iterator[None]:
     """Keep the image in the daemon, without a name, during the block.
 
     It is removed at the end, unless `keep` is true or it was there before; an image that failed its
@@ -112,7 +112,7 @@ def loaded(client: Any, image: AssembledImage, say: Say, *, keep: bool) -> Itera
     """
     from docker.errors import DockerException
 
-    done = _load(client, image, [], say)
+    done = _load(client, image, [], log)
     stays = done.was_there
     try:
         yield
@@ -126,26 +126,26 @@ def loaded(client: Any, image: AssembledImage, say: Say, *, keep: bool) -> Itera
                 client.images.remove(done.image_id)
 
 
-def _load(client: Any, image: AssembledImage, tags: Sequence[str], say: Say) -> Loaded:
+def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> Loaded:
     from envbuild.image.daemon import load
 
     layers = [made.layer for made in image.layers]
-    with transfer("loading into the docker daemon", None) as moved:
-        done = load(client, image.config, image.image_id, layers, tags, image.blobs, moved)
+    with transfer("loading into the docker daemon", None) as on_progress:
+        done = load(client, image.config, image.image_id, layers, tags, image.blobs, on_progress)
     if done.layers_sent:
-        say(f"  sent {done.layers_sent} of {len(layers)} layers to the daemon")
+        log(f"  sent {done.layers_sent} of {len(layers)} layers to the daemon")
     return done
 
 
 def write(
-    images: Sequence[AssembledImage], index: ImageIndex | None, out: Out, tag: str, say: Say
+    images: Sequence[AssembledImage], index: ImageIndex | None, out: Out, tag: str, log: Log
 ) -> None:
     """Write the layout or archive beside its final path, then replace that atomically."""
     path = out.path.absolute()
     with (
-        place.exclusive(path, say),
-        place.writing(path.parent),
-        place.staged(path) as staged,
+        atomic.exclusive(path, log),
+        atomic.writing(path.parent),
+        atomic.staged(path) as staged,
     ):
         if out.form == "oci":
             root = images[0].descriptor
@@ -153,13 +153,13 @@ def write(
                 images[0].blobs.add(index.raw)
                 root = index.descriptor
             fill_layout(staged, images[0].blobs, [(root, tag)])
-            place.swap_in(staged, path)
+            atomic.replace(staged, path)
         else:
             file = staged / path.name
             with file.open("wb") as stream:
                 _archive(stream, images[0], tag)
             file.chmod(0o644)
-            place.swap_in(file, path)
+            atomic.replace(file, path)
 
 
 def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
@@ -191,7 +191,7 @@ def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[Assembled
 
 
 def push(
-    images: Sequence[AssembledImage], tag: str, environment: Environment, say: Say
+    images: Sequence[AssembledImage], tag: str, environment: Environment, log: Log
 ) -> dict[str, Any]:
     """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
@@ -202,10 +202,10 @@ def push(
             wanted = [image.manifest.config, *(made.layer.blob for made in image.layers)]
             pointer = image.digest if index else registry.reference.pointer
             sources = _repositories(image, registry.reference.registry, environment)
-            with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as moved:
+            with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as on_progress:
                 pushed = registry.push(
                     image.blobs, wanted, image.manifest.raw, image.manifest.media_type, pointer,
-                    mount_from=sources, moved=moved,
+                    mount_from=sources, on_progress=on_progress,
                 )  # fmt: skip
             for name in counts:
                 counts[name] += getattr(pushed, name)
@@ -213,7 +213,7 @@ def push(
             registry.put_manifest(index.raw, index.media_type, registry.reference.pointer)
     finally:
         registry.close()
-    say(
+    log(
         f"  pushed {counts['uploaded']} blobs ({counts['uploaded_bytes'] / 1e6:.1f} MB), "
         f"{counts['mounted']} mounted, {counts['present']} were there"
     )

@@ -29,7 +29,7 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
 SOURCES = (*MODULES, "files.py", "layers/trainer.py")
 # Predefined build arguments: they are in no layer, history or cache key.
@@ -228,7 +228,7 @@ def build(
     arguments: Mapping[str, str],
     labels: Mapping[str, str],
     environment: Environment,
-    say: Say,
+    log: Log,
 ) -> str:
     """Run `docker build` in `context` and return the image's id. Raises BuildError with the failed step's output."""
     line: list[str] = [command.program, "build", "--progress=plain", "--iidfile"]
@@ -241,28 +241,28 @@ def build(
                 line += ["--build-arg", known]
     for name, value in labels.items():
         line += ["--label", f"{name}={value}"]
-    if bundle := _certificates(environment, say):
+    if bundle := _certificates(environment, log):
         line += ["--secret", f"id=ca,src={bundle}"]
-    _stream([*line, os.fspath(context)], command.env, say)
+    _stream([*line, os.fspath(context)], command.env, log)
     try:
         return (context / "id").read_text(encoding="ascii").strip()
     except OSError as error:
         raise BuildError(f"docker build left no image id: {error.strerror}") from error
 
 
-def _certificates(environment: Environment, say: Say) -> str | None:
+def _certificates(environment: Environment, log: Log) -> str | None:
     bundle = ca_bundle(environment.pip, environment.variables)
     try:
         size = os.stat(bundle).st_size if bundle else 0
     except OSError:
         return None
     if size > _MAX_SECRET or "," in (bundle or ""):  # a comma would end the option
-        say(f"{bundle} cannot be given to docker build (500 kB at most, no comma in its path)")
+        log(f"{bundle} cannot be given to docker build (500 kB at most, no comma in its path)")
         return None
     return os.path.abspath(bundle) if bundle else None
 
 
-def _stream(line: Sequence[str], env: Mapping[str, str], say: Say) -> None:
+def _stream(line: Sequence[str], env: Mapping[str, str], log: Log) -> None:
     child = process.start(line, env=env, stderr=subprocess.STDOUT)
     assert child.stdout is not None
     seen: list[str] = []
@@ -271,7 +271,7 @@ def _stream(line: Sequence[str], env: Mapping[str, str], say: Say) -> None:
             text = redact(raw.decode(errors="replace").rstrip())
             seen.append(text)
             if text and not re.fullmatch(r"#\d+ sha256:[0-9a-f]{64}", text):
-                say("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
+                log("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
         child.wait()
     except BaseException:
         process.stop([child])

@@ -16,6 +16,7 @@ from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_parts
 from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
+from envbuild.fingerprint import record_digest
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import Layer
 from envbuild.image.model import (
@@ -38,19 +39,18 @@ from envbuild.layers.compose import (
     environment_part,
     wheel_parts,
 )
-from envbuild.layers.made import CachedLayer, M, Maker, Tars
+from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
-from envbuild.record import record_digest
 
 if TYPE_CHECKING:
     from envbuild.layers.conda_paths import CondaFile
     from envbuild.layers.conda_shared import Shared
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -98,7 +98,7 @@ def assemble(
     trainer: Trainer,
     compiler: Compiler | None,
     environment: Environment,
-    say: Say,
+    log: Log,
     *,
     offline: bool,
     layers: Sequence[LayerFolder] = (),
@@ -108,7 +108,7 @@ def assemble(
     Raises BuildError or LockError for a wheel, package or base image that no source has.
     """
     store = environment.store
-    maker = Tars(store, say)
+    maker = TarCache(store, log)
     filled = fill(plan, trainer, compiler, environment, maker, offline=offline, layers=layers)
     blobs, arch = store.blobs, GOARCH[Target.parse(plan.target).arch]
     config = canonical(_config(plan, filled, arch))
@@ -125,7 +125,7 @@ def fill(
     trainer: Trainer,
     compiler: Compiler | None,
     environment: Environment,
-    maker: Maker[M],
+    maker: LayerCache[M],
     *,
     offline: bool,
     layers: Sequence[LayerFolder] = (),
@@ -143,7 +143,7 @@ def fill(
         from envbuild.layers.conda_shared import shared_paths
 
         shared = shared_paths(files, wheels, scheme, environment.store)
-        _say_scripts(shared, maker.say)
+        _say_scripts(shared, maker.log)
         own_parts = conda_parts(files, shared, scheme, compiler, plan.mtime, conda_layers)
         parts = own_parts + parts
     check_paths(layers, wheels, files, scheme, store=environment.store)
@@ -165,15 +165,15 @@ def _conda_files(plan: Plan, environment: Environment, *, offline: bool) -> list
     return [CondaFile(package, path, path.stat().st_size) for package, path in found]
 
 
-def _say_scripts(shared: Shared, say: Say) -> None:
+def _say_scripts(shared: Shared, log: Log) -> None:
     """Report the packages with scripts of conda's that nothing runs in an image."""
     if shared.activated:
         names = ", ".join(shared.activated)
-        say(
+        log(
             f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env"
         )
     if shared.linked:
-        say(f"  link scripts are not run: {', '.join(shared.linked)}")
+        log(f"  link scripts are not run: {', '.join(shared.linked)}")
 
 
 def _environment_layer(

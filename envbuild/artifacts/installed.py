@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from envbuild.fingerprint import record_digest
 from envbuild.names import normalise
-from envbuild.record import record_digest
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from envbuild import process
+from envbuild.atomic import write_atomically
 from envbuild.environment import Environment
 from envbuild.errors import HostError
-from envbuild.files import write_atomically
 
 
 def known_interpreter(version: str, environment: Environment) -> str:

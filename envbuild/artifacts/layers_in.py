@@ -23,8 +23,8 @@ from envbuild.artifacts.layer_files import (
     parse_list,
 )
 from envbuild.artifacts.state import BuiltLayer
+from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
-from envbuild.files import write_atomically
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of

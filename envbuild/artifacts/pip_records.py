@@ -17,10 +17,10 @@ from typing import Any
 
 from envbuild.artifacts.layer_files import FOLDER as LISTS
 from envbuild.errors import BuildError
+from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.names import normalise
-from envbuild.record import record_digest
 
 _SCRIPTS = "../../../bin/"
 _NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")

@@ -21,15 +21,15 @@ from envbuild.artifacts.apptainer import (
     oci_config,
 )
 from envbuild.artifacts.enroot import enroot_files, normalised
+from envbuild.disk_space import reserve
 from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.merge import MergedEntry, Merging
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
-from envbuild.layers.segments import MadeSegment
-from envbuild.progress import Advance
-from envbuild.room import reserve
+from envbuild.layers.segments import CachedSegment
+from envbuild.progress import OnProgress
 
 _COPY = 8 << 20
 
@@ -56,7 +56,7 @@ class SquashTree:
 
 @contextlib.contextmanager
 def composed(
-    layers: Sequence[MadeSegment],
+    layers: Sequence[CachedSegment],
     config: Mapping[str, Any],
     *,
     provenance: str,
@@ -120,15 +120,15 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
             yield MergedEntry(kept, merged.layer, merged.member)
 
 
-def write_sqsh(root: SquashTree, out: BinaryIO, moved: Advance) -> None:
+def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None:
     """Write the squashfs to `out`, a new file. Raises BuildError (too little disk space) and OSError."""
     reserve(out, root.size)
-    size = _image(root, out, 0, moved)
+    size = _image(root, out, 0, on_progress)
     out.truncate(size)
 
 
 def write_sif(
-    root: SquashTree, out: BinaryIO, moved: Advance, squashfs: Path | None = None
+    root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None
 ) -> None:
     """Write the SIF to `out`, a new file; `squashfs` is that of `root` if it was written already.
 
@@ -141,7 +141,7 @@ def write_sif(
     ]
     start = write_sif_front(out, definition, jsons, root.arch)
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
-    size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, moved)
+    size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, on_progress)
     out.truncate(start + size)
     finish_sif(
         out, definition, jsons, root.arch,
@@ -149,9 +149,9 @@ def write_sif(
     )  # fmt: skip
 
 
-def _image(root: SquashTree, out: BinaryIO, base: int, moved: Advance) -> int:
+def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
     return write_image(
-        root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, moved
+        root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, on_progress
     )
 
 

@@ -22,8 +22,8 @@ from envbuild.artifacts.layer_files import check_layers
 MODULES = (
     "__init__.py",
     "elf.py",
+    "fingerprint.py",
     "names.py",
-    "record.py",
     "artifacts/__init__.py",
     "artifacts/conda_survey.py",
     "artifacts/elf_scan.py",

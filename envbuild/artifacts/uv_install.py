@@ -7,8 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from envbuild import process
-from envbuild.artifacts import place
+from envbuild import atomic, process
 from envbuild.artifacts.links import link_mode
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
@@ -34,7 +33,7 @@ def install_wheels(
     wanted = folder / ".requirements.txt"
     digest = hashlib.sha256(trainer.wheel()).hexdigest()
     own = f"ddp-train=={trainer.version} --hash=sha256:{digest}\n"
-    with place.writing(folder):
+    with atomic.writing(folder):
         wanted.write_text(requirements(plan.packages) + own)
     command: list[str | Path] = [
         environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
@@ -57,9 +56,9 @@ def tool_hint(said: str) -> str:
     """Return the hint for uv's error message `said`."""
     text = said.lower()
     if "no space left" in text or "quota" in text:
-        return place.write_hint(errno.ENOSPC)
+        return atomic.write_hint(errno.ENOSPC)
     if "read-only file system" in text or "permission denied" in text:
-        return place.write_hint(errno.EROFS)
+        return atomic.write_hint(errno.EROFS)
     if "hash mismatch" in text:
         return "a wheel changed since it was locked; remove it from its source, or lock again"
     return "run it again; if it persists, remove the store's uv folder (it is only a cache)"

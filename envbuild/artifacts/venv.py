@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild import process
-from envbuild.artifacts import installed, place
+from envbuild import atomic, process
+from envbuild.artifacts import installed
 from envbuild.artifacts.folder import check_installed, interpreter, site_packages
 from envbuild.artifacts.interpreter import (
     explain_missing,
@@ -77,7 +77,7 @@ def build(
         env=env,
     )  # fmt: skip
     try:
-        with place.writing(environment.store.root):
+        with atomic.writing(environment.store.root):
             located, own = locate(plan, trainer, environment, offline)
     except BaseException:
         process.stop([creating])
@@ -92,7 +92,7 @@ def build(
         "--compile-bytecode" if plan.compile_bytecode else None,
     )  # fmt: skip
     folders = layers(interpreter(staged))
-    with place.writing(staged):
+    with atomic.writing(staged):
         built = install_layers(folders, staged)
         found = installed.distributions(site_packages(staged, plan.python))
         check_installed(plan, trainer, folders, {d.name: d.version for d in found.values()})

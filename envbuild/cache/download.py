@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from envbuild.cache.http import BLOCK, blocks
 from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
 from envbuild.file_lock import file_lock
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
     import requests
@@ -52,18 +52,18 @@ def open_download(
     partial: Path,
     hashes: frozenset[str],
     size: int | None,
-    moved: Advance,
+    on_progress: OnProgress,
     stop: threading.Event,
     *,
     exact: bool = True,
 ) -> Iterator[Download]:
     """Yield a download into the file `partial` that continues an earlier one; remove the file if it stays empty.
 
-    `moved` receives the number of bytes as they arrive, including those of an earlier run, and a negative number
+    `on_progress` receives the number of bytes as they arrive, including those of an earlier run, and a negative number
     when bytes must be downloaded again. Raises OSError when `partial` cannot be written.
     """
     with partial.open("a+b") as stream:
-        download = Download(stream, hashes, size, exact, moved, stop)
+        download = Download(stream, hashes, size, exact, on_progress, stop)
         try:
             download.take_up()
             yield download
@@ -84,7 +84,7 @@ class Download:
     hashes: frozenset[str]
     size: int | None
     exact: bool
-    moved: Advance
+    on_progress: OnProgress
     stop: threading.Event
     have: int = 0
     # Whether some of the data came from an earlier run or another source.
@@ -168,12 +168,12 @@ class Download:
     def _note(self, block: bytes) -> None:
         self._sha.update(block)
         self.have += len(block)
-        self.moved(len(block))
+        self.on_progress(len(block))
 
     def _rewind(self) -> None:
         self.stream.seek(0)
         self.stream.truncate()
-        self.moved(-self.have)
+        self.on_progress(-self.have)
         self.have, self.inherited, self._sha = 0, False, hashlib.sha256()
 
 

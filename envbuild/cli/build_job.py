@@ -12,10 +12,10 @@ from envbuild.cli.common import (
     FolderOptions,
     check_out,
     finish,
+    log,
     own_command,
     packed,
     print_json,
-    say,
     show_plan,
 )
 from envbuild.environment import Environment
@@ -87,7 +87,7 @@ def build_folder(
         _build_by_job(kind, loaded, target, out, as_job, how, environment, options)
         return
     plan, trainer = prepare_folder(
-        kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
+        kind, loaded, target, environment, locked=how.locked, offline=how.offline, log=log,
         compile_bytecode=how.compile_bytecode, write=not how.dry_run,
     )  # fmt: skip
     check_torch(loaded, plan, verify=not how.no_verify)
@@ -97,7 +97,7 @@ def build_folder(
         show_plan(plan, how.as_json, path)
         return
     result = make_environment(
-        kind, plan, trainer, environment, path, say, offline=how.offline, python=python,
+        kind, plan, trainer, environment, path, log, offline=how.offline, python=python,
         verify=not how.no_verify, faults=how.faults,
     )  # fmt: skip
     finish(result, path, how.as_json)
@@ -135,7 +135,7 @@ def _build_by_job(
     place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
     if not how.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(
-            kind, loaded, target, environment, locked=how.locked, offline=how.offline, say=say,
+            kind, loaded, target, environment, locked=how.locked, offline=how.offline, log=log,
             here=False, verify=not how.no_verify,
         )  # fmt: skip
     tools = ""
@@ -149,7 +149,7 @@ def _build_by_job(
                 target,
                 environment,
                 as_job.bundle,
-                say,
+                log,
                 kinds=(kind.name,),
                 offline=how.offline,
             )
@@ -178,7 +178,7 @@ def _build_by_job(
         script = script or default_script(job, Path(job.work))
         named = as_job.script is not None
         number = submit_script(job, text, script, environment.variables, hint, named=named)
-        say(
+        log(
             f"submitted {script} to {job.scheduler}; {place} appears when it is built and has passed"
         )
     elif script is not None:

@@ -9,11 +9,11 @@ import click
 from envbuild.cli.common import (
     check_out,
     json_option,
+    log,
     offline_option,
     open_recipe,
     open_target,
     print_json,
-    say,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -64,7 +64,7 @@ def bundle_command(
     wanted = open_target(loaded, target, environment)
     path = out or Path("build") / loaded.recipe.name / wanted.name / "bundle"
     about = make_bundle(
-        loaded, wanted, environment, path, say, kinds=kinds, tools=not no_tools, offline=offline
+        loaded, wanted, environment, path, log, kinds=kinds, tools=not no_tools, offline=offline
     )
     if as_json:
         print_json({"path": str(path.absolute()), **about})

@@ -16,7 +16,7 @@ import click
 
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.progress import say as say
+from envbuild.progress import log as log
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
@@ -168,7 +168,7 @@ def print_plan(plan: Plan) -> None:
 def finish(result: Result, path: Path, as_json: bool) -> None:
     """Print the path or the result of a build in a folder, or that nothing changed."""
     if not result.built and not result.verified:
-        say(f"{path}: nothing changed ({result.seconds:.2f} s)")
+        log(f"{path}: nothing changed ({result.seconds:.2f} s)")
     if as_json:
         print_json(result.as_json())
     else:

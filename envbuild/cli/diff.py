@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import json_option, print_json, say
+from envbuild.cli.common import json_option, log, print_json
 from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
-    from envbuild.compare import Change, Comparison
+    from envbuild.inspect.compare import Change, Comparison
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 _COLOURS = {"added": "green", "removed": "red", "changed": "yellow"}
@@ -54,8 +54,8 @@ def diff_command(
       envbuild diff oci:image pt_cpu.sqsh
       envbuild diff old.tar new.tar --no-files --json
     """
-    from envbuild.artifacts.opened import open_artifacts
-    from envbuild.compare import compare
+    from envbuild.inspect.compare import compare
+    from envbuild.inspect.reader import open_artifacts
 
     environment = load_environment()
     with open_artifacts((a, b), environment, target) as (one, other):
@@ -102,9 +102,9 @@ def _show(found: Comparison, everything: bool) -> None:
     if len(shown) < len(files):
         click.echo(f"  … and {len(files) - len(shown)} more; --all lists them")
     for note in found.notes:
-        say(f"note: {note}")
+        log(f"note: {note}")
     if found.left_out:
-        say(f"not compared: {'; '.join(found.left_out)}")
+        log(f"not compared: {'; '.join(found.left_out)}")
 
 
 def _summary(found: Comparison) -> str:

@@ -13,6 +13,7 @@ from envbuild.cli.common import (
     faults_option,
     json_option,
     locked_option,
+    log,
     no_bytecode_option,
     no_verify_option,
     offline_option,
@@ -21,7 +22,6 @@ from envbuild.cli.common import (
     packed,
     print_json,
     print_plan,
-    say,
 )
 from envbuild.environment import load_environment
 
@@ -112,7 +112,7 @@ def docker_command(
     prepared = [
         prepare(
             loaded, target, environment, locked=how.locked, offline=how.offline,
-            bytecode=not how.no_bytecode, say=say, write=not how.dry_run,
+            bytecode=not how.no_bytecode, log=log, write=not how.dry_run,
         )
         for target in wanted
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def docker_command(
             click.echo(name)
         return
     make = make_images if builder == "native" else make_by_dockerfile
-    result = make(prepared, wish, environment, say, offline=how.offline)
+    result = make(prepared, wish, environment, log, offline=how.offline)
     if how.as_json:
         print_json(result)
     else:

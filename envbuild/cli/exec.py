@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import say
+from envbuild.cli.common import log
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 
@@ -62,7 +62,7 @@ def exec_command(
     environment = load_environment()
     status = exec_image(
         image, command, environment, binds=[parse_bind(text) for text in binds], folder=workdir,
-        variables=_variables(given), runtime=runtime, say=say,
+        variables=_variables(given), runtime=runtime, log=log,
     )  # fmt: skip
     if os.WIFSIGNALED(status):
         _end_by(os.WTERMSIG(status))

@@ -45,9 +45,9 @@ def inspect_command(
       envbuild inspect pt_cpu.sif
       envbuild inspect docker://registry.example.org/team/pt_cpu:2.13 --sbom cyclonedx >pt_cpu.cdx.json
     """
-    from envbuild.artifacts.opened import open_artifact
     from envbuild.describe import describe
     from envbuild.errors import UsageError
+    from envbuild.inspect.reader import open_artifact
 
     if sbom and (as_json or packages or layers):
         raise UsageError("--sbom writes JSON of its own; it goes with no other output")
@@ -56,8 +56,8 @@ def inspect_command(
         only_layers = layers and not packages
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
+            from envbuild.inspect.sbom import cyclonedx
             from envbuild.kinds.image import source_date
-            from envbuild.sbom import cyclonedx
 
             given = "SOURCE_DATE_EPOCH" in environment.variables
             date = source_date(environment) if given else None
@@ -153,7 +153,7 @@ def _layers(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _conda(found: Mapping[str, Any]) -> list[list[str]]:
-    from envbuild.artifacts.conda_meta import channel_name
+    from envbuild.inspect.conda_meta import channel_name
 
     return [
         [p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)]

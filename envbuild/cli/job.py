@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.cli.common import check_out, json_option, own_command, print_json, say, target_option
+from envbuild.cli.common import check_out, json_option, log, own_command, print_json, target_option
 from envbuild.errors import UsageError
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 
@@ -140,7 +140,7 @@ def job_command(
     plan = plan_job(request, opened, where)
     warnings = list(doubts(plan, host_arch()))
     for one in warnings:
-        say(f"warning: {one}")
+        log(f"warning: {one}")
     if explain:
         _table(explained(plan))
     text = render(plan)
@@ -175,7 +175,7 @@ def _hand_over(
         plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work)
     )
     number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
-    say(f"submitted {path} to {plan.scheduler}")
+    log(f"submitted {path} to {plan.scheduler}")
     return path, number
 
 
@@ -183,7 +183,7 @@ def _table(rows: list[tuple[str, str, str]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     widths[1] = min(widths[1], 60)
     for name, value, origin in rows:
-        say(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+        log(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
 
 
 def _as_json(plan: JobPlan, text: str, path: Path | None, number: str | None) -> dict[str, Any]:

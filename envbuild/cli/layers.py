@@ -7,11 +7,11 @@ import click
 from envbuild.cli.common import (
     json_option,
     locked_option,
+    log,
     offline_option,
     open_recipe,
     open_target,
     print_json,
-    say,
     target_option,
 )
 from envbuild.environment import load_environment
@@ -49,13 +49,13 @@ def layers_command(
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
     if place == "image":
-        found = for_image(loaded, wanted, environment, locked=locked, offline=offline, say=say)
+        found = for_image(loaded, wanted, environment, locked=locked, offline=offline, log=log)
     else:
         every = for_host(loaded, wanted, environment)
         found = before_environment(every)
         for late in (one for one in every.sources if one not in found.sources):
-            say(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
-    built = build_layers(found, loaded.folder, environment, say, offline=offline)
+            log(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
+    built = build_layers(found, loaded.folder, environment, log, offline=offline)
     if as_json:
         layers = [
             {
@@ -70,6 +70,6 @@ def layers_command(
         print_json({"recipe": loaded.recipe.name, "target": wanted.name, "layers": layers})
         return
     if not built:
-        say(f"{loaded.recipe.name} builds nothing from source for {wanted.name}")
+        log(f"{loaded.recipe.name} builds nothing from source for {wanted.name}")
     for one in built:
         click.echo(one.folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, print_json, say
+from envbuild.cli.common import json_option, log, print_json
 from envbuild.errors import VerificationError
 
 
@@ -42,4 +42,4 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
         names = dict.fromkeys(one.file for one in problems if one.fault.level == "error")
         raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")  # fmt: skip
     if not as_json:
-        say(told if problems else "no faults were found")
+        log(told if problems else "no faults were found")

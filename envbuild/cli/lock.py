@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import offline_option, open_recipe, open_target, say
+from envbuild.cli.common import log, offline_option, open_recipe, open_target
 from envbuild.cli.lock_conda import (
     EXPORTS,
     SOLVERS,
@@ -115,7 +115,7 @@ def lock_command(
     ]
     _check_parts(work, chosen, parts, export)
     if check:
-        check_locks(work, parts, say)
+        check_locks(work, parts, log)
         return
     upgrade = None if _ALL in upgrades else upgrades
     failures = _Failures()
@@ -208,9 +208,9 @@ def _lock_wheels(
     if upgrade:
         old = inspect_lock(loaded, target).lock
         upgrade = upgrades_of_wheels(loaded, target, old, list(upgrade))
-    say(f"{loaded.recipe.name} {target.name}: resolving …")
+    log(f"{loaded.recipe.name} {target.name}: resolving …")
     return update_lock(
-        loaded, target, environment, upgrade=upgrade, offline=offline, say=say, write=write
+        loaded, target, environment, upgrade=upgrade, offline=offline, log=log, write=write
     ).pylock
 
 
@@ -218,8 +218,7 @@ def _export(
     pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment
 ) -> Path:
     """Write a PEP 751 file. Unlike the lock, it contains the URLs to which this site resolved."""
-    from envbuild.artifacts.place import writing
-    from envbuild.files import write_atomically
+    from envbuild.atomic import write_atomically, writing
     from envbuild.lock.export import without_credentials
 
     # PEP 751: pylock.NAME.toml, without dots in NAME.

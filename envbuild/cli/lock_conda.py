@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from envbuild.cli.common import say
+from envbuild.cli.common import log
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.recipe.load import LoadedRecipe
@@ -89,9 +89,9 @@ def lock_conda(
     lock = state.lock if state.fault is None else None
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
     if due:
-        say(f"{loaded.recipe.name} {target.name}: solving conda packages …")
+        log(f"{loaded.recipe.name} {target.name}: solving conda packages …")
         lock = update_conda_lock(
-            loaded, target, environment, upgrade=upgrade, offline=work.offline, say=say,
+            loaded, target, environment, upgrade=upgrade, offline=work.offline, log=log,
             write=work.write, solver=_solver(work.solver),
         ).lock  # fmt: skip
     if work.export and lock is not None:
@@ -130,8 +130,7 @@ def _export(
 
 def write_exports(work: CondaWork) -> None:
     """Write the exported files and print their paths."""
-    from envbuild.artifacts.place import writing
-    from envbuild.files import write_atomically
+    from envbuild.atomic import write_atomically, writing
     from envbuild.lock import conda_export
     from envbuild.lock.conda_format import part_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from envbuild.cli.common import say
+from envbuild.cli.common import log
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.image_manage import inspect_image_lock, update_image_lock
@@ -27,7 +27,7 @@ def lock_base(
 ) -> None:
     """Update the lock of the base of the target's images if it is missing, stale or to be upgraded."""
     if _due(inspect_image_lock(loaded, target), upgrade=upgrade, offline=offline):
-        update_image_lock(loaded, target, environment, say=say, write=write)
+        update_image_lock(loaded, target, environment, log=log, write=write)
 
 
 def lock_builder(
@@ -47,7 +47,7 @@ def lock_builder(
     if not sources:
         return
     if _due(inspect_build_lock(loaded, target, sources), upgrade=upgrade, offline=offline):
-        update_build_lock(loaded, target, sources, environment, say=say, write=write)
+        update_build_lock(loaded, target, sources, environment, log=log, write=write)
 
 
 def _due(state: LockState[ImageLock], *, upgrade: bool, offline: bool) -> bool:
@@ -58,5 +58,5 @@ def _due(state: LockState[ImageLock], *, upgrade: bool, offline: bool) -> bool:
             "leave --offline out, or lock the rest alone: --wheels, --conda",
         )
     if offline and upgrade:
-        say(f"{state.path}: left as it is (--offline)")
+        log(f"{state.path}: left as it is (--offline)")
     return (state.fault is not None or upgrade) and not offline

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from envbuild.cli.common import open_recipe, say
+from envbuild.cli.common import log, open_recipe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.kinds import ARTIFACTS
@@ -96,7 +96,7 @@ def matrix_command(
     unlocked = [one for one in omitted if strict and isinstance(one.error, LockError)]
     for one in omitted:
         if one not in unlocked:
-            say(str(one))
+            log(str(one))
     if unlocked:
         raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
     click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
@@ -135,5 +135,5 @@ def _changed(chosen: list[Chosen], revision: str) -> list[Chosen]:
         if folder.is_relative_to(top):
             folders[one.name] = folder.relative_to(top).as_posix()
         else:
-            say(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
+            log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
     return changed_recipes(chosen, folders, changes.files)

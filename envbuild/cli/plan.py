@@ -7,10 +7,10 @@ import click
 from envbuild.cli.common import (
     json_option,
     locked_option,
+    log,
     offline_option,
     open_recipe,
     open_target,
-    say,
     show_plan,
     target_option,
 )
@@ -62,6 +62,6 @@ def plan_command(
     loaded = open_recipe(recipe, environment)
     plan = plan_of(
         ARTIFACTS[artifact], loaded, open_target(loaded, target, environment), environment,
-        locked=locked, offline=offline, say=say, write=False, here=not elsewhere, verify=not no_verify,
+        locked=locked, offline=offline, log=log, write=False, here=not elsewhere, verify=not no_verify,
     )  # fmt: skip
     show_plan(plan, as_json)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import own_command, say, target_option
+from envbuild.cli.common import log, own_command, target_option
 from envbuild.errors import VerificationError
 from envbuild.site.schedulers import LAUNCHER_NAMES
 
@@ -79,5 +79,5 @@ def preflight_command(
     if code == VerificationError.exit_code:
         raise VerificationError("the nodes would fail a job, see above", "carry out what it says")
     if code != 0:
-        say(f"the preflight ended with exit code {code}")
+        log(f"the preflight ended with exit code {code}")
         sys.exit(code)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.cli import layout
-from envbuild.cli.common import check_out, json_option, print_json, say
+from envbuild.cli.common import check_out, json_option, log, print_json
 
 if TYPE_CHECKING:
-    from envbuild.site.in_force import Value
+    from envbuild.site.effective import EffectiveSetting
 
 _STATUS = ("fail", "warn", "info", "ok")
 
@@ -48,9 +48,9 @@ def init_command(out: Path | None, force: bool) -> None:
       envbuild site init --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
+    from envbuild.atomic import write_atomically
     from envbuild.doctor.site_init import site_file
     from envbuild.errors import HostError, UsageError
-    from envbuild.files import write_atomically
 
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
@@ -67,7 +67,7 @@ def init_command(out: Path | None, force: bool) -> None:
         raise HostError(
             f"{path} cannot be written: {error.strerror}", "choose another --out"
         ) from error
-    say(f"read it through, then: envbuild site check {path}")
+    log(f"read it through, then: envbuild site check {path}")
     click.echo(path)
 
 
@@ -83,9 +83,9 @@ def show_command(site: str | None, everything: bool, as_json: bool) -> None:
       envbuild site show
       envbuild site show aws-parallelcluster --all
     """
-    from envbuild.site.in_force import in_force
+    from envbuild.site.effective import effective_settings
 
-    found, values = in_force(site, dict(os.environ))
+    found, values = effective_settings(site, dict(os.environ))
     if as_json:
         print_json(
             {
@@ -105,8 +105,8 @@ def show_command(site: str | None, everything: bool, as_json: bool) -> None:
         click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
 
 
-def _print(values: Sequence[Value]) -> None:
-    tables: dict[str, list[Value]] = {}
+def _print(values: Sequence[EffectiveSetting]) -> None:
+    tables: dict[str, list[EffectiveSetting]] = {}
     for value in values:
         tables.setdefault(value.table, []).append(value)
     for table, rows in tables.items():
@@ -174,7 +174,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
 
         raise RecipeError(f"site {site or 'in force'}: {wrong} wrong", "see what is marked FAIL")
     doubtful = counts["warn"]
-    say(f"nothing is wrong, {doubtful} doubtful" if doubtful else "nothing wrong was found")
+    log(f"nothing is wrong, {doubtful} doubtful" if doubtful else "nothing wrong was found")
 
 
 @site_command.command("list")

@@ -16,6 +16,7 @@ from envbuild.cli.common import (
     faults_option,
     json_option,
     locked_option,
+    log,
     no_bytecode_option,
     no_verify_option,
     offline_option,
@@ -23,7 +24,6 @@ from envbuild.cli.common import (
     open_target,
     packed,
     print_json,
-    say,
     show_plan,
     target_option,
 )
@@ -114,15 +114,15 @@ def make(
                 if choices.as_json:
                     print_json(about)
                 else:
-                    say(f"{file.kind}: {image.url} to {file.path}")
+                    log(f"{file.kind}: {image.url} to {file.path}")
             return
         chosen = Target.parse(choices.target or f"cpu-{host_arch()}")
-        show(make_from_image(image, chosen, of_image, environment, say), choices)
+        show(make_from_image(image, chosen, of_image, environment, log), choices)
         return
     loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
     one = prepare_image(
         loaded, open_target(loaded, choices.target, environment), environment, locked=choices.locked,
-        offline=choices.offline, bytecode=not choices.no_bytecode, say=say, write=not choices.dry_run,
+        offline=choices.offline, bytecode=not choices.no_bytecode, log=log, write=not choices.dry_run,
     )  # fmt: skip
     plan = one.plan
     check_torch(loaded, plan, verify=not choices.no_verify)
@@ -133,7 +133,7 @@ def make(
         check_files(of_recipe)
         show_plan(plan, choices.as_json)
         return
-    show(make_from_recipe(one, of_recipe, environment, say, offline=choices.offline), choices)
+    show(make_from_recipe(one, of_recipe, environment, log, offline=choices.offline), choices)
 
 
 def _check_runtime(kinds: Sequence[str], choices: Choices, environment: Environment) -> None:

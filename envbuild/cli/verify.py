@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, print_json, say
+from envbuild.cli.common import json_option, log, print_json
 from envbuild.cli.squash import runtime_option
 from envbuild.environment import load_environment
 from envbuild.errors import VerificationError
@@ -61,9 +61,9 @@ def verify_command(
         "epochs": epochs,
         "faults": faults,
     }
-    state, receipt = verify_artifact(path, load_environment(), say, overrides, runtime)
+    state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
     for line in lines(receipt["checks"]):
-        say(line)
+        log(line)
     if as_json:
         print_json(
             {

@@ -20,7 +20,7 @@ def check_stack(
     loaded: LoadedRecipe,
     target: Target,
     packages: Mapping[str, str] | None,
-    say: Callable[[str], None] | None,
+    log: Callable[[str], None] | None,
     *,
     conda: bool = False,
 ) -> None:
@@ -28,7 +28,7 @@ def check_stack(
 
     If `packages` is None, because there is no lock yet, the recipe's layers are checked against its pins; the
     contents of indexes are unknown before a resolution. Targets with neither GPUs nor layers are not checked.
-    Unknown links are reported through `say`, one line each. Raises LockError with every reason and fix for a
+    Unknown links are reported through `log`, one line each. Raises LockError with every reason and fix for a
     combination known not to work.
     """
     recipe = loaded.recipe
@@ -49,8 +49,8 @@ def check_stack(
             f"`envbuild explain {recipe.name} --target {target.name}` shows all reasons with their sources",
         )
     for finding in findings:
-        if finding.status == "unknown" and say is not None:
-            say(f"note: {target.name}: {finding.subject}: {finding.text}")
+        if finding.status == "unknown" and log is not None:
+            log(f"note: {target.name}: {finding.subject}: {finding.text}")
 
 
 def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:

@@ -14,7 +14,7 @@ from envbuild.debian.resolve import resolve
 from envbuild.debian.sources import DebianSuite, suites
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.progress import say, transfer
+from envbuild.progress import log, transfer
 from envbuild.store.client import Client
 
 if TYPE_CHECKING:
@@ -65,8 +65,12 @@ def _add_first(
             release = fetch_release(archive, client, keys)
             _say_if_old(release)
             for component in archive.components:
-                with transfer(f"package list of {archive} {component} for {arch}", None) as moved:
-                    path, form = fetch_packages(release, component, arch, client, blobs, moved)
+                with transfer(
+                    f"package list of {archive} {component} for {arch}", None
+                ) as on_progress:
+                    path, form = fetch_packages(
+                        release, component, arch, client, blobs, on_progress
+                    )
                 index.add(path, form, archive.kind)
         except NotFound:
             answers.append(f"{archive}: not there")
@@ -76,7 +80,7 @@ def _add_first(
             answers.append(error.message)
         else:
             for answer in answers:
-                say(f"{answer}; {archive} is used instead")
+                log(f"{answer}; {archive} is used instead")
             return release.date
     raise LockError(
         "\n    ".join([f"no archive serves {suite}:", *(answers or ["none is known"])]),
@@ -89,7 +93,7 @@ def _say_if_old(release: DebianRelease) -> None:
 
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if release.valid_until and release.valid_until < now and "snapshot" not in release.archive.url:
-        say(
+        log(
             f"{release.archive} has not been renewed since {release.date}: newer security fixes "
             "may be missing"
         )

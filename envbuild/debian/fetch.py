@@ -12,7 +12,7 @@ from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.progress import Advance, transfer
+from envbuild.progress import OnProgress, transfer
 from envbuild.store.client import Client
 from envbuild.workers import each
 
@@ -32,11 +32,11 @@ def fetch_debs(
         answers: dict[str, list[str]] = {deb.name: [] for deb in missing}
         size = sum(deb.size for deb in missing)
         try:
-            with transfer(f"fetching {len(missing)} Debian packages", size) as moved:
+            with transfer(f"fetching {len(missing)} Debian packages", size) as on_progress:
                 down: dict[str, str] = {}
 
                 def fetch(deb: LockedDeb, _: object) -> None:
-                    _fetch_one(deb, blobs, archives, client, answers[deb.name], down, moved)
+                    _fetch_one(deb, blobs, archives, client, answers[deb.name], down, on_progress)
 
                 # The largest first, so that not one large download remains at the end.
                 each(sorted(missing, key=lambda deb: -deb.size), fetch, _PARALLEL, client.stop)
@@ -64,7 +64,7 @@ def _fetch_one(
     client: Client,
     answers: list[str],
     down: dict[str, str],
-    moved: Advance,
+    on_progress: OnProgress,
 ) -> None:
     digest = f"sha256:{deb.sha256}"
     roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
@@ -79,7 +79,7 @@ def _fetch_one(
             # Quote "+": some servers read it as a blank.
             url = f"{root}/{quote(deb.path)}"
             try:
-                client.download(url, partial, frozenset([deb.sha256]), moved, deb.size)
+                client.download(url, partial, frozenset([deb.sha256]), on_progress, deb.size)
             except NotFound:
                 answers.append(f"{source}: not there")
             except Mismatch as other:

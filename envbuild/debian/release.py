@@ -20,7 +20,7 @@ from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 from envbuild.store.client import Client
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def fetch_packages(
     arch: str,
     client: Client,
     blobs: Blobs,
-    moved: Advance = lambda _count: None,
+    on_progress: OnProgress = lambda _count: None,
 ) -> tuple[Path, str]:
     """Return the file of a component's package list for a Debian architecture, and its compression (".xz", ".gz", "").
 
@@ -179,7 +179,7 @@ def fetch_packages(
     with locked_partial(blobs.partial(digest), client.stop) as partial:
         for url in urls:
             try:
-                client.download(url, partial, frozenset([sha256]), moved, size)
+                client.download(url, partial, frozenset([sha256]), on_progress, size)
             except NotFound:
                 if url == urls[-1]:
                     raise

@@ -1,4 +1,4 @@
-"""Checks of available processors, memory, shared memory and GPUs. Sources: envbuild/limits.py; nvidia-smi(1)."""
+"""Checks of available processors, memory, shared memory and GPUs. Sources: envbuild/resources.py; nvidia-smi(1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envbuild import limits
+from envbuild import resources
 from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
 from envbuild.progress import human_size
@@ -19,14 +19,14 @@ _ENOUGH_SHM = 1 << 30
 
 def processors(host: Host) -> Iterator[HostFinding]:
     """Report the number of available processors."""
-    ours, all_ = limits.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
+    ours, all_ = resources.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
     what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
     yield HostFinding("processors", "ok", what, facts={"usable": ours, "all": all_})
 
 
 def memory(host: Host) -> Iterator[HostFinding]:
     """Check the available memory."""
-    found = limits.memory(host.variables, root=host.root)
+    found = resources.memory(host.variables, root=host.root)
     if found is None:
         yield HostFinding("memory", "info", "not known")
         return

@@ -69,12 +69,12 @@ def load(
     layers: Sequence[Layer],
     tags: Sequence[str],
     blobs: Blobs,
-    moved: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Loaded:
     """Load an image, and tag it. `config` is its configuration, and `image_id` the digest of the configuration.
 
-    `moved` is called with the number of bytes of each piece that is sent. Raises BuildError when the daemon refuses the
-    image, or has it afterwards under another ID or with other layers.
+    `on_progress` is called with the number of bytes of each piece that is sent. Raises BuildError when the
+    daemon refuses the image, or has it afterwards under another ID or with other layers.
     """
     from docker.errors import APIError, ImageNotFound
 
@@ -90,7 +90,7 @@ def load(
         )
         sent = list(layers[known:])
         total = sum(layer.blob.size for layer in sent)
-        archive = _archive(config, image_id, layers, sent, blobs, moved)
+        archive = _archive(config, image_id, layers, sent, blobs, on_progress)
         try:
             said = list(client.api.load_image(archive))
         except (APIError, OSError) as error:
@@ -152,7 +152,7 @@ def _archive(
     layers: Sequence[Layer],
     sent: Sequence[Layer],
     blobs: Blobs,
-    moved: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Iterator[bytes]:
     """Yield the load archive: the configuration, the layers in `sent`, manifest.json."""
     name = f"{image_id.partition(':')[2]}.json"
@@ -166,7 +166,7 @@ def _archive(
         yield header(Entry(_member(layer), size=size))
         with path.open("rb") as stream:
             while data := stream.read(_PIECE):
-                moved(len(data))
+                on_progress(len(data))
                 yield data
         yield bytes(-size % _BLOCK)
     yield _small("manifest.json", json.dumps(manifest).encode())

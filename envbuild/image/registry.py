@@ -27,7 +27,7 @@ from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_push import Pushed
 from envbuild.image.registry_upload import CHUNK
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 from envbuild.workers import each
 
 _WORKERS = 4
@@ -64,18 +64,20 @@ class Registry:
         pointer = pointer or self.reference.pointer
         return registry_pull.head_manifest(self._sources, pointer, self._named(pointer))
 
-    def fetch_blob(self, blob: Descriptor, blobs: Blobs, moved: Advance) -> Path:
+    def fetch_blob(self, blob: Descriptor, blobs: Blobs, on_progress: OnProgress) -> Path:
         """Download a blob with resume, check its digest, and return its path in `blobs`.
 
-        A blob that exists is not downloaded again. `moved` is called with the number of received bytes; a negative
-        count takes back bytes that must be downloaded again.
+        A blob that exists is not downloaded again. `on_progress` is called with the number of received bytes; a
+        negative count takes back bytes that must be downloaded again.
         """
-        return self._fetch(blob, threading.Event(), blobs=blobs, moved=moved)
+        return self._fetch(blob, threading.Event(), blobs=blobs, on_progress=on_progress)
 
-    def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, moved: Advance) -> list[Path]:
-        """Download several blobs in parallel, and return their paths; `moved` is called from several threads."""
+    def fetch_blobs(
+        self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress
+    ) -> list[Path]:
+        """Download several blobs in parallel, and return their paths; `on_progress` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
-        each(unique, partial(self._fetch, blobs=blobs, moved=moved), _WORKERS)
+        each(unique, partial(self._fetch, blobs=blobs, on_progress=on_progress), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
 
     def has_blob(self, digest: str) -> bool:
@@ -89,10 +91,14 @@ class Registry:
             stop = threading.Event()
             return registry_push.mount(self.endpoint, digest, from_repository, stop)
 
-    def push_blob(self, blob: Descriptor, path: Path, moved: Advance, chunk: int = CHUNK) -> None:
-        """Upload one blob without asking whether the registry has it. `moved` is called as by `fetch_blob`."""
+    def push_blob(
+        self, blob: Descriptor, path: Path, on_progress: OnProgress, chunk: int = CHUNK
+    ) -> None:
+        """Upload one blob without asking whether the registry has it. `on_progress` is called as by `fetch_blob`."""
         with _told(self, f"{self.reference.name}: pushing blob {blob.digest}"):
-            registry_upload.push_blob(self.endpoint, blob, path, moved, threading.Event(), chunk)
+            registry_upload.push_blob(
+                self.endpoint, blob, path, on_progress, threading.Event(), chunk
+            )
 
     def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> str:
         """Publish a manifest or index whose blobs the registry has, and return its digest."""
@@ -109,15 +115,17 @@ class Registry:
         pointer: str,
         *,
         mount_from: Sequence[str] = (),
-        moved: Advance = lambda _count: None,
+        on_progress: OnProgress = lambda _count: None,
     ) -> Pushed:
         """Upload the blobs that the registry lacks, then publish `manifest` under the tag or digest `pointer`.
 
         Blobs are mounted from `mount_from`, other repositories of the registry, if these have them, and else uploaded,
-        several in parallel. `moved` is called with the size of every blob, uploaded or not.
+        several in parallel. `on_progress` is called with the size of every blob, uploaded or not.
         """
         what = f"pushing {self._named(pointer)}"
-        pushed = registry_push.push(self.endpoint, blobs, descriptors, mount_from, moved, what)
+        pushed = registry_push.push(
+            self.endpoint, blobs, descriptors, mount_from, on_progress, what
+        )
         self.put_manifest(manifest, media_type, pointer)
         return pushed
 
@@ -131,10 +139,10 @@ class Registry:
         return (*self.mirrors, self.endpoint)
 
     def _fetch(
-        self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, moved: Advance
+        self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, on_progress: OnProgress
     ) -> Path:
         what = self.reference.name
-        return registry_pull.fetch_blob(self._sources, blob, blobs, moved, stop, what)
+        return registry_pull.fetch_blob(self._sources, blob, blobs, on_progress, stop, what)
 
     def _named(self, pointer: str) -> str:
         return f"{self.reference.name}{'@' if ':' in pointer else ':'}{pointer}"

@@ -25,7 +25,7 @@ from envbuild.image.model import (
     is_digest,
 )
 from envbuild.image.registry_endpoint import Endpoint, complain
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
     import requests
@@ -71,15 +71,15 @@ def fetch_blob(
     sources: Sequence[Endpoint],
     blob: Descriptor,
     blobs: Blobs,
-    moved: Advance,
+    on_progress: OnProgress,
     stop: threading.Event,
     what: str,
 ) -> Path:
     """Download a blob from the first of `sources` that serves it correctly, and return its path in `blobs`.
 
-    `moved` is called with the number of received bytes, including those of an earlier, interrupted run; a negative
-    count takes back bytes that must be downloaded again. Raises BuildError; the partial download is then kept for a
-    later run, unless it is wrong.
+    `on_progress` is called with the number of received bytes, including those of an earlier, interrupted run; a
+    negative count takes back bytes that must be downloaded again. Raises BuildError; the partial download is
+    then kept for a later run, unless it is wrong.
     """
     wanted = f"{what}: blob {blob.digest}"
     hashes = frozenset({blob.digest.partition(":")[2]})
@@ -87,12 +87,12 @@ def fetch_blob(
         if not blobs.has(blob):
             with locked_partial(blobs.partial(blob.digest), stop) as partial:
                 if not blobs.has(blob):  # another process may have downloaded it in the meantime
-                    with open_download(partial, hashes, blob.size, moved, stop) as download:
+                    with open_download(partial, hashes, blob.size, on_progress, stop) as download:
                         _first(sources, lambda one: _download(one, blob, download, stop), wanted)
                     return blobs.adopt(partial, blob.digest)
     except OSError as error:
         raise BuildError(f"{wanted}: {error.filename or blobs.root}: {error.strerror}") from error
-    moved(blob.size)
+    on_progress(blob.size)
     return blobs.path(blob.digest)
 
 

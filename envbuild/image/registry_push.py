@@ -17,7 +17,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, push_blob
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 from envbuild.workers import each
 
 _WORKERS = 4
@@ -85,7 +85,7 @@ def push(
     blobs: Blobs,
     descriptors: Sequence[Descriptor],
     mount_from: Sequence[str],
-    moved: Advance,
+    on_progress: OnProgress,
     what: str,
 ) -> Pushed:
     """Make every blob of `descriptors` present in the repository, several in parallel. Raises BuildError."""
@@ -98,13 +98,13 @@ def push(
             elif any(mount(endpoint, blob.digest, source, stop) for source in mount_from):
                 how = "mounted"
             else:
-                push_blob(endpoint, blob, blobs.path(blob.digest), moved, stop)
+                push_blob(endpoint, blob, blobs.path(blob.digest), on_progress, stop)
                 return "uploaded"
         except RequestFailed as error:
             raise complain(f"{what}: pushing blob {blob.digest}", [(endpoint, error)]) from None
         except OSError as error:
             raise BuildError(f"{blobs.path(blob.digest)}: {error.strerror}") from error
-        moved(blob.size)
+        on_progress(blob.size)
         return how
 
     ways = each(unique, bring, _WORKERS)

@@ -19,7 +19,7 @@ from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
     import requests
@@ -42,19 +42,19 @@ def push_blob(
     endpoint: Endpoint,
     blob: Descriptor,
     path: Path,
-    moved: Advance,
+    on_progress: OnProgress,
     stop: threading.Event,
     chunk: int = CHUNK,
 ) -> None:
     """Upload the file `path` with the content `blob`, in chunks of `chunk` bytes.
 
-    `moved` is called with the number of sent bytes; a negative count takes back bytes that must be sent again. Raises
-    RequestFailed, and BuildError when the file's size differs from that in `blob`.
+    `on_progress` is called with the number of sent bytes; a negative count takes back bytes that must be sent
+    again. Raises RequestFailed, and BuildError when the file's size differs from that in `blob`.
     """
     size = path.stat().st_size
     if size != blob.size:
         raise BuildError(f"{path}: has {size} bytes, not {blob.size}: it changed")
-    _Upload(endpoint, blob, path, moved, stop, chunk).run()
+    _Upload(endpoint, blob, path, on_progress, stop, chunk).run()
 
 
 @dataclass
@@ -62,12 +62,12 @@ class _Upload:
     endpoint: Endpoint
     blob: Descriptor
     path: Path
-    moved: Advance
+    on_progress: OnProgress
     stop: threading.Event
     chunk: int
     location: str = ""  # "" before an upload has begun
     offset: int = 0  # bytes that the registry has
-    told: int = 0  # bytes that were reported to `moved`
+    told: int = 0  # bytes that were reported to `on_progress`
     unsure: bool = False  # the last request was interrupted: the registry's offset is unknown
     troubled: bool = False  # some request was interrupted
     refusals: int = 0  # uploads that the registry has discarded
@@ -199,7 +199,7 @@ class _Upload:
 
     def _tell(self, offset: int) -> None:
         if offset != self.told:
-            self.moved(offset - self.told)
+            self.on_progress(offset - self.told)
             self.told = offset
 
 

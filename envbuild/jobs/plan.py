@@ -7,10 +7,10 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
+from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.jobs.surroundings import mounts_of, variables_of
 from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.kinds.base import Artifact
 from envbuild.site.job_site import JobSite
@@ -112,7 +112,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     check_strategy(request, opened)
     check_rendezvous(request, opened, scheduler)
     check_nodes(artifact, command[0] if request.script else "", scheduler, site)
-    variables, library_path = variables_of(opened, site, runtime, nproc, cpus, origins)
+    variables, library_path = job_env(opened, site, runtime, nproc, cpus, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(
@@ -132,7 +132,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
         run_files=run_files,
         variables=variables,
         library_path=library_path,
-        mounts=mounts_of(command[0] if request.script else None, runtime, work, site),
+        mounts=container_mounts(command[0] if request.script else None, runtime, work, site),
         modules=site.modules.run,
         time=time,
         max_restarts=3 if request.max_restarts is None else request.max_restarts,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from envbuild import process
+from envbuild.atomic import write_atomically
 from envbuild.errors import HostError, UsageError
-from envbuild.files import write_atomically
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Submission

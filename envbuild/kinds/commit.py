@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.environment import Environment
 from envbuild.errors import VerificationError
 from envbuild.plan.plan import Plan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from envbuild.verify.model import Settings
     from envbuild.verify.subject import Subject
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def prove(
     subject: Subject,
     settings: Settings,
     environment: Environment,
-    say: Say,
+    log: Log,
     final: Path,
     *,
     staged: Path | None = None,
@@ -72,18 +72,18 @@ def prove(
     from envbuild.verify.run import verify
 
     logs = final.with_name(f"{final.name}.verify-logs")
-    verdict = verify(subject, settings, environment.variables, say, logs=logs)
+    verdict = verify(subject, settings, environment.variables, log, logs=logs)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
     receipt["artifact"] |= told or {}
     if verdict.passed:
-        say(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
+        log(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
         return receipt
     kept = ""
-    with place.writing(final.parent):
+    with atomic.writing(final.parent):
         if staged is not None and staged != final:
             kept = f"{final} is as it was; " if final.exists() else ""
-            place.swap_in(staged, failed)
+            atomic.replace(staged, failed)
         write_receipt(receipt, failed)
     held = held or f"{kept}what failed is {failed}"
     raise VerificationError(
@@ -101,7 +101,7 @@ def commit(
     staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False
 ) -> None:
     """Let `staged` replace the artifact at `final`, and write its receipt, unless that is `known` to be there."""
-    place.swap_in(staged, final)
+    atomic.replace(staged, final)
     # The receipt comes last: if a run stops before this line, the next one finds no receipt of this content and
     # verifies.
     if not known:
@@ -115,7 +115,7 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
     """
     from envbuild.verify.receipt import receipt_path, write_receipt
 
-    with place.writing(path.parent):
+    with atomic.writing(path.parent):
         if receipt is None:
             receipt_path(path).unlink(missing_ok=True)
             return

@@ -29,7 +29,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def make_by_dockerfile(
     prepared: Sequence[Prepared],
     wish: ImageOptions,
     environment: Environment,
-    say: Say,
+    log: Log,
     *,
     offline: bool,
 ) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def make_by_dockerfile(
     command = dockerfile.find_docker(environment.variables)
     with connect(environment.variables) as client:
         _check_daemon(client, one.target)
-        image = _build(client, command, one, environment, say, offline)
+        image = _build(client, command, one, environment, log, offline)
         beside = DOCKER.default_path(plan.recipe, plan.target)
         if wish.verify and not has_receipt(beside, image.digest, plan, wish.faults):
-            verify_image(client, one, image, wish, beside, environment, say)
+            verify_image(client, one, image, wish, beside, environment, log)
         name, _, label = wish.tag.rpartition(":")
         client.api.tag(image.image_id, name, label)
     receipt = str(receipt_path(beside).absolute()) if wish.verify else None
@@ -179,13 +179,13 @@ def _build(
     command: dockerfile.DockerCommand,
     one: Prepared,
     environment: Environment,
-    say: Say,
+    log: Log,
     offline: bool,
 ) -> BuiltImage:
     plan = one.plan
     assert plan.base is not None
-    say(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
-    say(f"{dockerfile.dockerfile_name(one.target)} on {dockerfile.base_name(plan)}")
+    log(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
+    log(f"{dockerfile.dockerfile_name(one.target)} on {dockerfile.base_name(plan)}")
     wheels, own = locate(plan, one.trainer, environment, offline)
     sources = dockerfile_layers.stage_files(plan, environment, offline=offline)
     builder = dockerfile.image_name(one.builder) if one.builder else None
@@ -193,7 +193,7 @@ def _build(
     with dockerfile.build_context(plan, one.trainer, wheels, environment, sources) as context:
         image_id = dockerfile.build(
             command, context, dockerfile.build_arguments(plan, builder),
-            dockerfile.labels(plan, created), environment, say,
+            dockerfile.labels(plan, created), environment, log,
         )  # fmt: skip
     installed = pip_records.read_installed(client, image_id, plan.python)
     packages = pip_records.check_installed(installed, [*wheels, own], plan.python)

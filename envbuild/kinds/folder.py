@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.artifacts.folder import check_host
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
@@ -34,7 +34,7 @@ from envbuild.recipe.targets import Target
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def prepare_folder(
@@ -75,7 +75,7 @@ def make_environment(
     trainer: Trainer,
     environment: Environment,
     path: Path,
-    say: Say,
+    log: Log,
     *,
     offline: bool,
     python: str | None = None,
@@ -97,7 +97,7 @@ def make_environment(
 
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         subject = folder_subject(where, state, module)
-        return prove(subject, settings, environment, say, path, staged=where)
+        return prove(subject, settings, environment, log, path, staged=where)
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None
@@ -109,7 +109,7 @@ def make_environment(
     if path.is_symlink():  # replace the folder that the link names, not the link
         path = path.resolve()
     check_place(path)
-    with place.exclusive(path, say):
+    with atomic.exclusive(path, log):
         state = check_place(path)
         if (
             state is not None
@@ -120,29 +120,29 @@ def make_environment(
             if not known:
                 keep_receipt(proven(path, state), path)
             return result(state, built=False, verified=not known)
-        _say_why(path, state, plan, say)
-        with place.staged(path) as staged:
+        _say_why(path, state, plan, log)
+        with atomic.staged(path) as staged:
             state = module.build(
                 plan, trainer, environment, staged, path.absolute(),
-                offline=offline, layers=_layers(plan, environment, say, offline), python=python,
+                offline=offline, layers=_layers(plan, environment, log, offline), python=python,
             )  # fmt: skip
             receipt = proven(staged, state) if verify else None
             commit(staged, path, receipt)
     return result(state, built=True, verified=verify)
 
 
-def _say_why(path: Path, state: State | None, plan: Plan, say: Say) -> None:
+def _say_why(path: Path, state: State | None, plan: Plan, log: Log) -> None:
     if state is None:
         count = len(plan.packages) + len(plan.conda)
-        say(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
+        log(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
     elif state.plan_digest != plan.digest:
-        say(f"{path}: the plan changed since it was built; building again")
+        log(f"{path}: the plan changed since it was built; building again")
     else:
-        say(f"{path}: no longer what was built (packages or interpreter); building again")
+        log(f"{path}: no longer what was built (packages or interpreter); building again")
 
 
 def _layers(
-    plan: Plan, environment: Environment, say: Say, offline: bool
+    plan: Plan, environment: Environment, log: Log, offline: bool
 ) -> Callable[[Path], Sequence[LayerFolder]]:
     """Return a function from a new environment's interpreter to the source layers of `plan`.
 
@@ -151,10 +151,10 @@ def _layers(
     """
     requested = RequestedLayers(plan.sources, plan.host_layers)
     first = build_layers(
-        before_environment(requested), plan.folder, environment, say, offline=offline
+        before_environment(requested), plan.folder, environment, log, offline=offline
     )
     if len(first) == len(requested.sources):
         return lambda python: first
     return lambda python: build_layers(
-        requested, plan.folder, environment, say, offline=offline, python=python
+        requested, plan.folder, environment, log, offline=offline, python=python
     )

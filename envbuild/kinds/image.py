@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from envbuild.artifacts import docker, place
+from envbuild import atomic
+from envbuild.artifacts import docker
 from envbuild.artifacts.image import AssembledImage, assemble
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
@@ -34,7 +35,7 @@ from envbuild.recipe.targets import Target, host_arch
 if TYPE_CHECKING:
     from envbuild.verify.image_subject import Built
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class Prepared:
     target: Target
     builder: ImageLock | None = None
 
-    def layers(self, environment: Environment, say: Say, *, offline: bool) -> list[LayerFolder]:
+    def layers(self, environment: Environment, log: Log, *, offline: bool) -> list[LayerFolder]:
         """Return the source layers of the image, from the store or built now. Raises BuildError and HostError."""
         wanted = RequestedLayers(self.plan.sources, self.plan.host_layers, self.builder)
-        return build_layers(wanted, self.plan.folder, environment, say, offline=offline)
+        return build_layers(wanted, self.plan.folder, environment, log, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def make_images(
     prepared: Sequence[Prepared],
     wish: ImageOptions,
     environment: Environment,
-    say: Say,
+    log: Log,
     *,
     offline: bool,
 ) -> dict[str, Any]:
@@ -135,31 +136,31 @@ def make_images(
     check_wish(wish, len(prepared), environment)
     images = []
     # All layers before the first image: layers of another architecture may be unavailable here.
-    built = [one.layers(environment, say, offline=offline) for one in prepared]
+    built = [one.layers(environment, log, offline=offline) for one in prepared]
     for one, layers in zip(prepared, built, strict=True):
         count = len(one.plan.conda) + len(one.plan.packages)
-        say(f"{one.plan.recipe} for {one.target.name}: {count} packages")
+        log(f"{one.plan.recipe} for {one.target.name}: {count} packages")
         images.append(
             assemble(
-                one.plan, one.trainer, one.compiler, environment, say,
+                one.plan, one.trainer, one.compiler, environment, log,
                 offline=offline, layers=layers,
             )
         )  # fmt: skip
     index = docker.index_of(images) if len(images) > 1 else None
     digest = index.digest if index else images[0].digest
     receipts = [
-        _verified(one, image, wish, environment, say)
+        _verified(one, image, wish, environment, log)
         for one, image in zip(prepared, images, strict=True)
     ]
     result = {"path": wish.tag, "digest": digest}
     if wish.load:
-        result |= docker.load_tagged(images[0], wish.tag, environment, say)
+        result |= docker.load_tagged(images[0], wish.tag, environment, log)
     if wish.out is not None:
-        docker.write(images, index, wish.out, wish.tag, say)
+        docker.write(images, index, wish.out, wish.tag, log)
         result["path"] = os.path.abspath(wish.out.path)
     if wish.push:
         sent = docker.in_format(images, wish.form)
-        result |= docker.push(sent, wish.tag, environment, say)
+        result |= docker.push(sent, wish.tag, environment, log)
         _record_push(prepared, images, sent, wish, result["reference"].partition("@")[0])
     targets = [
         {"target": one.target.name, "digest": image.digest, "receipt": receipt}
@@ -212,12 +213,12 @@ def _record_push(
     for one, image, pushed in zip(prepared, images, sent, strict=True):
         usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
         reference = f"{name}@{pushed.digest}"
-        with place.writing(usual.parent):
+        with atomic.writing(usual.parent):
             record_push(_beside(one.plan, wish), image.digest, reference, usual)
 
 
 def _verified(
-    one: Prepared, image: AssembledImage, wish: ImageOptions, environment: Environment, say: Say
+    one: Prepared, image: AssembledImage, wish: ImageOptions, environment: Environment, log: Log
 ) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.image.daemon import connect
@@ -228,20 +229,20 @@ def _verified(
     if not wish.verify:
         return None
     if one.target.arch != host_arch():
-        say(f"{one.target.name}: not verified: this {host_arch()} host cannot run it")
+        log(f"{one.target.name}: not verified: this {host_arch()} host cannot run it")
         return None
     if has_receipt(beside, image.digest, one.plan, wish.faults):
         return str(path.absolute())
     try:
         with (
             connect(environment.variables) as client,
-            docker.loaded(client, image, say, keep=wish.load),
+            docker.loaded(client, image, log, keep=wish.load),
         ):
-            verify_image(client, one, image, wish, beside, environment, say)
+            verify_image(client, one, image, wish, beside, environment, log)
     except HostError as error:
         if wish.load:
             raise
-        say(f"{one.target.name}: not verified: {error.message}")
+        log(f"{one.target.name}: not verified: {error.message}")
         return None
     return str(path.absolute())
 
@@ -253,7 +254,7 @@ def verify_image(
     wish: ImageOptions,
     beside: Path,
     environment: Environment,
-    say: Say,
+    log: Log,
 ) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     from envbuild.verify.image_subject import image_subject
@@ -265,4 +266,4 @@ def verify_image(
         told["pushed"] = pushed
     subject = image_subject(client, image, settings)
     held = f"the daemon has what failed as {image.image_id[:19]}"
-    keep_receipt(prove(subject, settings, environment, say, beside, held=held, told=told), beside)
+    keep_receipt(prove(subject, settings, environment, log, beside, held=held, told=told), beside)

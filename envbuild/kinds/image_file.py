@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
@@ -28,7 +28,7 @@ from envbuild.recipe.targets import host_arch
 from envbuild.verify.image_file import image_kind, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ class FileBuild:
 
 
 @contextmanager
-def places(wish: ImageFileOptions, say: Say) -> Iterator[None]:
+def places(wish: ImageFileOptions, log: Log) -> Iterator[None]:
     """Hold the locks for the paths of all files, which must be free or replaceable. Raises UsageError."""
     check_files(wish)
     with ExitStack() as stack:
         held: set[Path] = set()
         for path in (file.path.absolute() for file in wish.files):
             if path.parent in held:  # a second flock of this process would wait for the first
-                place.recover(path)
+                atomic.recover(path)
             else:
-                stack.enter_context(place.exclusive(path, say))
+                stack.enter_context(atomic.exclusive(path, log))
                 held.add(path.parent)
         yield
 
@@ -100,7 +100,7 @@ def accept(
     wish: ImageFileOptions,
     made: FileBuild,
     environment: Environment,
-    say: Say,
+    log: Log,
 ) -> list[Result]:
     """Verify each of the `staged` files, in the order of `wish.files`, and move it to its path.
 
@@ -113,7 +113,7 @@ def accept(
         known = wish.verify and _has_receipt(file, digest, wish, made)
         receipt = None
         if wish.verify and not known:
-            receipt = _verified(file, path, digest, state, wish, made, environment, say)
+            receipt = _verified(file, path, digest, state, wish, made, environment, log)
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
         commit(path, file.path, receipt, known=known)
@@ -148,7 +148,7 @@ def _verified(
     wish: ImageFileOptions,
     made: FileBuild,
     environment: Environment,
-    say: Say,
+    log: Log,
 ) -> dict[str, Any] | None:
     """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.verify.file_subject import file_subject
@@ -163,8 +163,8 @@ def _verified(
             subject = file_subject(
                 path, file.kind, state, digest, settings, environment, wish.runtime
             )
-            return prove(subject, settings, environment, say, file.path, staged=path)
+            return prove(subject, settings, environment, log, file.path, staged=path)
         except HostError as error:
             why = error.message
-    say(f"{file.path}: not verified: {why}")
+    log(f"{file.path}: not verified: {why}")
     return None

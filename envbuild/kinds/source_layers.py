@@ -17,10 +17,10 @@ from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
-    from envbuild.layers.workshop import Workshop
+    from envbuild.layers.build_host import BuildHost
 
-Say = Callable[[str], None]
-Workshops = Callable[[Path], AbstractContextManager["Workshop"]]
+Log = Callable[[str], None]
+BuildHosts = Callable[[Path], AbstractContextManager["BuildHost"]]
 # Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
@@ -29,7 +29,7 @@ def build_layers(
     layers: RequestedLayers,
     folder: Path,
     environment: Environment,
-    say: Say,
+    log: Log,
     *,
     offline: bool,
     python: Path | None = None,
@@ -47,7 +47,7 @@ def build_layers(
     from envbuild.layers.source_build import build_layer
 
     check_python(layers, python)
-    workshop = workshops(layers, folder, environment, say, offline=offline)
+    build_host = build_hosts(layers, folder, environment, log, offline=offline)
     hosts = {one.name: one.path for one in layers.hosts}
     if python is not None:
         hosts["python"] = os.path.abspath(python)
@@ -55,43 +55,43 @@ def build_layers(
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}
         built = build_layer(
-            source, requires, workshop, environment, say, offline=offline, hosts=hosts
+            source, requires, build_host, environment, log, offline=offline, hosts=hosts
         )
         done[source.name] = layer_folder(source, built)
     check_free(list(done.values()), ())
     return list(done.values())
 
 
-def workshops(
-    layers: RequestedLayers, folder: Path, environment: Environment, say: Say, *, offline: bool
-) -> Workshops:
+def build_hosts(
+    layers: RequestedLayers, folder: Path, environment: Environment, log: Log, *, offline: bool
+) -> BuildHosts:
     """Return a function that opens the build host of `layers`; it raises HostError when that cannot run here."""
     arch = Target.parse(layers.sources[0].target).arch
     if arch != host_arch():
         return lambda work: _nowhere(layers.sources, arch)
     if layers.builder is None:
-        from envbuild.layers.host_workshop import host_workshop
+        from envbuild.layers.local_build_host import local_build_host
 
-        return lambda work: host_workshop(work, environment.variables)
-    return lambda work: image_workshop(layers, folder, environment, say, work, offline=offline)
+        return lambda work: local_build_host(work, environment.variables)
+    return lambda work: image_build_host(layers, folder, environment, log, work, offline=offline)
 
 
 @contextmanager
-def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[Workshop]:
+def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[BuildHost]:
     raise other_host(sources, arch)
     yield
 
 
 @contextmanager
-def image_workshop(
+def image_build_host(
     layers: RequestedLayers,
     folder: Path,
     environment: Environment,
-    say: Say,
+    log: Log,
     work: Path,
     *,
     offline: bool,
-) -> Iterator[Workshop]:
+) -> Iterator[BuildHost]:
     """Start the builder image of `layers` as the build host: by enroot if it is installed, else in own namespaces.
 
     `work` is the folder that it shares with this host. Raises HostError when neither can start it.
@@ -101,19 +101,19 @@ def image_workshop(
     from envbuild.verify.runtimes import runtime_for
 
     assert layers.builder is not None
-    path = builder_file(layers.builder, folder, environment, say, offline=offline)
+    path = builder_file(layers.builder, folder, environment, log, offline=offline)
     # A build must not depend on variables that the caller has set for the programs of a job.
     kept = environment.variables.keys() - passed(environment.variables).keys()
     plain = replace(environment, variables={name: environment.variables[name] for name in kept})
     runtime = runtime_for(open_image_file(path), None, plain)
-    say(f"  layers are built in {path.name[:12]}… by {runtime.name}")
+    log(f"  layers are built in {path.name[:12]}… by {runtime.name}")
     with runtime.open(work) as launch:
-        yield _InImage(work, PurePosixPath(runtime.work), launch)
+        yield _ImageBuildHost(work, PurePosixPath(runtime.work), launch)
 
 
 @dataclass(frozen=True, slots=True)
-class _InImage:
-    """A `Workshop` in the builder image. `launch` is that of the runtime (verify/host.py)."""
+class _ImageBuildHost:
+    """A `BuildHost` in the builder image. `launch` is that of the runtime (verify/host.py)."""
 
     work: Path
     inside: PurePath

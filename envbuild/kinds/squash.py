@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from envbuild import limits
-from envbuild.artifacts import place
+from envbuild import atomic, resources
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.image import assemble, fill, run_config
 from envbuild.artifacts.squash import SquashTree, composed, write_sif, write_sqsh
+from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
@@ -23,14 +23,13 @@ from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result
 from envbuild.kinds.image import Prepared, source_date
 from envbuild.kinds.image_file import File, FileBuild, ImageFileOptions, accept, places
-from envbuild.layers.segments import Segments
+from envbuild.layers.segments import SegmentCache
 from envbuild.lock.base_oci import fetch_image
 from envbuild.progress import human_size, transfer
 from envbuild.recipe.targets import Target
-from envbuild.room import check_room
 from envbuild.verify.image_file import ENROOT
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def imported_file(kind: str, source: ImageSource) -> File:
@@ -41,7 +40,7 @@ def imported_file(kind: str, source: ImageSource) -> File:
 
 
 def make_from_recipe(
-    one: Prepared, wish: ImageFileOptions, environment: Environment, say: Say, *, offline: bool
+    one: Prepared, wish: ImageFileOptions, environment: Environment, log: Log, *, offline: bool
 ) -> list[Result]:
     """Build and verify the image files of a recipe.
 
@@ -49,17 +48,17 @@ def make_from_recipe(
     after keeping the failed file.
     """
     plan, arch = one.plan, one.target.arch
-    say(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
-    with places(wish, say):
+    log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
+    with places(wish, log):
         started = time.monotonic()
-        layers = one.layers(environment, say, offline=offline)
+        layers = one.layers(environment, log, offline=offline)
         if wish.engine != "native":
             image = assemble(
-                plan, one.trainer, one.compiler, environment, say, offline=offline, layers=layers
+                plan, one.trainer, one.compiler, environment, log, offline=offline, layers=layers
             )
             made = FileBuild(arch, started, image.state, plan)
-            return _by_engine(image.blobs, image.descriptor, wish, made, environment, say)
-        maker = _maker(wish, environment, say)
+            return _by_engine(image.blobs, image.descriptor, wish, made, environment, log)
+        maker = _maker(wish, environment, log)
         filled = fill(
             plan, one.trainer, one.compiler, environment, maker, offline=offline, layers=layers
         )
@@ -76,25 +75,25 @@ def make_from_recipe(
             folder=environment.store.folder("segments"),
         ) as root:
             made = FileBuild(arch, started, filled.state, plan)
-            return _natively(root, wish, made, environment, say)
+            return _natively(root, wish, made, environment, log)
 
 
 def make_from_image(
-    source: ImageSource, target: Target, wish: ImageFileOptions, environment: Environment, say: Say
+    source: ImageSource, target: Target, wish: ImageFileOptions, environment: Environment, log: Log
 ) -> list[Result]:
     """Convert an existing image for `target`'s architecture; one that envbuild built is also verified.
 
     Raises BuildError for an image that is damaged, missing, or for another architecture.
     """
-    with places(wish, say):
+    with places(wish, log):
         environment.store.clean_stale()
         _check_user(source, environment)
         made = FileBuild(target.arch, time.monotonic())
         if wish.engine != "native":
             pulled = fetch_image(source.name, target.arch, environment, Path())
             manifest = pulled.manifest.descriptor
-            return _by_engine(pulled.blobs, manifest, wish, made, environment, say)
-        maker = _maker(wish, environment, say)
+            return _by_engine(pulled.blobs, manifest, wish, made, environment, log)
+        maker = _maker(wish, environment, log)
         image = _image_at(source, target.arch, environment)
         count = len(image.layers)
         layers = [
@@ -113,7 +112,7 @@ def make_from_image(
             workers=maker.workers,
             folder=environment.store.folder("segments"),
         ) as root:
-            return _natively(root, wish, made, environment, say)
+            return _natively(root, wish, made, environment, log)
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
@@ -142,36 +141,36 @@ def _check_user(source: ImageSource, environment: Environment) -> None:
         raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
 
 
-def _maker(wish: ImageFileOptions, environment: Environment, say: Say) -> Segments:
-    workers = limits.workers(environment.variables)
-    return Segments(environment.store, wish.codec, workers, say)
+def _maker(wish: ImageFileOptions, environment: Environment, log: Log) -> SegmentCache:
+    workers = resources.workers(environment.variables)
+    return SegmentCache(environment.store, wish.codec, workers, log)
 
 
 def _natively(
-    root: SquashTree, wish: ImageFileOptions, made: FileBuild, environment: Environment, say: Say
+    root: SquashTree, wish: ImageFileOptions, made: FileBuild, environment: Environment, log: Log
 ) -> list[Result]:
     with ExitStack() as stack:
-        staged = _written(root, wish.files, stack, say)
-        return accept(staged, wish, made, environment, say)
+        staged = _written(root, wish.files, stack, log)
+        return accept(staged, wish, made, environment, log)
 
 
-def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say) -> list[Path]:
+def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, log: Log) -> list[Path]:
     """Write each file into a folder beside its path; a SIF reuses the squashfs of a .sqsh file written before it."""
     staged: list[Path] = []
     squashfs: Path | None = None
     for file in files:
         path = _beside(file, stack)
-        check_room(path.parent, squashfs.stat().st_size if squashfs else root.size)
-        with place.writing(file.path.parent), path.open("x+b") as out:
-            with transfer(f"writing {file.path.name}", None) as moved:
+        check_disk_space(path.parent, squashfs.stat().st_size if squashfs else root.size)
+        with atomic.writing(file.path.parent), path.open("x+b") as out:
+            with transfer(f"writing {file.path.name}", None) as on_progress:
                 if file.kind == ENROOT:
-                    write_sqsh(root, out, moved)
+                    write_sqsh(root, out, on_progress)
                     squashfs = path
                 else:
-                    write_sif(root, out, moved, squashfs)
+                    write_sif(root, out, on_progress, squashfs)
             # A SIF is executable, as Apptainer's own are.
             path.chmod(0o644 if file.kind == ENROOT else 0o755)
-        say(f"  {file.path.name}: {human_size(path.stat().st_size)}")
+        log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
         staged.append(path)
     return staged
 
@@ -179,7 +178,7 @@ def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, say: Say
 def _beside(file: File, stack: ExitStack) -> Path:
     """Return a path for writing a file before it is moved: its name in a folder that `stack` removes."""
     wanted = file.path.absolute()
-    return stack.enter_context(place.staged(wanted)) / wanted.name
+    return stack.enter_context(atomic.staged(wanted)) / wanted.name
 
 
 def _by_engine(
@@ -188,7 +187,7 @@ def _by_engine(
     wish: ImageFileOptions,
     made: FileBuild,
     environment: Environment,
-    say: Say,
+    log: Log,
 ) -> list[Result]:
     """Build the SIF with the installed Apptainer, from an OCI layout of the same layers."""
     from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
@@ -199,5 +198,5 @@ def _by_engine(
         # Beside the blobs, so that they are hard-linked and not copied.
         layout = stack.enter_context(environment.store.working("layouts"))
         fill_layout(layout, blobs, [(manifest, "image")])
-        build_with_apptainer(f"oci:{layout}", staged, environment, say, arch=made.arch)
-        return accept([staged], wish, made, environment, say)
+        build_with_apptainer(f"oci:{layout}", staged, environment, log, arch=made.arch)
+        return accept([staged], wish, made, environment, log)

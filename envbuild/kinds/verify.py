@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
@@ -17,7 +17,7 @@ from envbuild.verify.receipt import make_receipt, write_receipt
 from envbuild.verify.run import verify
 from envbuild.verify.subject import Subject
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def open_subject(
@@ -42,7 +42,7 @@ def open_subject(
 def verify_artifact(
     path: Path,
     environment: Environment,
-    say: Say,
+    log: Log,
     overrides: dict[str, Any],
     runtime: str | None = None,
 ) -> tuple[State, dict[str, Any]]:
@@ -58,11 +58,11 @@ def verify_artifact(
         subject,
         settings,
         environment.variables,
-        say,
+        log,
         logs=path.with_name(f"{path.name}.verify-logs"),
     )
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
-    with place.writing(path.parent):
+    with atomic.writing(path.parent):
         write_receipt(receipt, path)
     return subject.state, receipt

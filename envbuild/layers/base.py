@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from envbuild.atomic import write_atomically
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.files import write_atomically
 from envbuild.image.contained import has_file, open_image
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
@@ -19,7 +19,7 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import PREFIX, LayerRequest, key_of
-from envbuild.layers.made import M, Maker
+from envbuild.layers.layer_cache import LayerCache, M
 from envbuild.lock.base_debian import site_archives
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import OciLock
@@ -53,7 +53,7 @@ def base_image(
     plan: Plan,
     compiler: Compiler | None,
     environment: Environment,
-    maker: Maker[M],
+    maker: LayerCache[M],
     *,
     offline: bool,
 ) -> BaseImage[M]:
@@ -69,7 +69,7 @@ def _debian(
     lock: DebianLock,
     compiler: Compiler | None,
     environment: Environment,
-    maker: Maker[M],
+    maker: LayerCache[M],
     offline: bool,
 ) -> BaseImage[M]:
     from envbuild.debian.defaults import rules_digest
@@ -127,7 +127,9 @@ def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offl
     return debian_tree(list(zip(lock.packages, debs, strict=True)), mtime)
 
 
-def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[M]) -> BaseImage[M]:
+def _existing(
+    plan: Plan, lock: OciLock, environment: Environment, maker: LayerCache[M]
+) -> BaseImage[M]:
     assert plan.image is not None
     arch = Target.parse(plan.target).arch
     pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
@@ -143,7 +145,7 @@ def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: Maker[
     )  # fmt: skip
 
 
-def image_layers(pulled: Pulled, name: str, maker: Maker[M]) -> tuple[M, ...]:
+def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ...]:
     """Return the layers of an existing image, lowest first. Raises BuildError for a layer of an unknown media type."""
     ids = pulled.config["rootfs"]["diff_ids"]
     layers = []

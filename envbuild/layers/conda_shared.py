@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
-from envbuild.files import write_atomically
 from envbuild.layers.compose import WheelFile, key_of
 from envbuild.layers.conda_package import read_info
 from envbuild.layers.conda_paths import CondaFile, installed_paths

@@ -52,7 +52,7 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
     found = requested_layers(loaded, target)
     if not found.sources:
         return found
-    from envbuild.layers.host_workshop import host_identity
+    from envbuild.layers.local_build_host import host_identity
 
     def identity(one: SourceLayer) -> str:
         if target.arch != host_arch():
@@ -133,7 +133,7 @@ def check_here(layers: RequestedLayers, environment: Environment) -> None:
         if not _all_stored(layers, environment):
             raise other_host(layers.sources, arch)
     elif layers.builder is None:
-        from envbuild.layers.host_workshop import host_identity
+        from envbuild.layers.local_build_host import host_identity
 
         for one in layers.sources:
             if one.environment.startswith(UNKNOWN):

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from envbuild.atomic import replacing, write_atomically
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.files import replacing, write_atomically
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, closing
 from envbuild.image.in_place import opened
@@ -22,7 +22,7 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
-from envbuild.layers.made import (
+from envbuild.layers.layer_cache import (
     Distributions,
     known_part,
     read_distributions,
@@ -35,7 +35,7 @@ Items = Generator[tuple[Member, Readable | None], None, None]
 
 
 @dataclass(frozen=True, slots=True)
-class MadeSegment:
+class CachedSegment:
     """A layer in the store as a segment, its title, and the distributions that it installs."""
 
     segment: Segment
@@ -44,16 +44,16 @@ class MadeSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """The `Maker` of segments, compressed with `codec` in `workers` threads."""
+class SegmentCache:
+    """The `LayerCache` of segments, compressed with `codec` in `workers` threads."""
 
     store: Store
     codec: Codec
     workers: int
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
-    def part(self, part: LayerRequest) -> MadeSegment:
-        """See `Maker`.
+    def part(self, part: LayerRequest) -> CachedSegment:
+        """See `LayerCache`.
 
         If the store has the layer as a tar, the tar is read instead: it contains the same files, including their
         bytecode.
@@ -68,12 +68,12 @@ class Segments:
             items = partial(_of_part, part, found)
         return self._made(part.key, part.title, items, found)
 
-    def blob(self, layer: Layer, title: str) -> MadeSegment:
-        """See `Maker`. Raises BuildError for a layer that does not match its configuration's diff_id."""
+    def blob(self, layer: Layer, title: str) -> CachedSegment:
+        """See `LayerCache`. Raises BuildError for a layer that does not match its configuration's diff_id."""
         path = self.store.blobs.path(layer.blob.digest)
         return self.tar(layer.diff_id, title, partial(opened, path))
 
-    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> MadeSegment:
+    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
         """Return the layer whose tar has the digest `diff_id`; `opens` opens it as it is stored, if it must be read.
 
         Raises BuildError when it is damaged or another layer.
@@ -87,7 +87,7 @@ class Segments:
         title: str,
         items: Callable[[], Items],
         found: list[tuple[str, str, str]],
-    ) -> MadeSegment:
+    ) -> CachedSegment:
         folder = self.store.folder("segments")
         codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
         place = folder / f"{key}-{codec}"
@@ -99,14 +99,14 @@ class Segments:
                 made = _known(place, title)  # another process may have written it
                 if made is not None:
                     return made
-                self.say(f"  layer: {short(title)}")
+                self.log(f"  layer: {short(title)}")
                 segment = self._write(items(), place)
                 distributions = tuple(sorted(found))
                 write_atomically(place.with_suffix(".json"), json.dumps(distributions))
                 save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
         except OSError as error:
             raise self.store.unwritable(error) from error
-        return MadeSegment(segment, title, distributions)
+        return CachedSegment(segment, title, distributions)
 
     def _write(self, items: Items, place: Path) -> Segment:
         # Closed now rather than at garbage collection: it may hold archives.
@@ -119,13 +119,13 @@ def _data(place: Path) -> Path:
     return place.with_suffix(".data")
 
 
-def _known(place: Path, title: str) -> MadeSegment | None:
+def _known(place: Path, title: str) -> CachedSegment | None:
     segment = load(place.with_suffix(".index"), _data(place))
     if segment is None:
         return None
     try:
         rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
-        return MadeSegment(segment, title, read_distributions(rows))
+        return CachedSegment(segment, title, read_distributions(rows))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
+from envbuild.layers.build_host import BuildHost
 from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_fetch import fetch_source, fetch_wheels
@@ -35,9 +36,8 @@ from envbuild.layers.source_manifest import (
 from envbuild.layers.source_steps import make_layer
 from envbuild.layers.source_unpack import unpack_cuda
 from envbuild.layers.source_wheel import environment_of, renew_records, unpack_tools
-from envbuild.layers.workshop import Workshop
-from envbuild.limits import workers
 from envbuild.recipe.sources import SourceLayer
+from envbuild.resources import workers
 from envbuild.store.store import Store, remove_tree
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
@@ -49,9 +49,9 @@ _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 def build_layer(
     layer: SourceLayer,
     requires: Mapping[str, Path],
-    workshop: Callable[[Path], AbstractContextManager[Workshop]],
+    build_host: Callable[[Path], AbstractContextManager[BuildHost]],
     environment: Environment,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     offline: bool,
     hosts: Mapping[str, str] = {},
@@ -62,10 +62,10 @@ def build_layer(
     for required host layers, each by name; both may contain more than the layer requires. For a Python project,
     "python" in `hosts` is the absolute path of the interpreter that it is built for, whose environment has the packages
     that the build imports. `layer.environment` identifies them, so the interpreter's path does not affect the result.
-    `workshop` opens a build host with an empty work folder. The files belong to the store: copy them, and never
+    `build_host` opens a build host with an empty work folder. The files belong to the store: copy them, and never
     hard-link them to a place where others write.
 
-    Raises BuildError naming the failed step, with the end of its log, and any exception of `workshop`. If another
+    Raises BuildError naming the failed step, with the end of its log, and any exception of `build_host`. If another
     process builds the same layer, this call waits for it. Ctrl-C stops the build and leaves only the archive.
     """
     missing = [name for name in layer.requires if name not in requires and name not in hosts]
@@ -89,11 +89,11 @@ def build_layer(
                 begun = time.monotonic()
                 with store.working("building") as folder:
                     made = _build(
-                        layer, archive, cuda, tools, needed, folders, python, workshop, folder,
-                        environment, say,
+                        layer, archive, cuda, tools, needed, folders, python, build_host, folder,
+                        environment, log,
                     )  # fmt: skip
                     _put(store, made, tree.parent)
-                say(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
+                log(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
     finally:
         lock.with_suffix(".lock").unlink(missing_ok=True)
     return tree
@@ -152,31 +152,37 @@ def _build(
     requires: Mapping[str, Path],
     hosts: Mapping[str, str],
     python: PurePath | None,
-    workshop: Callable[[Path], AbstractContextManager[Workshop]],
+    build_host: Callable[[Path], AbstractContextManager[BuildHost]],
     folder: Path,
     environment: Environment,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Path:
     """Build the layer in `folder`, and return the folder there with tree and manifest."""
     title = f"{layer.name} {layer.version}"
     patchelf_program()  # raises now, not after minutes, when it is missing
     work = folder / "work"
     work.mkdir()
-    with workshop(work) as shop:
+    with build_host(work) as build_host:
         places: dict[str, PurePath] = {name: PurePath(path) for name, path in hosts.items()}
-        own = {name: shop.inside / "requires" / name for name in requires}
+        own = {name: build_host.inside / "requires" / name for name in requires}
         for name, tree in requires.items():
             shutil.copytree(tree, work / "requires" / name, symlinks=True)
         if cuda:
             unpack_cuda(cuda, work / "cuda")
-            own["cuda"] = shop.inside / "cuda"
+            own["cuda"] = build_host.inside / "cuda"
         if python is not None:
             places["python"] = python
             unpack_tools(tools, work)
         patches = [Path(patch.path) for patch in layer.patches]
         _check_patches(layer)
         job = SourceBuild(
-            layer, archive, shop, {**places, **own}, patches, workers(environment.variables), say
+            layer,
+            archive,
+            build_host,
+            {**places, **own},
+            patches,
+            workers(environment.variables),
+            log,
         )
         try:
             staged = make_layer(job)
@@ -188,20 +194,20 @@ def _build(
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
         arch = layer.target.rpartition("-")[2]
-        traces = {str(shop.inside), str(work)}
+        traces = {str(build_host.inside), str(work)}
         if python is not None and python.is_absolute():
             traces.add(str(environment_of(python)))
         done = relocate(staged, arch, sorted(traces), own, host_libraries(hosts.values()))
         if python is not None:
             renew_records(staged, layer.name)
-    return _finish(layer, staged, done, folder, say)
+    return _finish(layer, staged, done, folder, log)
 
 
 def _finish(
-    layer: SourceLayer, staged: Path, done: Relocated, folder: Path, say: Callable[[str], None]
+    layer: SourceLayer, staged: Path, done: Relocated, folder: Path, log: Callable[[str], None]
 ) -> Path:
     if done.named:
-        say(
+        log(
             f"{layer.name} {layer.version}: right in images alone, for their paths: {', '.join(done.named)}"
         )
     made = folder / "made"

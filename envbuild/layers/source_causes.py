@@ -21,7 +21,7 @@ def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
 
     It has the log's last lines, and `kept`, the path of the complete log.
     """
-    log = _end(error.log)
+    log = _end(error.log_file)
     lines = [line for line in log.splitlines() if line.strip()][-TAIL_LINES:]
     shown = [
         f"{name}: {error.step} failed (exit {error.status}):",
@@ -61,10 +61,10 @@ def _end(path: Path, most: int = _TAIL_BYTES) -> str:
 
 def keep_log(error: StepError, place: Path) -> None:
     """Copy the log of a failed step, followed by its other logs, to `place`. Raises OSError."""
-    logs: Sequence[Path] = [error.log, *error.more]
+    logs: Sequence[Path] = [error.log_file, *error.more]
     with place.open("wb") as out:
         for log in logs:
-            if log != error.log:
+            if log != error.log_file:
                 out.write(f"\n==== {log.name}\n".encode())
             with log.open("rb") as stream:
                 while piece := stream.read(1 << 20):

@@ -43,10 +43,10 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
             continue
         name = unquote(urlsplit(url).path).rpartition("/")[2] or layer.name
         try:
-            with transfer(f"fetching {layer.name} {layer.version}", None) as moved:
+            with transfer(f"fetching {layer.name} {layer.version}", None) as on_progress:
                 return download(
                     url, name, frozenset({layer.sha256}), layer.sha256, lambda: _in_store(layer, environment), client,
-                    store, moved, KIND,
+                    store, on_progress, KIND,
                 )  # fmt: skip
         except Mismatch as error:
             answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")

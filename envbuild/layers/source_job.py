@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from envbuild.layers.workshop import Workshop
+    from envbuild.layers.build_host import BuildHost
     from envbuild.recipe.sources import SourceLayer
 
 # Every layer is configured for this prefix: paths that are compiled in must not depend on the build folder.
@@ -29,44 +29,50 @@ class StepError(Exception):
         self, step: str, command: Sequence[str], status: int, log: Path, more: Sequence[Path] = ()
     ) -> None:
         super().__init__(step)
-        self.step, self.command, self.status, self.log, self.more = step, command, status, log, more
+        self.step, self.command, self.status, self.log_file, self.more = (
+            step,
+            command,
+            status,
+            log,
+            more,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SourceBuild:
-    """The build of one layer in `workshop`.
+    """The build of one layer in `build_host`.
 
     `places` are the paths, as commands see them, of required layers, host layers and CUDA ("cuda"). `patches` are files
-    on this host, in order. `jobs` is the number of parallel compilers. `say` logs one line.
+    on this host, in order. `jobs` is the number of parallel compilers. `log` logs one line.
     """
 
     layer: SourceLayer
     archive: Path
-    workshop: Workshop
+    build_host: BuildHost
     places: Mapping[str, PurePath] = field(default_factory=dict)
     patches: Sequence[Path] = ()
     jobs: int = 1
-    say: Callable[[str], None] = lambda _line: None
+    log: Callable[[str], None] = lambda _line: None
 
     @property
-    def log(self) -> Path:
+    def log_file(self) -> Path:
         """The output of all commands."""
-        return self.workshop.work / "build.log"
+        return self.build_host.work / "build.log"
 
     @property
     def source(self) -> Path:
         """The unpacked source, as this host sees it."""
-        return self.workshop.work / "source"
+        return self.build_host.work / "source"
 
     @property
     def stage(self) -> PurePath:
         """DESTDIR, as commands see it."""
-        return self.workshop.inside / "stage"
+        return self.build_host.inside / "stage"
 
     @property
     def staged(self) -> Path:
         """The installed files below the prefix, as this host sees them."""
-        return self.workshop.work / "stage" / PREFIX.lstrip("/")
+        return self.build_host.work / "stage" / PREFIX.lstrip("/")
 
     def options(self) -> list[str]:
         """Return the layer's options with all placeholders replaced."""
@@ -88,25 +94,25 @@ class SourceBuild:
 
         Raises StepError when it fails.
         """
-        inside = self.workshop.inside
-        with self.log.open("a", encoding="utf-8") as log:
+        inside = self.build_host.inside
+        with self.log_file.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n")
         begun = time.monotonic()
         if step not in _QUIET:
-            self.say(f"{self.layer.name} {self.layer.version}: {step}")
-        status = self.workshop.run(
-            command, inside / "source", {**self.variables(), **(variables or {})}, self.log
+            self.log(f"{self.layer.name} {self.layer.version}: {step}")
+        status = self.build_host.run(
+            command, inside / "source", {**self.variables(), **(variables or {})}, self.log_file
         )
         if status:
             logs = [self.source / name for name in more if (self.source / name).is_file()]
-            raise StepError(step, command, status, self.log, logs)
+            raise StepError(step, command, status, self.log_file, logs)
         seconds = time.monotonic() - begun
         if seconds >= 2:
-            self.say(f"{self.layer.name} {self.layer.version}: {step} took {seconds:.0f} s")
+            self.log(f"{self.layer.name} {self.layer.version}: {step} took {seconds:.0f} s")
 
     def variables(self) -> dict[str, str]:
         """Return the variables for every command, which keep differences between builds out of the result."""
-        inside = self.workshop.inside
+        inside = self.build_host.inside
         required = [place for name, place in self.places.items() if name != "cuda"]
         return {
             "LC_ALL": "C",

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 
 from envbuild.errors import BuildError, EnvbuildError
-from envbuild.layers.host_workshop import host_workshop
+from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.relocate import host_libraries, relocate
 from envbuild.layers.source_causes import failure
 from envbuild.layers.source_job import SourceBuild, StepError
@@ -120,11 +120,11 @@ def build_one(
         ]
         unpack_cuda(wheels, work / "cuda")
         places["cuda"] = work / "cuda"
-    with host_workshop(work, os.environ) as shop:
+    with local_build_host(work, os.environ) as build_host:
         job = SourceBuild(
             layer,
             _by_hash(archives, [layer.sha256], f"{layer.name} {layer.version}"),
-            shop,
+            build_host,
             places,
             [_by_hash(archives, [one.sha256], one.path) for one in layer.patches],
             len(os.sched_getaffinity(0)),

@@ -36,7 +36,7 @@ def make_layer(job: SourceBuild) -> Path:
     """
     from envbuild.layers.source_unpack import unpack
 
-    work, layer = job.workshop.work, job.layer
+    work, layer = job.build_host.work, job.layer
     (work / "tmp").mkdir()
     (work / "stage").mkdir()
     unpack(job.archive, job.source)
@@ -48,7 +48,7 @@ def make_layer(job: SourceBuild) -> Path:
         job.run(
             f"patch {patch.name}",
             ["patch", "-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-i",
-             str(job.workshop.inside / "patch.diff")],
+             str(job.build_host.inside / "patch.diff")],
         )  # fmt: skip
     _SYSTEMS[layer.system](job)
     if not job.staged.is_dir() or not any(job.staged.iterdir()):
@@ -119,7 +119,7 @@ def _licences(job: SourceBuild) -> None:
         if found:
             break
     else:
-        job.say(f"{job.layer.name} {job.layer.version}: no licence file in its archive")
+        job.log(f"{job.layer.name} {job.layer.version}: no licence file in its archive")
         return
     folder = job.staged / "share" / "licenses" / job.layer.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,12 +158,12 @@ def tidy(tree: Path) -> None:
 
 def _strip(job: SourceBuild) -> None:
     """Strip debugging information, which is most of a library's size."""
-    root = job.workshop.work
+    root = job.build_host.work
     found = []
     for here, _, names in os.walk(job.staged):
         for name in names:
             path = Path(here, name)
             if is_elf(path):
-                found.append(str(job.workshop.inside / path.relative_to(root)))
+                found.append(str(job.build_host.inside / path.relative_to(root)))
     if found:
         job.run("strip", ["strip", "--strip-debug", *sorted(found)])

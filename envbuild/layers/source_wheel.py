@@ -61,7 +61,7 @@ def build_wheel(job: SourceBuild) -> None:
     wheel or several.
     """
     python = job.places.get("python", PurePath("python3"))
-    work, inside = job.workshop.work, job.workshop.inside
+    work, inside = job.build_host.work, job.build_host.inside
     job.run("python", [str(python), "-c", _VERSION, str(inside / "python-version")])
     job.run(
         "pip wheel",
@@ -116,7 +116,7 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
 
     They exclude the settings of the host's pip and Python, and keep paths of temporary folders out of the result.
     """
-    inside, ours = job.workshop.inside, job.variables()
+    inside, ours = job.build_host.inside, job.variables()
     maps = ours["CPPFLAGS"]
     if python.is_absolute():
         maps = f"-ffile-prefix-map={environment_of(python)}={PREFIX} {maps}"

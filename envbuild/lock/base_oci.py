@@ -87,8 +87,8 @@ def _fetch(
     manifest = _manifest(registry, digest, arch)
     wanted = [manifest.config, *manifest.layers]
     if not all(blobs.has(blob) for blob in wanted):
-        with transfer(f"pulling {name}", sum(blob.size for blob in wanted)) as moved:
-            registry.fetch_blobs(wanted, blobs, moved)
+        with transfer(f"pulling {name}", sum(blob.size for blob in wanted)) as on_progress:
+            registry.fetch_blobs(wanted, blobs, on_progress)
     config = parse_config(blobs.read(manifest.config.digest), name)
     check_image(manifest, config, arch, name)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete

@@ -20,7 +20,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Packages that nearly every build needs in addition to those of the image.
 COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
 
@@ -66,12 +66,12 @@ def ensure_build_lock(
     *,
     locked: bool,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> ImageLock:
     """Return the current lock of the image in which `sources` are built; resolve a missing or stale one.
 
-    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when `locked`
     and the lock is missing or stale, or when it cannot be resolved; UsageError as `check_build_base`.
     """
     check_build_base(recipe, sources)
@@ -79,8 +79,8 @@ def ensure_build_lock(
     current = current_lock(state, recipe, target, locked=locked, offline=offline)
     if current is not None:
         return current
-    say(f"{state.path}: {state.fault}; resolving the builder of {target.name} …")
-    return update_build_lock(recipe, target, sources, environment, say=say, write=write)
+    log(f"{state.path}: {state.fault}; resolving the builder of {target.name} …")
+    return update_build_lock(recipe, target, sources, environment, log=log, write=write)
 
 
 def update_build_lock(
@@ -89,10 +89,10 @@ def update_build_lock(
     sources: Sequence[SourceLayer],
     environment: Environment,
     *,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> ImageLock:
-    """Resolve the builder image again and write its lock. Each change is reported through `say`, one line each."""
+    """Resolve the builder image again and write its lock. Each change is reported through `log`, one line each."""
     check_build_base(recipe, sources)
     old = inspect_build_lock(recipe, target, sources).lock
     image, digest = recipe.recipe.image, build_digest(recipe, target, sources)
@@ -104,7 +104,7 @@ def update_build_lock(
     base, what = resolve_base(own, reference, recipe.folder, target, environment)
     new = ImageLock(recipe.recipe.name, target.name, digest, base)
     path = lock_folders(recipe, target)[-1] / build_lock_name(target.name)
-    put_image_lock(path, old, new, what, say=say, write=write)
+    put_image_lock(path, old, new, what, log=log, write=write)
     return new
 
 

@@ -41,7 +41,7 @@ from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Solver = Callable[..., tuple[CondaPackage, ...]]
 
 
@@ -109,37 +109,37 @@ def ensure_conda_lock(
     *,
     locked: bool,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> CondaLock:
     """Return the current conda lock of `target`; solve a missing or stale one.
 
-    Each solve is reported through `say`. Without `write` no file is written. Raises UsageError for a recipe without
+    Each solve is reported through `log`. Without `write` no file is written. Raises UsageError for a recipe without
     conda packages, and LockError when `locked` and the lock is missing or stale, or when it cannot be solved.
     """
     check_has_conda(recipe)
     state = inspect_conda_lock(recipe, target)
     if state.fault is None and state.lock is not None:
-        check_conda_lock(recipe, target, state.lock, str(state.path), say)
-        say_warnings(state.lock.pip, say)
+        check_conda_lock(recipe, target, state.lock, str(state.path), log)
+        say_warnings(state.lock.pip, log)
         return state.lock
     if locked:
         raise LockError(f"{state.path}: {state.fault}", how_to_make(recipe, target, "conda"))
-    say(f"{state.path}: {state.fault}; solving {target.name} …")
+    log(f"{state.path}: {state.fault}; solving {target.name} …")
     return update_conda_lock(
-        recipe, target, environment, upgrade=(), offline=offline, say=say, write=write
+        recipe, target, environment, upgrade=(), offline=offline, log=log, write=write
     ).lock
 
 
 def check_conda_lock(
-    recipe: LoadedRecipe, target: Target, lock: CondaLock, source: str, say: Say
+    recipe: LoadedRecipe, target: Target, lock: CondaLock, source: str, log: Log
 ) -> None:
     """Raise LockError when `lock` has a PyTorch for another accelerator, or a combination known not to work.
 
     `source` is the file that `lock` was read from.
     """
     check_conda_accelerator(target, lock.packages, source)
-    check_stack(recipe, target, conda_versions(lock), say, conda=True)
+    check_stack(recipe, target, conda_versions(lock), log, conda=True)
 
 
 def update_conda_lock(
@@ -149,13 +149,13 @@ def update_conda_lock(
     *,
     upgrade: Collection[str] | None,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
     solver: Solver | None = None,
 ) -> CondaResolution:
     """Solve again and write the lock. With `upgrade` None every package may change, otherwise only the named ones.
 
-    The file is replaced atomically and keeps other targets' packages. Each change is reported through `say`, one
+    The file is replaced atomically and keeps other targets' packages. Each change is reported through `log`, one
     line each. `solver` is `conda_solve.solve` or a function with its signature.
     """
     from envbuild.lock import conda_pip, conda_solve
@@ -173,8 +173,8 @@ def update_conda_lock(
             recipe, target, environment, packages, keep=kept.pip if kept else None, offline=offline
         )
         for note in pip.notes:
-            say(f"note: {note}")
-        say_warnings(pip.lock, say)
+            log(f"note: {note}")
+        say_warnings(pip.lock, log)
     lock = CondaLock(
         recipe.recipe.name,
         target.name,
@@ -182,17 +182,17 @@ def update_conda_lock(
         packages,
         pip.lock if pip else _without_pip(recipe, target),
     )
-    check_stack(recipe, target, conda_versions(lock), say, conda=True)
+    check_stack(recipe, target, conda_versions(lock), log, conda=True)
     path = lock_folders(recipe, target)[-1] / conda_lock_name(target)
     differences = conda_changes(old, lock)
     for line in differences:
-        say(f"  {line}")
+        log(f"  {line}")
     if not write:
-        say(f"{path}: not written (dry run), {len(differences)} packages would change")
+        log(f"{path}: not written (dry run), {len(differences)} packages would change")
         return CondaResolution(lock, pip)
     _write(path, recipe, target, lock, pip is not None)
     count = len(lock.packages) + len(lock.pip.packages)
-    say(f"{path}: {count} packages for {target.name}, {len(differences)} changed")
+    log(f"{path}: {count} packages for {target.name}, {len(differences)} changed")
     return CondaResolution(lock, pip)
 
 

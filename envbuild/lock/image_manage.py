@@ -29,7 +29,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def inspect_image_lock(recipe: LoadedRecipe, target: Target) -> LockState[ImageLock]:
@@ -48,20 +48,20 @@ def ensure_image_lock(
     *,
     locked: bool,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> ImageLock:
     """Return the current image lock of `target`; resolve a missing or stale one.
 
-    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when `locked`
     or `offline` and the lock is missing or stale, or when it cannot be resolved.
     """
     state = inspect_image_lock(recipe, target)
     current = current_lock(state, recipe, target, locked=locked, offline=offline)
     if current is not None:
         return current
-    say(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
-    return update_image_lock(recipe, target, environment, say=say, write=write)
+    log(f"{state.path}: {state.fault}; resolving the base of {target.name} …")
+    return update_image_lock(recipe, target, environment, log=log, write=write)
 
 
 def current_lock(
@@ -89,16 +89,16 @@ def update_image_lock(
     target: Target,
     environment: Environment,
     *,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> ImageLock:
-    """Resolve the base again and write the lock. Each change is reported through `say`, one line each."""
+    """Resolve the base again and write the lock. Each change is reported through `log`, one line each."""
     loaded, digest = recipe.recipe, recipe.image_digest(target)
     old = inspect_image_lock(recipe, target).lock
     base, what = resolve_base(loaded, loaded.image.base, recipe.folder, target, environment)
     new = ImageLock(loaded.name, target.name, digest, base)
     path = lock_folders(recipe, target)[-1] / image_lock_name(target.name)
-    put_image_lock(path, old, new, what, say=say, write=write)
+    put_image_lock(path, old, new, what, log=log, write=write)
     return new
 
 
@@ -118,17 +118,17 @@ def resolve_base(
 
 
 def put_image_lock(
-    path: Path, old: ImageLock | None, new: ImageLock, what: str, *, say: Say, write: bool
+    path: Path, old: ImageLock | None, new: ImageLock, what: str, *, log: Log, write: bool
 ) -> None:
-    """Report each change through `say`, one line each, and write `new` to `path` unless `write` is false.
+    """Report each change through `log`, one line each, and write `new` to `path` unless `write` is false.
 
     `what` is a one-line description of `new`.
     """
     differences = image_changes(old, new)
     for line in differences if old else ():
-        say(f"  {line}")
+        log(f"  {line}")
     if not write:
-        say(f"{path}: not written (dry run), {len(differences)} would change")
+        log(f"{path}: not written (dry run), {len(differences)} would change")
         return
     write_lock_file(path, render_image(new))
-    say(f"{path}: {what}, {len(differences)} changed")
+    log(f"{path}: {what}, {len(differences)} changed")

@@ -20,7 +20,7 @@ from envbuild.lock.state import (
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def inspect_lock(recipe: LoadedRecipe, target: Target) -> LockState[Lock]:
@@ -38,35 +38,35 @@ def ensure_lock(
     *,
     locked: bool,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> Lock:
     """Return the current lock of `target`; resolve a missing or stale one.
 
-    Each resolution is reported through `say`. Without `write` no file is written. Raises LockError when `locked`
+    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when `locked`
     and the lock is missing or stale, when it cannot be resolved, or when its packages are known not to work with
     the recipe's layers or with each other.
     """
     state = inspect_lock(recipe, target)
     if state.fault is None and state.lock is not None:
-        check_lock(recipe, target, state.lock, str(state.path), say)
-        say_warnings(state.lock, say)
+        check_lock(recipe, target, state.lock, str(state.path), log)
+        say_warnings(state.lock, log)
         return state.lock
     if locked:
         raise LockError(f"{state.path}: {state.fault}", how_to_make(recipe, target, "wheels"))
-    say(f"{state.path}: {state.fault}; resolving {target.name} …")
+    log(f"{state.path}: {state.fault}; resolving {target.name} …")
     return update_lock(
-        recipe, target, environment, upgrade=(), offline=offline, say=say, write=write
+        recipe, target, environment, upgrade=(), offline=offline, log=log, write=write
     ).lock
 
 
-def check_lock(recipe: LoadedRecipe, target: Target, lock: Lock, source: str, say: Say) -> None:
+def check_lock(recipe: LoadedRecipe, target: Target, lock: Lock, source: str, log: Log) -> None:
     """Raise LockError when `lock` has a torch for another accelerator, or a combination known not to work.
 
     `source` is the file that `lock` was read from.
     """
     check_accelerator(target, lock.packages, source)
-    check_stack(recipe, target, _versions(lock), say)
+    check_stack(recipe, target, _versions(lock), log)
 
 
 def update_lock(
@@ -76,12 +76,12 @@ def update_lock(
     *,
     upgrade: Collection[str] | None,
     offline: bool,
-    say: Say,
+    log: Log,
     write: bool = True,
 ) -> Resolution:
     """Resolve again and write the lock. With `upgrade` None every package may change, otherwise only the named ones.
 
-    The file is replaced atomically. Each change is reported through `say`, one line each. Raises LockError when
+    The file is replaced atomically. Each change is reported through `log`, one line each. Raises LockError when
     no packages satisfy the recipe, or when the result is known not to work.
     """
     # The recipe's own pins may already be known not to work; this saves the resolution.
@@ -92,26 +92,26 @@ def update_lock(
         resolution = resolve(recipe, target, environment, keep=keep, offline=offline)
     except LockError as error:
         raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
-    check_stack(recipe, target, _versions(resolution.lock), say)
+    check_stack(recipe, target, _versions(resolution.lock), log)
     for note in resolution.notes:
-        say(f"note: {note}")
-    say_warnings(resolution.lock, say)
+        log(f"note: {note}")
+    say_warnings(resolution.lock, log)
     path = lock_folders(recipe, target)[-1] / lock_file_name(target.name)
     differences = changes(old, resolution.lock)
     for line in differences:
-        say(f"  {line}")
+        log(f"  {line}")
     if not write:
-        say(f"{path}: not written (dry run), {len(differences)} packages would change")
+        log(f"{path}: not written (dry run), {len(differences)} packages would change")
         return resolution
     write_lock_file(path, render(resolution.lock))
-    say(f"{path}: {len(resolution.lock.packages)} packages, {len(differences)} changed")
+    log(f"{path}: {len(resolution.lock.packages)} packages, {len(differences)} changed")
     return resolution
 
 
-def say_warnings(lock: Lock, say: Say) -> None:
-    """Report each warning of the resolution of `lock` through `say`, one line each."""
+def say_warnings(lock: Lock, log: Log) -> None:
+    """Report each warning of the resolution of `lock` through `log`, one line each."""
     for warning in lock.warnings:
-        say(f"warning: {lock.target}: {warning}")
+        log(f"warning: {lock.target}: {warning}")
 
 
 def _versions(lock: Lock) -> dict[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 
+from envbuild.atomic import write_atomically
 from envbuild.errors import LockError
-from envbuild.files import write_atomically
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -42,12 +42,12 @@ class LockUse(TypedDict):
     """Handling of a missing or stale lock in a build.
 
     With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`, and reported
-    through `say`; without `write` it is created in memory only.
+    through `log`; without `write` it is created in memory only.
     """
 
     locked: bool
     offline: bool
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     write: NotRequired[bool]
 
 

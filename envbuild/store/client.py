@@ -14,7 +14,7 @@ from envbuild.cache.download import open_download
 from envbuild.cache.http import BLOCK, HttpClient, failure, read_all
 from envbuild.cache.retry import Mismatch, NotFound, patiently
 from envbuild.cache.transport import transport_of
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.credentials import split_credentials
 
@@ -77,7 +77,7 @@ class Client:
         url: str,
         partial: Path,
         hashes: frozenset[str],
-        moved: Advance,
+        on_progress: OnProgress,
         size: int | None = None,
     ) -> str:
         """Download `url` into `partial`, with resume; return its sha256, which is one of `hashes`.
@@ -86,15 +86,15 @@ class Client:
         `partial` cannot be written.
         """
         if url.startswith("file:"):
-            return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, moved)
-        with open_download(partial, hashes, size, moved, self.stop, exact=False) as download:
+            return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, on_progress)
+        with open_download(partial, hashes, size, on_progress, self.stop, exact=False) as download:
             try:
                 return download.run(
                     lambda headers: self._answer(url, headers, 416),
                     self._http.transport.retries,
                 )
             except BaseException:
-                moved(-download.have)  # the next source counts them again
+                on_progress(-download.have)  # the next source counts them again
                 raise
 
     def _answer(self, url: str, headers: Mapping[str, str], ok: int = 200) -> requests.Response:
@@ -107,7 +107,7 @@ class Client:
             raise failure(response, _ADVICE)
 
 
-def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Advance) -> str:
+def _copy(source: Path, partial: Path, hashes: frozenset[str], on_progress: OnProgress) -> str:
     """Copy a file that a local index lists, so that later runs find it in the store without reading the index."""
     try:
         stream = source.open("rb")
@@ -118,7 +118,7 @@ def _copy(source: Path, partial: Path, hashes: frozenset[str], moved: Advance) -
         while block := stream.read(BLOCK):
             copy.write(block)
             digest.update(block)
-            moved(len(block))
+            on_progress(len(block))
     if digest.hexdigest() not in hashes:
         partial.unlink(missing_ok=True)
         raise Mismatch(digest.hexdigest())

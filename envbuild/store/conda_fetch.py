@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
-from envbuild.progress import Advance
+from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
@@ -93,8 +93,8 @@ def _fetch_all(
     # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
     down: dict[str, str] = {}
 
-    def fetch(archive: CondaArchive, moved: Advance) -> Path | None:
-        return _fetch_one(archive, store, client, site, down, answers[archive], moved)
+    def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
+        return _fetch_one(archive, store, client, site, down, answers[archive], on_progress)
 
     sizes = [archive.size for archive in missing]
     known = [size for size in sizes if size is not None]
@@ -109,7 +109,7 @@ def _fetch_one(
     site: Site,
     down: dict[str, str],
     answers: list[str],
-    moved: Advance,
+    on_progress: OnProgress,
 ) -> Path | None:
     def known() -> Path | None:
         return store.find_archive(archive.sha256, archive.name)
@@ -131,7 +131,7 @@ def _fetch_one(
                 known,
                 client,
                 store,
-                moved,
+                on_progress,
                 KIND,
                 archive.size,
             )

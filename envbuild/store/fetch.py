@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
-from envbuild.progress import Advance, transfer
+from envbuild.progress import OnProgress, transfer
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
@@ -128,22 +128,22 @@ def _fetch_all(
     store.folder("partial")
     store.clean_stale()
 
-    def fetch(wheel: WantedWheel, moved: Advance) -> Path | None:
-        return _fetch_one(wheel, sources, client, store, answers[wheel], moved)
+    def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
+        return _fetch_one(wheel, sources, client, store, answers[wheel], on_progress)
 
     return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
 
 
 def fetch_each(
     missing: Sequence[Item],
-    fetch: Callable[[Item, Advance], Path | None],
+    fetch: Callable[[Item, OnProgress], Path | None],
     client: Client,
     title: str,
     total: int | None = None,
 ) -> dict[Item, Path]:
     """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
-    with transfer(title, total) as moved:
-        paths = each(missing, lambda item, _: fetch(item, moved), _PARALLEL, client.stop)
+    with transfer(title, total) as on_progress:
+        paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
 
@@ -153,7 +153,7 @@ def _fetch_one(
     client: Client,
     store: Store,
     answers: list[str],
-    moved: Advance,
+    on_progress: OnProgress,
 ) -> Path | None:
     for source in sources:
         try:
@@ -168,7 +168,7 @@ def _fetch_one(
         good = [link for link in links if link.sha256 in wheel.hashes or link.sha256 is None]
         for link in sorted(good, key=lambda link: link.sha256 is None):
             try:
-                return _download(link, wheel, client, store, moved)
+                return _download(link, wheel, client, store, on_progress)
             except Mismatch as error:
                 answers.append(
                     f"{source.name}: hash mismatch: {link.filename} has sha256:{error.sha256}"
@@ -183,7 +183,9 @@ def _fetch_one(
     return None
 
 
-def _download(link: Link, wheel: WantedWheel, client: Client, store: Store, moved: Advance) -> Path:
+def _download(
+    link: Link, wheel: WantedWheel, client: Client, store: Store, on_progress: OnProgress
+) -> Path:
     key = (
         link.sha256
         or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
@@ -192,7 +194,7 @@ def _download(link: Link, wheel: WantedWheel, client: Client, store: Store, move
     def known() -> Path | None:
         return _in_store(wheel, store)
 
-    return download(link.url, link.filename, wheel.hashes, key, known, client, store, moved)
+    return download(link.url, link.filename, wheel.hashes, key, known, client, store, on_progress)
 
 
 def download(
@@ -203,7 +205,7 @@ def download(
     known: Callable[[], Path | None],
     client: Client,
     store: Store,
-    moved: Advance,
+    on_progress: OnProgress,
     kind: str = "wheels",
     size: int | None = None,
 ) -> Path:
@@ -214,7 +216,7 @@ def download(
     with locked_partial(store.folder("partial") / key, client.stop) as partial:
         if there := known():
             return there
-        digest = client.download(url, partial, hashes, moved, size)
+        digest = client.download(url, partial, hashes, on_progress, size)
         return store.adopt(partial, digest, name, kind)
 
 

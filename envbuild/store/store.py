@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envbuild.atomic import replacing
 from envbuild.errors import BuildError
 from envbuild.file_lock import folder_lock
-from envbuild.files import replacing
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs

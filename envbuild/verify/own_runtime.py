@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
-from envbuild.artifacts.place import writing
+from envbuild.atomic import writing
 from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.verify import namespace

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import __version__
-from envbuild.files import write_atomically
+from envbuild.atomic import write_atomically
 from envbuild.verify.model import Verdict
 from envbuild.verify.network_checks import nccl_version
 from envbuild.verify.subject import Subject

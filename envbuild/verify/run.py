@@ -24,7 +24,7 @@ from envbuild.verify.nodes import Nodes
 from envbuild.verify.static_checks import check_architecture, check_installed
 from envbuild.verify.subject import Subject
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Long enough to kill a rank in the middle of training, even on a fast machine.
 _FAULT_EPOCHS = 40
 _STEPS = 16
@@ -38,7 +38,7 @@ def verify(
     subject: Subject,
     settings: Settings,
     env: Mapping[str, str],
-    say: Say,
+    log: Log,
     *,
     logs: Path | None = None,
 ) -> Verdict:
@@ -51,7 +51,7 @@ def verify(
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
             bench = _Bench(nodes, work, settings, subject, network)
-            checks = _checks(bench, *_floor(subject, settings, site), say)
+            checks = _checks(bench, *_floor(subject, settings, site), log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
     finally:
@@ -118,15 +118,15 @@ class _Bench:
         )
 
 
-def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]:
+def _checks(bench: _Bench, floor: float, floor_of: str, log: Log) -> list[Check]:
     subject, settings = bench.subject, bench.settings
     half = max(1, settings.epochs // 2)
-    say(
+    log(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
     )
     for name, (theirs, ours) in bench.network.replaced.items():
-        say(
+        log(
             f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
             "used here: change it in your job scripts"
         )
@@ -160,7 +160,7 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
             second = first_outcome
             # Without a finished first launch, all checks that follow are blocked.
             if first_outcome.finished:
-                say(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
+                log(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
                 again = again or stack.enter_context(_resume(bench))
                 again.started = time.monotonic()
                 resumed, second = again.job, again.wait()
@@ -172,7 +172,7 @@ def _checks(bench: _Bench, floor: float, floor_of: str, say: Say) -> list[Check]
         )
     )  # fmt: skip
     if settings.faults and first_outcome.finished:
-        say("killing a rank in the middle of training …")
+        log("killing a rank in the middle of training …")
         checks.append(_fault_check(bench, reference_outcome))
     elif settings.faults:
         checks.append(blocked("restart", RESTART_TITLE, "launch"))

@@ -14,11 +14,11 @@ from lab import artifacts
 from lab.conda_package import PLACEHOLDER, Metadata, conda_package
 from rattler.index import index_fs
 
-from envbuild.artifacts.opened import open_artifact
-from envbuild.compare import Comparison, compare
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import with_parents, write_layer
+from envbuild.inspect.compare import Comparison, compare
+from envbuild.inspect.reader import open_artifact
 from envbuild.layers.conda import conda_tree
 from envbuild.layers.conda_paths import CondaFile
 from envbuild.layers.conda_shared import shared_paths

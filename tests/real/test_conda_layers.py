@@ -40,8 +40,8 @@ from envbuild.layers.conda import conda_tree
 from envbuild.layers.conda_parts import conda_parts
 from envbuild.layers.conda_paths import CondaFile
 from envbuild.layers.conda_shared import Shared, shared_paths
-from envbuild.layers.made import Tars
-from envbuild.layers.segments import Segments
+from envbuild.layers.layer_cache import TarCache
+from envbuild.layers.segments import SegmentCache
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command
@@ -176,9 +176,9 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
         os.sched_setaffinity(0, processors)
         try:
             parts = conda_parts(files, Shared({}, (), ()), SCHEME, compiler, MTIME, 2)
-            tars = [Tars(store, lambda _: None).part(part) for part in parts]
+            tars = [TarCache(store, lambda _: None).part(part) for part in parts]
             shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
-            maker = Segments(store, codec_of(DEFAULT), len(processors), lambda _: None)
+            maker = SegmentCache(store, codec_of(DEFAULT), len(processors), lambda _: None)
             segments = [maker.part(part) for part in parts]
         finally:
             os.sched_setaffinity(0, allowed)
@@ -278,8 +278,8 @@ def test_a_damaged_package_gives_no_layer_and_names_itself(
     (part,) = conda_parts(damaged, Shared({}, (), ()), SCHEME, None, MTIME, 1)
     store = Store(tmp_path / "store")
     makers: Mapping[str, Any] = {
-        "tar": Tars(store, lambda _: None),
-        "segment": Segments(store, codec_of(DEFAULT), 2, lambda _: None),
+        "tar": TarCache(store, lambda _: None),
+        "segment": SegmentCache(store, codec_of(DEFAULT), 2, lambda _: None),
     }
     for maker in makers.values():
         with pytest.raises(BuildError, match=rf"^{file.path.name}: "):

@@ -109,7 +109,7 @@ def test_what_is_pushed_is_what_skopeo_reads_and_what_is_pulled(lab: Lab, tmp_pa
     blobs, there = Blobs(tmp_path / "blobs"), reach(lab.address, "round/trip", tmp_path)
     pushed, pulled = image(blobs, 1, 2), Blobs(tmp_path / "pulled")
     progress = Progress()
-    done = there.push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "v1", moved=progress)
+    done = there.push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "v1", on_progress=progress)
     whole = sum(blob.size for blob in parts(pushed))
     assert (done.uploaded, done.mounted, done.present, done.uploaded_bytes) == (3, 0, 0, whole)
     assert progress.total == whole

@@ -22,7 +22,7 @@ from lab.sources import SourceArchive, layer, pack, patch
 from envbuild.elf import read_elf
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError
-from envbuild.layers.host_workshop import host_identity, host_workshop
+from envbuild.layers.local_build_host import host_identity, local_build_host
 from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_known import source_layers
 from envbuild.layers.source_manifest import read_manifest
@@ -36,13 +36,13 @@ TESTS = Path(__file__).resolve().parents[1]
 BUILD = """
 import os, pathlib, sys
 from envbuild.environment import load_environment
-from envbuild.layers.host_workshop import host_workshop
+from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_standalone import read_description
 environment = load_environment({**os.environ, "ENVBUILD_STORE": sys.argv[1]})
 layers, _ = read_description(pathlib.Path(sys.argv[2]).read_text())
 say = lambda line: print(line, flush=True)
-print(build_layer(layers[0], {}, lambda work: host_workshop(work, os.environ), environment, say, offline=False))
+print(build_layer(layers[0], {}, lambda work: local_build_host(work, os.environ), environment, say, offline=False))
 """
 # configure of a project whose make has nothing to do.
 QUICK = """#!/bin/sh
@@ -87,7 +87,7 @@ class Builder:
         return build_layer(
             what,
             requires or {},
-            lambda work: host_workshop(work, {**os.environ, **variables}),
+            lambda work: local_build_host(work, {**os.environ, **variables}),
             self.environment,
             self.said.append,
             offline=offline,
@@ -295,7 +295,7 @@ def test_an_archive_comes_from_a_mirror_and_passwords_stay_out_of_messages(
     )
     variables = {**os.environ, "ENVBUILD_STORE": str(builder.store), "ENVBUILD_SITE": str(site)}
     tree = build_layer(
-        one, {}, lambda work: host_workshop(work, os.environ), load_environment(variables), builder.said.append,
+        one, {}, lambda work: local_build_host(work, os.environ), load_environment(variables), builder.said.append,
         offline=True,
     )  # fmt: skip
     assert _run(tree / "bin/greet") == "hello"
@@ -500,7 +500,7 @@ def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(
     one = replace(one, environment=host_identity(one, os.environ))
     said: list[str] = []
     tree = build_layer(
-        one, {}, lambda work: host_workshop(work, os.environ),
+        one, {}, lambda work: local_build_host(work, os.environ),
         load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)}), said.append, offline=False,
     )  # fmt: skip
     moved = tmp_path / "moved"

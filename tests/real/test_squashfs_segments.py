@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from real.test_umoci import Stack, described, sources, stacks, unpacked
 
+from envbuild.disk_space import check_disk_space, reserve
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
@@ -28,7 +29,6 @@ from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE
 from envbuild.image.squashfs.segment import Segment, load, save, tar_items, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
-from envbuild.room import check_room, reserve
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("unsquashfs"), reason="unsquashfs is not installed"),
@@ -295,9 +295,9 @@ def test_an_image_for_another_file_system_is_the_same_and_a_full_one_is_told(
 
 def test_room_is_found_missing_before_anything_is_written(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=2m,nr_inodes=4") as disk:
-        check_room(disk, 2 << 20)
+        check_disk_space(disk, 2 << 20)
         with pytest.raises(BuildError, match=r"no room for 3\.1 MB; 2\.1 MB are free") as error:
-            check_room(disk, 3 << 20)
+            check_disk_space(disk, 3 << 20)
         assert error.value.exit_code == 4 and "--out" in str(error.value.hint)
         with (disk / "image").open("w+b") as out:
             out.write(b"front")
@@ -311,13 +311,13 @@ def test_room_is_found_missing_before_anything_is_written(tmp_path: Path) -> Non
         (disk / "2").touch()
         (disk / "3").touch()
         with pytest.raises(BuildError, match="no inode is left"):
-            check_room(disk, 1)
+            check_disk_space(disk, 1)
 
 
 def test_a_limit_of_file_sizes_is_met_before_anything_is_written(tmp_path: Path) -> None:
     """As a quota is: the file system has room, but not for us."""
     script = (
-        "import resource, sys; from envbuild.room import reserve\n"
+        "import resource, sys; from envbuild.disk_space import reserve\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "reserve(open(sys.argv[1], 'w+b'), 1 << 21)"
     )

@@ -137,7 +137,7 @@ def test_a_known_bad_pair_is_refused_before_anything_is_resolved(
 ) -> None:
     loaded = recipe(tmp_path, layers, top=top)
     with pytest.raises(LockError) as caught:
-        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, say=print)
+        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, log=print)
     assert fix in caught.value.message and "fix: " in caught.value.message
     assert caught.value.hint and "envbuild explain lab --target cu126-x86_64" in caught.value.hint
     assert list(loaded.folder.iterdir()) == [loaded.path]
@@ -157,7 +157,7 @@ def write_lock(loaded: LoadedRecipe, target: Target, *pins: str) -> None:
 def lock_of(loaded: LoadedRecipe, target: Target) -> tuple[Lock, list[str]]:
     said: list[str] = []
     lock = ensure_lock(
-        loaded, target, load_environment(), locked=True, offline=True, say=said.append
+        loaded, target, load_environment(), locked=True, offline=True, log=said.append
     )
     return lock, said
 
@@ -222,7 +222,7 @@ def test_pins_of_a_guide_that_exclude_each_other_are_explained(
 def test_a_failed_resolution_says_which_pins_cannot_be(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, torch=f"{GUIDE} torch==2.7.1")
     with pytest.raises(LockError, match="cannot be resolved") as caught:
-        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, say=print)
+        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, log=print)
     assert "pin sympy==1.13.3 or newer" in caught.value.message
 
 

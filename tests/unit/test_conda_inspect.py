@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab import artifacts as lab
 
-from envbuild.artifacts.comparable import LEFT_OUT
-from envbuild.artifacts.conda_meta import channel_name, reader_of
-from envbuild.artifacts.facts import CondaRecord, Inventory
-from envbuild.artifacts.opened import open_artifact
-from envbuild.compare import Comparison, compare
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
-from envbuild.sbom import cyclonedx
+from envbuild.inspect.comparable import LEFT_OUT
+from envbuild.inspect.compare import Comparison, compare
+from envbuild.inspect.conda_meta import channel_name, reader_of
+from envbuild.inspect.facts import CondaRecord, Inventory
+from envbuild.inspect.reader import open_artifact
+from envbuild.inspect.sbom import cyclonedx
 
 SIX = f"{lab.SITE}/six.py"
 FORGE = "https://conda.anaconda.org/conda-forge"

@@ -32,7 +32,7 @@ from envbuild.image.layer import header
 from envbuild.layers.conda import conda_tree
 from envbuild.layers.conda_package import read_info
 from envbuild.layers.conda_paths import installed_paths
-from envbuild.layers.made import recorded
+from envbuild.layers.layer_cache import recorded
 from envbuild.layers.prefixes import replaced_binary, replaced_text
 
 FORMS = [".conda", ".tar.bz2"]

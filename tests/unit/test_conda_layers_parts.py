@@ -32,7 +32,7 @@ from envbuild.layers.compose import LARGE, MOST_LARGE, WheelFile, alone, environ
 from envbuild.layers.conda_parts import conda_parts
 from envbuild.layers.conda_paths import CondaFile
 from envbuild.layers.conda_shared import Shared, losers, shared_paths
-from envbuild.layers.made import Tars
+from envbuild.layers.layer_cache import TarCache
 from envbuild.store.store import Store
 
 NOTHING = Shared({}, (), ())
@@ -172,7 +172,7 @@ def test_modules_of_the_standard_library_and_of_packages_get_bytecode(tmp_path: 
         f"lib/python3.11/__pycache__/os.{tag}.pyc",
         f"lib/python3.11/site-packages/__pycache__/m.{tag}.pyc",
     ]
-    made = [Tars(Store(tmp_path / str(n)), lambda _: None).part(part) for n in (1, 2)]
+    made = [TarCache(Store(tmp_path / str(n)), lambda _: None).part(part) for n in (1, 2)]
     assert made[0].layer == made[1].layer and [d[0] for d in made[0].distributions] == ["lab"]
 
 

@@ -261,7 +261,7 @@ def test_a_current_lock_is_taken_without_the_solver_and_a_wrong_one_refused(tmp_
     def ensure(what: LoadedRecipe) -> CondaLock:
         # No environment is there to solve in: whoever asked for it would fail here.
         return ensure_conda_lock(
-            what, X86, None, locked=True, offline=False, say=said.append  # type: ignore[arg-type]
+            what, X86, None, locked=True, offline=False, log=said.append  # type: ignore[arg-type]
         )  # fmt: skip
 
     assert ensure(loaded) == whole and said == []

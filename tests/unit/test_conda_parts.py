@@ -22,7 +22,7 @@ from envbuild.artifacts.conda_survey import (
 )
 from envbuild.artifacts.survey import MODULES
 from envbuild.errors import BuildError, HostError
-from envbuild.record import conda_digest
+from envbuild.fingerprint import conda_digest
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.conda_fetch import CondaArchive, fetch_archives

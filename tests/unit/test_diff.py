@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from lab import artifacts as lab
 
-from envbuild.artifacts.opened import open_artifact
-from envbuild.compare import Comparison, compare
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
+from envbuild.inspect.compare import Comparison, compare
+from envbuild.inspect.reader import open_artifact
 
 NUMPY: dict[str, bytes | str] = {"numpy/__init__.py": "1", "numpy/core.so": b"\x7fELF"}
 CODE = f"{lab.SITE}/numpy/__init__.py"

@@ -384,7 +384,7 @@ def prepare(
     empty = Lock("one", target, "3.11", found.platform("2.28"), digest, ())
     (place / f"{target}.requirements.txt").write_text(render(empty))
     return prepare_dockerfile(
-        loaded, found, environment, locked=True, offline=True, bytecode=True, say=print, base=base
+        loaded, found, environment, locked=True, offline=True, bytecode=True, log=print, base=base
     )
 
 
@@ -415,7 +415,7 @@ def test_the_base_follows_python_cuda_and_the_site_s_mirror(
     (place / f"{target}.requirements.txt").write_text(render(empty))
     try:
         prepared = prepare_dockerfile(
-            loaded, found, environment, locked=True, offline=True, bytecode=True, say=print
+            loaded, found, environment, locked=True, offline=True, bytecode=True, log=print
         )
     except UsageError as error:
         assert base in f"{error.message} {error.hint}"

@@ -85,7 +85,7 @@ def built(
     monkeypatch.setattr("envbuild.verify.run.verify", verify)
     loaded, target = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml"), Target.parse(HERE)
     plan, trainer = prepare(
-        loaded, target, environment, artifact=kind.name, locked=True, offline=True, say=print
+        loaded, target, environment, artifact=kind.name, locked=True, offline=True, log=print
     )
     path = kind.default_path("pt_cpu", HERE)
     return make_environment(kind, plan, trainer, environment, path, print, offline=True)
@@ -95,7 +95,7 @@ def test_an_artifact_kind_is_planned_and_offered(
     toy: FolderArtifact, environment: Environment
 ) -> None:
     loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
-    plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, say=print)  # fmt: skip
+    plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, log=print)  # fmt: skip
     assert plan.artifact == "toy" and plan.has_torch
     jobs, _ = make_jobs([Chosen("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment)  # fmt: skip
     assert f"envbuild toy pt_cpu --target {HERE} --locked" in [job.command for job in jobs]

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from lab import artifacts as lab
 from lab.users import as_nobody
 
-from envbuild.artifacts.facts import About, Inventory, PythonPackage
-from envbuild.artifacts.listing import read_listing, remembered
-from envbuild.artifacts.masking import masked, masked_text, masked_words
-from envbuild.artifacts.metadata import interest, portable_digest
-from envbuild.artifacts.opened import open_artifact, open_artifacts, split
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
-from envbuild.sbom import cyclonedx
+from envbuild.inspect.facts import About, Inventory, PythonPackage
+from envbuild.inspect.listing import read_listing, remembered
+from envbuild.inspect.masking import masked, masked_text, masked_words
+from envbuild.inspect.metadata import interest, portable_digest
+from envbuild.inspect.reader import open_artifact, open_artifacts, split
+from envbuild.inspect.sbom import cyclonedx
 
 STATUS = """\
 Package: libc6
@@ -384,7 +384,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
-    from envbuild.artifacts.facts import DebianPackage
+    from envbuild.inspect.facts import DebianPackage
 
     about = About(
         "image",

@@ -18,7 +18,7 @@ from envbuild.doctor.site_check import check_site
 from envbuild.doctor.site_init import site_file
 from envbuild.doctor.site_rules import contradictions, duration
 from envbuild.errors import RecipeError, UsageError
-from envbuild.site.in_force import Value, in_force
+from envbuild.site.effective import EffectiveSetting, effective_settings
 from envbuild.site.job_site import JobSite, find_site, load_job_site
 from envbuild.site.settings import SiteFile
 from envbuild.toml import Document, decode
@@ -246,7 +246,7 @@ def test_every_value_has_its_origin_and_no_password_is_shown(tmp_path: Path) -> 
         'store = "/s"\n[mirrors]\n"https://a.org" = ["https://u:geheim@m.org"]\n'
         '[registries."docker.io"]\nmirrors = ["https://u:geheim@h.org"]\n[node]\ngpus = 2\n',
     )
-    site, values = in_force(str(file), {"HOME": str(tmp_path)})
+    site, values = effective_settings(str(file), {"HOME": str(tmp_path)})
     given_ = [value for value in values if value.given]
     assert [(v.table, v.key, v.value) for v in given_] == [
         ("", "store", "/s"),
@@ -257,7 +257,9 @@ def test_every_value_has_its_origin_and_no_password_is_shown(tmp_path: Path) -> 
     ]
     assert {value.origin for value in given_} == {str(file)} and site.files == (file,)
     env = {"HOME": str(tmp_path), "ENVBUILD_SITE": str(file), "ENVBUILD_STORE": "/mine"}
-    assert in_force(None, env)[1][0] == Value("", "store", "/mine", "ENVBUILD_STORE")
+    assert effective_settings(None, env)[1][0] == EffectiveSetting(
+        "", "store", "/mine", "ENVBUILD_STORE"
+    )
 
 
 def test_what_show_prints_is_toml_that_says_the_same(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.installed import check_files
 from envbuild.errors import BuildError
+from envbuild.fingerprint import record_digest
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Tree
 from envbuild.layers.bytecode import Compiler, find_compiler
@@ -35,9 +36,8 @@ from envbuild.layers.compose import (
     key_of,
     wheel_parts,
 )
-from envbuild.layers.made import Tars
+from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.wheel import Scheme
-from envbuild.record import record_digest
 from envbuild.store.store import Store
 
 SCHEME = Scheme(PREFIX, "3.11")
@@ -120,7 +120,7 @@ def test_of_a_file_that_several_wheels_have_the_last_ones_stays(tmp_path: Path) 
     assert {"opt/env/bin/of-one", "opt/env/bin/of-two"} <= made.keys()
     pyc = made[f"{SITE}/__pycache__/shared.{COMPILER.tag}.pyc"][1]
     assert b"two, later" in pyc
-    result = Tars(Store(tmp_path / "store"), print).part(part)
+    result = TarCache(Store(tmp_path / "store"), print).part(part)
     assert [(name, version) for name, version, _ in result.distributions] == [
         ("one", "1.0"), ("two", "1.0"),
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_the_frame_is_an_environment_that_python_takes_as_one(tmp_path: Path) ->
     trainer = located(make_wheel(tmp_path, "ddp-train"))
     part = environment(trainer, scheme=scheme, interpreter=interpreter, folders=[])
     store = Store(tmp_path / "store")
-    made = Tars(store, print).part(part)
+    made = TarCache(store, print).part(part)
     with tarfile.open(store.blobs.path(made.layer.blob.digest)) as archive:
         archive.extractall("/", filter="fully_trusted")
     code = "import sys, ddp_train; print(sys.prefix, sys.base_prefix != sys.prefix, ddp_train.__cached__)"
@@ -221,11 +221,11 @@ def simple(text: str = "1", title: str = "a layer") -> LayerRequest:
 
 def test_a_layer_is_made_once_and_then_taken_from_the_store(tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
-    first = Tars(store, said.append).part(simple())
-    assert Tars(store, said.append).part(simple()) == first
+    first = TarCache(store, said.append).part(simple())
+    assert TarCache(store, said.append).part(simple()) == first
     assert said == ["  layer: a layer"]
-    assert Tars(store, said.append).part(simple("2")) != first
-    long = Tars(store, said.append).part(simple("3", "x" * 200))
+    assert TarCache(store, said.append).part(simple("2")) != first
+    long = TarCache(store, said.append).part(simple("3", "x" * 200))
     assert len(said[-1]) < 110 and long.title == "x" * 200
     assert not list(tmp_path.rglob("*.lock")) and not list(tmp_path.rglob(".*"))
 
@@ -246,11 +246,11 @@ def blob(store: Store, key: str) -> Path:
 )  # fmt: skip
 def test_a_damaged_note_is_made_again(note: bytes, tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
-    first = Tars(store, print).part(simple())
+    first = TarCache(store, print).part(simple())
     place = store.folder("layers") / f"{simple().key}.json"
     good = place.read_bytes()
     place.write_bytes(note)
-    assert Tars(store, said.append).part(simple()) == first and said
+    assert TarCache(store, said.append).part(simple()) == first and said
     assert place.read_bytes() == good
 
 
@@ -263,20 +263,20 @@ def test_a_note_with_one_wrong_value_is_made_again(
     field: str, value: object, tmp_path: Path
 ) -> None:
     store, said = Store(tmp_path), list[str]()
-    first = Tars(store, print).part(simple())
+    first = TarCache(store, print).part(simple())
     place = store.folder("layers") / f"{simple().key}.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), field: value}))
-    assert Tars(store, said.append).part(simple()) == first and said
+    assert TarCache(store, said.append).part(simple()) == first and said
 
 
 def test_a_missing_or_cut_blob_is_made_again(tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
-    first = Tars(store, print).part(simple())
+    first = TarCache(store, print).part(simple())
     path = blob(store, simple().key)
     whole = path.read_bytes()
     for damage in (path.unlink, lambda: path.write_bytes(whole[:-1])):
         damage()
-        assert Tars(store, said.append).part(simple()) == first
+        assert TarCache(store, said.append).part(simple()) == first
         assert path.read_bytes() == whole
     assert len(said) == 2
 
@@ -289,7 +289,7 @@ def slowly(root: Path, made: Path, start: Any) -> None:
         yield Entry("a", FILE, 0o644, 1), io.BytesIO(b"1")
 
     start.wait()
-    Tars(Store(root), lambda _: None).part(LayerRequest("slow", "0" * 64, tree))
+    TarCache(Store(root), lambda _: None).part(LayerRequest("slow", "0" * 64, tree))
 
 
 def test_several_processes_make_a_layer_once(tmp_path: Path) -> None:
@@ -311,9 +311,9 @@ def test_a_layer_that_failed_is_not_kept_and_can_be_made_again(tmp_path: Path) -
 
     store, part = Store(tmp_path), simple()
     with pytest.raises(BuildError, match="not 5 bytes"):
-        Tars(store, print).part(dataclasses.replace(part, tree=broken))
+        TarCache(store, print).part(dataclasses.replace(part, tree=broken))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert Tars(store, print).part(part).title == "a layer"
+    assert TarCache(store, print).part(part).title == "a layer"
 
 
 @pytest.mark.parametrize("inside", ["layers", "blobs", "blobs/sha256"])
@@ -325,14 +325,14 @@ def test_a_store_that_cannot_be_written_is_told_with_what_to_do(
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("")
     with pytest.raises(BuildError, match=f"the store {tmp_path} cannot be written") as told:
-        Tars(Store(tmp_path), print).part(simple())
+        TarCache(Store(tmp_path), print).part(simple())
     assert told.value.hint and "ENVBUILD_STORE" in told.value.hint
 
 
 def test_a_lock_that_cannot_be_made_is_the_stores_fault(tmp_path: Path) -> None:
     (tmp_path / "layers" / f"{simple().key}.lock").mkdir(parents=True)
     with pytest.raises(BuildError, match="cannot be written: Is a directory"):
-        Tars(Store(tmp_path), print).part(simple())
+        TarCache(Store(tmp_path), print).part(simple())
 
 
 def test_a_damaged_wheel_is_not_blamed_on_the_store(tmp_path: Path) -> None:
@@ -340,10 +340,10 @@ def test_a_damaged_wheel_is_not_blamed_on_the_store(tmp_path: Path) -> None:
     whole = wheel.path.read_bytes()
     wheel.path.write_bytes(whole[:5000] + bytes(20) + whole[5020:])
     with pytest.raises(BuildError, match=r"cut-1\.0-py3-none-any\.whl: not a wheel, or damaged"):
-        Tars(Store(tmp_path / "store"), print).part(parts([wheel])[0])
+        TarCache(Store(tmp_path / "store"), print).part(parts([wheel])[0])
     wheel.path.unlink()
     with pytest.raises(BuildError, match=r"cannot be read: No such file"):
-        Tars(Store(tmp_path / "store"), print).part(parts([wheel])[0])
+        TarCache(Store(tmp_path / "store"), print).part(parts([wheel])[0])
 
 
 def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
     wheel = located(make_wheel(tmp_path, "Big.One", "2.0+cpu", files=vendored))
     (part,) = parts([wheel], compiler=None)
     store = Store(tmp_path / "store")
-    made = Tars(store, print).part(part)
+    made = TarCache(store, print).part(part)
     with tarfile.open(store.blobs.path(made.layer.blob.digest)) as archive:
         (name,) = [
             n for n in archive.getnames() if n.startswith(f"{SITE}/Big") and n.endswith("RECORD")
@@ -363,7 +363,7 @@ def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
         assert stream is not None
         record = stream.read()
     assert made.distributions == (("big-one", "2.0+cpu", record_digest(record)),)
-    assert Tars(store, print).part(part).distributions == made.distributions
+    assert TarCache(store, print).part(part).distributions == made.distributions
 
 
 def test_layers_are_the_same_from_one_run_and_store_to_the_next(tmp_path: Path) -> None:
@@ -376,16 +376,16 @@ def test_layers_are_the_same_from_one_run_and_store_to_the_next(tmp_path: Path) 
         for name in ("aa", "bb")
     ]
     (part,) = parts(wheels)
-    one = Tars(Store(tmp_path / "one"), print).part(part)
+    one = TarCache(Store(tmp_path / "one"), print).part(part)
     (again,) = parts(wheels[::-1])
-    assert Tars(Store(tmp_path / "two"), print).part(again) == one
+    assert TarCache(Store(tmp_path / "two"), print).part(again) == one
     with zipfile.ZipFile(
         wheels[0].path, "a"
     ) as archive:  # what is not a wheel's content is not a layer's
         archive.comment = b"another file"
     (other,) = parts([located(wheels[0].path), wheels[1]])
     assert other.key != part.key
-    assert Tars(Store(tmp_path / "one"), print).part(other).layer == one.layer
+    assert TarCache(Store(tmp_path / "one"), print).part(other).layer == one.layer
 
 
 def test_a_compilers_identity_is_all_but_its_place() -> None:
@@ -395,6 +395,6 @@ def test_a_compilers_identity_is_all_but_its_place() -> None:
 
 
 def test_blobs_and_notes_lie_where_the_store_says(tmp_path: Path) -> None:
-    Tars(Store(tmp_path), print).part(simple())
+    TarCache(Store(tmp_path), print).part(simple())
     assert Store(tmp_path).blobs == Blobs(tmp_path / "blobs")
     assert blob(Store(tmp_path), simple().key).stat().st_mode & 0o777 == 0o644

@@ -245,7 +245,7 @@ def ensure(
     recipe: LoadedRecipe, environment: Environment, said: list[str], **options: bool
 ) -> ImageLock:
     chosen: Mapping[str, bool] = {"locked": False, "offline": False, **options}
-    return ensure_image_lock(recipe, TARGET, environment, say=said.append, **chosen)
+    return ensure_image_lock(recipe, TARGET, environment, log=said.append, **chosen)
 
 
 def test_a_missing_lock_is_made_once_and_a_stale_one_again(
@@ -330,7 +330,7 @@ def test_a_dry_run_tells_what_would_change_and_writes_nothing(
     (tmp_path / "r").mkdir()
     digest, said = layout(tmp_path / "r/base", "one"), list[str]()
     recipe = recipe_on(tmp_path, "oci:base")
-    lock = update_image_lock(recipe, TARGET, environment, say=said.append, write=False)
+    lock = update_image_lock(recipe, TARGET, environment, log=said.append, write=False)
     assert lock.base == OciLock("oci:base", digest)
     assert "not written" in said[-1] and "1 would change" in said[-1]
     assert not list(tmp_path.rglob("*.image.toml"))

@@ -19,13 +19,13 @@ from envbuild.artifacts.elf_scan import ElfReport
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.layer_files import LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
-from envbuild.artifacts.metadata import interest, source_built
 from envbuild.artifacts.state import BuiltLayer, State, has_layers, parse_state, state_of
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError, HostError, LockError, UsageError
 from envbuild.image.entry import DIR, SYMLINK, Entry
+from envbuild.inspect.metadata import interest, source_built
 from envbuild.kinds import source_layers
 from envbuild.layers import requested
 from envbuild.layers.compose import PREFIX, WheelFile
@@ -368,7 +368,7 @@ def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: 
     def ensure(recipe: LoadedRecipe, *sources: SourceLayer, **options: bool) -> ImageLock:
         chosen = {"locked": False, "offline": True, **options}
         return build_base.ensure_build_lock(
-            recipe, TARGET, sources, environment, say=said.append, **chosen
+            recipe, TARGET, sources, environment, log=said.append, **chosen
         )
 
     recipe = loaded(tmp_path)
@@ -400,12 +400,12 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    workshop = source_layers.workshops(
+    build_host = source_layers.build_hosts(
         RequestedLayers((layer,)), tmp_path, environment, print, offline=False
     )
     with (
         pytest.raises(HostError, match=f"the store has not all of libfoo for {other}") as refused,
-        workshop(tmp_path),
+        build_host(tmp_path),
     ):
         pass
     assert refused.value.hint and "envbuild layers" in refused.value.hint
@@ -453,7 +453,7 @@ def test_what_no_image_can_have_is_refused_before_a_lock_is_made(
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     recipe = loaded(tmp_path)
     with pytest.raises(UsageError, match=said) as refused:
-        requested.for_image(recipe, TARGET, environment, locked=False, offline=True, say=print)
+        requested.for_image(recipe, TARGET, environment, locked=False, offline=True, log=print)
     assert refused.value.hint and not (tmp_path / "s").exists()
 
 

@@ -76,7 +76,7 @@ def test_what_needs_another_index_says_which_and_how(
     recipe, found, _ = opened(name, target)
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path)})
     with pytest.raises(LockError) as caught:
-        ensure_lock(recipe, found, environment, locked=True, offline=True, say=print)
+        ensure_lock(recipe, found, environment, locked=True, offline=True, log=print)
     (index,) = recipe.recipe.targets[target].indexes
     said = f"{caught.value.hint}"
     assert f"`envbuild lock {name} --target {target} --wheels`" in said and index in said

@@ -25,7 +25,7 @@ from envbuild.diagnose.engine import explain
 from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
-from envbuild.layers.host_workshop import build_variables, host_workshop
+from envbuild.layers.local_build_host import build_variables, local_build_host
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure
 from envbuild.layers.source_job import SourceBuild, StepError
@@ -408,7 +408,7 @@ def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> Non
     }  # fmt: skip
     assert set(build_variables(variables)) == {"PATH", "CPATH", "CRAY_LIBFABRIC_VERSION"}
     (tmp_path / "source").mkdir()
-    with host_workshop(tmp_path, variables) as shop:
+    with local_build_host(tmp_path, variables) as shop:
         job = SourceBuild(_LAYER, tmp_path / "none", shop)
         job.run("look", ["env"])
         assert shop.run(["no-such-program"], shop.inside, {}, tmp_path / "log") == 127
@@ -428,7 +428,7 @@ def test_places_are_filled_into_options_and_shell_variables_are_left(tmp_path: P
         "s",
         ("A={bar}/lib", "P={prefix}", "Q=${bar}x{install}"),
     )
-    with host_workshop(tmp_path, {}) as shop:
+    with local_build_host(tmp_path, {}) as shop:
         job = SourceBuild(layer, tmp_path / "none", shop, {"bar": PurePath("/b")})
         assert job.options()[:2] == ["A=/b/lib", "P=/opt/env"]
         assert job.options()[2] == f"Q=${{bar}}x{tmp_path}/stage/opt/env"

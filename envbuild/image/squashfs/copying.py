@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 
-Moved = Callable[[int], None]
+OnProgress = Callable[[int], None]
 # (source, out, offset in source, offset in out, bytes) → bytes copied, 0 at the source's end
 _Way = Callable[[int, int, int, int, int], int]
 
@@ -18,10 +18,10 @@ _UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPER
 
 
 class Copier:
-    """A copier from the file descriptor `source` to `out`; `moved` is called with the number of copied bytes."""
+    """A copier from the file descriptor `source` to `out`; `on_progress` is called with the number of copied bytes."""
 
-    def __init__(self, source: int, out: int, moved: Moved) -> None:
-        self._source, self._out, self._moved = source, out, moved
+    def __init__(self, source: int, out: int, on_progress: OnProgress) -> None:
+        self._source, self._out, self._on_progress = source, out, on_progress
         # A Python that was built for an old glibc has no copy_file_range.
         first = [_in_kernel] if hasattr(os, "copy_file_range") else []
         self._ways: list[_Way] = [*first, _sent, _by_hand]
@@ -36,7 +36,7 @@ class Copier:
             if not count:
                 raise EOFError
             start, target, size = start + count, target + count, size - count
-            self._moved(count)
+            self._on_progress(count)
 
     def _some(self, start: int, target: int, size: int) -> int:
         while len(self._ways) > 1:

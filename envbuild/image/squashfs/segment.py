@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild.atomic import replacing
 from envbuild.errors import BuildError
-from envbuild.files import replacing
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec

@@ -35,23 +35,23 @@ def write_image(
     codec: Codec,
     mtime: int,
     workers: int,
-    moved: Callable[[int], None] = lambda _count: None,
+    on_progress: Callable[[int], None] = lambda _count: None,
 ) -> int:
     """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
 
-    `segments` are those of the tree's layers, all written with `codec`. `out` is open for reading and writing. `moved`
-    is called with the number of written bytes. Raises BuildError when a segment is truncated or damaged, or `out`
-    cannot be written.
+    `segments` are those of the tree's layers, all written with `codec`. `out` is open for reading and writing.
+    `on_progress` is called with the number of written bytes. Raises BuildError when a segment is truncated or
+    damaged, or `out` cannot be written.
     """
     tree = list(entries)
     choice = choose(tree, segments)
     start = data_start(codec)
     try:
         out.flush()
-        _copy(choice, segments, out, base + start, moved)
+        _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
-        added = _repack(choice, segments, out, start, codec, workers, moved)
-        fragments = [_moved(fragment, start) for fragment in choice.fragments] + added
+        added = _repack(choice, segments, out, start, codec, workers, on_progress)
+        fragments = [_on_progress(fragment, start) for fragment in choice.fragments] + added
         homes = {
             digest: replace(data, start=data.start + start) if any(data.words) else data
             for digest, data in choice.homes.items()
@@ -89,7 +89,7 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     return choice.size + tails + tables + tables // 2048
 
 
-def _moved(fragment: Fragment, by: int) -> Fragment:
+def _on_progress(fragment: Fragment, by: int) -> Fragment:
     return Fragment(fragment.start + by, fragment.word)
 
 
@@ -98,12 +98,12 @@ def _copy(
     segments: Sequence[Segment],
     out: BinaryIO,
     position: int,
-    moved: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> None:
     for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
         segment = segments[layer]
         with _opened(segment) as stream:
-            copier = Copier(stream.fileno(), out.fileno(), moved)
+            copier = Copier(stream.fileno(), out.fileno(), on_progress)
             for _, start, size in spans:
                 try:
                     copier.copy(start, position, size)
@@ -119,7 +119,7 @@ def _repack(
     start: int,
     codec: Codec,
     workers: int,
-    moved: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> list[Fragment]:
     """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
     if not choice.repacks:
@@ -146,7 +146,7 @@ def _repack(
         packer.finish()
     finally:
         packer.close()
-    moved(packer.position - before)
+    on_progress(packer.position - before)
     return tails.fragments
 
 

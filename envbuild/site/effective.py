@@ -16,7 +16,7 @@ _DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class EffectiveSetting:
     """One value of a site: its `table` ("" at the top), `key`, and `origin` (a file, a variable or "default")."""
 
     table: str
@@ -30,9 +30,9 @@ class Value:
         return self.origin != _DEFAULT
 
 
-def in_force(
+def effective_settings(
     name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
-) -> tuple[JobSite, list[Value]]:
+) -> tuple[JobSite, list[EffectiveSetting]]:
     """Return the site called `name` (None: the effective one) and all its values, with passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
@@ -45,43 +45,45 @@ def in_force(
         held = getattr(site, table)
         for one in fields(held):
             origin = site.said.get(f"[{table}] {one.name}")
-            values.append(Value(table, one.name, _shown(getattr(held, one.name)), _file(origin)))
+            values.append(
+                EffectiveSetting(table, one.name, _shown(getattr(held, one.name)), _file(origin))
+            )
     for key, text in site.environment.items():
         origin = site.said.get(f"[environment] {key}")
-        values.append(Value("environment", key, redact(text), _file(origin)))
+        values.append(EffectiveSetting("environment", key, redact(text), _file(origin)))
     return site, values
 
 
 def _top(
     name: str | None, env: Mapping[str, str], settings: list[tuple[Path, SiteFile]], etc: Path
-) -> list[Value]:
+) -> list[EffectiveSetting]:
     """Return the keys about the sources of packages. A named site is one file; otherwise load_site decides."""
-    found: dict[tuple[str, str], Value] = {}
+    found: dict[tuple[str, str], EffectiveSetting] = {}
 
-    def say(table: str, key: str, value: Any, origin: str) -> None:
-        found[table, key] = Value(table, key, _shown(value), origin)
+    def log(table: str, key: str, value: Any, origin: str) -> None:
+        found[table, key] = EffectiveSetting(table, key, _shown(value), origin)
 
     for file, one in settings:
         where = str(file)
         if one.store is not None:
-            say("", "store", one.store, where)
+            log("", "store", one.store, where)
         if one.recipes:
-            say("", "recipes", one.recipes, where)
+            log("", "recipes", one.recipes, where)
         for url, mirrors in one.mirrors.items():
-            say("mirrors", redact(url), mirrors, where)
+            log("mirrors", redact(url), mirrors, where)
         for host, table in one.registries.items():
-            say(f"registries.{host}", "mirrors", table.mirrors, where)
-            say(f"registries.{host}", "insecure", table.insecure, where)
+            log(f"registries.{host}", "mirrors", table.mirrors, where)
+            log(f"registries.{host}", "insecure", table.insecure, where)
         if one.debian != type(one.debian)():
             for field in fields(one.debian):
-                say("debian", field.name, getattr(one.debian, field.name), where)
+                log("debian", field.name, getattr(one.debian, field.name), where)
     if name is None:
         site = load_site(env, etc=etc)
         given = found.get(("", "store"))
         origin = (
             "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given.origin if given else _DEFAULT
         )
-        say("", "store", str(site.store), origin)
+        log("", "store", str(site.store), origin)
     return [found[key] for key in sorted(found, key=lambda key: bool(key[0]))]
 
 

@@ -11,8 +11,8 @@ import re
 from dataclasses import replace
 
 from envbuild.artifacts.enroot import normalised
-from envbuild.artifacts.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
+from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 
 # Views, in which files are compared. IMAGE: two images or two file systems. CONVERTED: an image and a file
 # system for unprivileged users. VENV: two venvs. BETWEEN: a venv and one in an image. CONDA: two conda

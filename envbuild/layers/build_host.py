@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 
-class Workshop(Protocol):
+class BuildHost(Protocol):
     """A build host with compilers, and one folder that it shares with this host."""
 
     @property

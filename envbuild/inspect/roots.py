@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from envbuild.artifacts.conda_meta import environments, recorded_files, records
-from envbuild.artifacts.facts import CONDA, VENV, Inventory, Item
-from envbuild.artifacts.metadata import (
+from envbuild.inspect.conda_meta import environments, recorded_files, records
+from envbuild.inspect.facts import CONDA, VENV, Inventory, Item
+from envbuild.inspect.metadata import (
     Note,
     debian_packages,
     os_release,

@@ -13,22 +13,22 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from envbuild.artifacts.facts import SIF, SQUASHFS, About, Inventory, Item, completed
-from envbuild.artifacts.metadata import MAX_SIZE, Note, interest, state_of
-from envbuild.artifacts.opened_image import about_image
-from envbuild.artifacts.roots import contents_of_root, extra_of
 from envbuild.artifacts.state import FILE as STATE
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
+from envbuild.inspect.facts import SIF, SQUASHFS, About, Inventory, Item, completed
+from envbuild.inspect.image_reader import about_image
+from envbuild.inspect.metadata import MAX_SIZE, Note, interest, state_of
+from envbuild.inspect.roots import contents_of_root, extra_of
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.workers import each
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.facts import Request
+    from envbuild.inspect.facts import Request
 
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20

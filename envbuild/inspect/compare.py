@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.artifacts.comparable import BETWEEN, LEFT_OUT, SITE, comparable, view_of
-from envbuild.artifacts.facts import (
+from envbuild.inspect.comparable import BETWEEN, LEFT_OUT, SITE, comparable, view_of
+from envbuild.inspect.facts import (
     CONDA,
     FOLDERS,
     IMAGE,
@@ -22,7 +22,7 @@ from envbuild.artifacts.facts import (
     Inventory,
     completed,
 )
-from envbuild.artifacts.masking import HIDDEN, is_secret, masked_words
+from envbuild.inspect.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.artifacts.facts import IMAGE, About, Inventory, Item, LayerFact
-from envbuild.artifacts.listing import LayerListing, listing, remembered
-from envbuild.artifacts.roots import contents_of_root, extra_of
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
 from envbuild.image.tree import MergedTree, Node
+from envbuild.inspect.facts import IMAGE, About, Inventory, Item, LayerFact
+from envbuild.inspect.listing import LayerListing, listing, remembered
+from envbuild.inspect.roots import contents_of_root, extra_of
 from envbuild.store.store import Store
 
 # Fetches layers, by the digests of their tars, to this machine, and returns the file of each.

@@ -44,7 +44,7 @@ class Item:
 class PythonPackage:
     """An installed distribution; `location` is its folder, relative to the artifact's root.
 
-    `record` is the digest of its RECORD (`envbuild.record`), `content` that of the rows that do not depend on
+    `record` is the digest of its RECORD (`envbuild.fingerprint`), `content` that of the rows that do not depend on
     the installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the
     licences in its classifiers or its License field; `info` is its .dist-info folder.
     """
@@ -66,7 +66,7 @@ class CondaRecord:
     `location` is the folder of that environment, relative to the artifact's root. `channel` is a URL without
     credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest
     in hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of
-    files (`envbuild.record.conda_digest`). All of these may be "".
+    files (`envbuild.fingerprint.conda_digest`). All of these may be "".
     """
 
     name: str

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.facts import ArtifactReader, Request
-from envbuild.artifacts.opened_venv import is_venv
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
 from envbuild.image.compression import kind_of as compressed_kind
 from envbuild.image.sif import is_sif
 from envbuild.image.squashfs.read import is_squashfs
+from envbuild.inspect.facts import ArtifactReader, Request
+from envbuild.inspect.folder_reader import is_venv
 from envbuild.recipe.targets import Target
 
 HELP = (
@@ -57,14 +57,14 @@ def _is_archive(head: bytes) -> bool:
 
 # Form → kind. Paths are tried in this order.
 _KINDS = {
-    "conda": _ReaderKind("opened_venv:open_conda", is_conda),
-    "venv": _ReaderKind("opened_venv:open_venv", is_venv),
-    "oci": _ReaderKind("opened_forms:open_layout", lambda path: (path / "oci-layout").is_file()),
-    "sqsh": _ReaderKind("opened_squashfs:open_sqsh", _begins(is_squashfs)),
-    "sif": _ReaderKind("opened_squashfs:open_sif", _begins(is_sif)),
-    "docker-archive": _ReaderKind("opened_forms:open_archive", _begins(_is_archive)),
-    "docker-daemon": _ReaderKind("opened_forms:open_daemon"),
-    "docker": _ReaderKind("opened_forms:open_registry_image"),
+    "conda": _ReaderKind("folder_reader:open_conda", is_conda),
+    "venv": _ReaderKind("folder_reader:open_venv", is_venv),
+    "oci": _ReaderKind("image_sources:open_layout", lambda path: (path / "oci-layout").is_file()),
+    "sqsh": _ReaderKind("squashfs_reader:open_sqsh", _begins(is_squashfs)),
+    "sif": _ReaderKind("squashfs_reader:open_sif", _begins(is_sif)),
+    "docker-archive": _ReaderKind("image_sources:open_archive", _begins(_is_archive)),
+    "docker-daemon": _ReaderKind("image_sources:open_daemon"),
+    "docker": _ReaderKind("image_sources:open_registry_image"),
 }
 
 
@@ -129,7 +129,7 @@ def split(text: str) -> tuple[str | None, str]:
 
 def _open(form: str, request: Request) -> ArtifactReader:
     module, _, function = _KINDS[form].opens.partition(":")
-    opens = getattr(importlib.import_module(f"envbuild.artifacts.{module}"), function)
+    opens = getattr(importlib.import_module(f"envbuild.inspect.{module}"), function)
     opened: ArtifactReader = opens(request)
     return opened
 

@@ -105,7 +105,7 @@ def _mpi(variables: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class HostWorkshop:
+class LocalBuildHost:
     """This host as the build host: commands see the same paths as this process."""
 
     work: Path
@@ -118,7 +118,7 @@ class HostWorkshop:
     def run(
         self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
     ) -> int:
-        """See `Workshop.run`."""
+        """See `BuildHost.run`."""
         everything = {**self.variables, **variables}
         program = (
             command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
@@ -139,9 +139,9 @@ class HostWorkshop:
 
 
 @contextlib.contextmanager
-def host_workshop(work: Path, variables: Mapping[str, str]) -> Iterator[HostWorkshop]:
+def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
     """Yield this host as the build host, with the work folder `work`.
 
     Builds get only the variables from `variables` that name compilers and modules.
     """
-    yield HostWorkshop(work, build_variables(variables))
+    yield LocalBuildHost(work, build_variables(variables))

@@ -1,7 +1,7 @@
 """Cached layers in the store, identified by their inputs, so that each is written only once.
 
 An image's layers have one of two forms: compressed tars for daemons and registries (this module), or segments of a
-squashfs (`layers/segments.py`). The same inputs determine the content of both, so other modules use `Maker`, the
+squashfs (`layers/segments.py`). The same inputs determine the content of both, so other modules use `LayerCache`, the
 interface of both.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from envbuild.atomic import write_atomically
 from envbuild.file_lock import file_lock
-from envbuild.files import write_atomically
+from envbuild.fingerprint import conda_digest, record_digest
 from envbuild.image.entry import Tree, closing
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
-from envbuild.record import conda_digest, record_digest
 from envbuild.store.store import Store
 
 # Name, version and digest of the RECORD of each distribution that a layer installs.
@@ -52,11 +52,11 @@ M_co = TypeVar("M_co", bound=Installs, covariant=True)
 M = TypeVar("M", bound=Installs)
 
 
-class Maker(Protocol[M_co]):
-    """A cache of layers in one form, which writes missing layers; `say` logs its actions."""
+class LayerCache(Protocol[M_co]):
+    """A cache of layers in one form, which writes missing layers; `log` logs its actions."""
 
     @property
-    def say(self) -> Callable[[str], None]: ...
+    def log(self) -> Callable[[str], None]: ...
 
     def part(self, part: LayerRequest) -> M_co:
         """Return the layer of `part`, from the store if it exists there.
@@ -71,14 +71,14 @@ class Maker(Protocol[M_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Tars:
-    """The `Maker` of compressed tars."""
+class TarCache:
+    """The `LayerCache` of compressed tars."""
 
     store: Store
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
     def part(self, part: LayerRequest) -> CachedLayer:
-        """See `Maker`."""
+        """See `LayerCache`."""
         made = known_part(part, self.store)
         if made is not None:
             return made
@@ -88,7 +88,7 @@ class Tars:
                 made = known_part(part, self.store)  # another process may have written it
                 if made is not None:
                     return made
-                self.say(f"  layer: {short(part.title)}")
+                self.log(f"  layer: {short(part.title)}")
                 found: list[tuple[str, str, str]] = []
                 layer = write_layer(recorded(part.tree(), found), self.store.blobs)
                 made = CachedLayer(layer, part.title, tuple(sorted(found)))
@@ -98,7 +98,7 @@ class Tars:
         return made
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
-        """See `Maker`."""
+        """See `LayerCache`."""
         return CachedLayer(layer, title)
 
 

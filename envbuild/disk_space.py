@@ -17,7 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WAY_OUT = "make room, write elsewhere with --out, or set ENVBUILD_STORE to a folder with room"
 
 
-def check_room(folder: Path, size: int) -> None:
+def check_disk_space(folder: Path, size: int) -> None:
     """Check that a new file of `size` bytes fits into the existing folder `folder`.
 
     Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not
@@ -30,7 +30,7 @@ def check_room(folder: Path, size: int) -> None:
     # File systems that do not know these numbers, such as some network file systems, report a total of 0.
     free = about.f_bavail * about.f_frsize
     if about.f_blocks and free < size:
-        raise no_room(folder, size, free)
+        raise no_disk_space(folder, size, free)
     if about.f_files and not about.f_favail:
         raise BuildError(f"{folder}: no inode is left on its file system for a new file", _WAY_OUT)
 
@@ -46,7 +46,7 @@ def reserve(stream: BinaryIO, size: int) -> None:
     start, handle, place = stream.tell(), stream.fileno(), Path(str(stream.name))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and start + size > limit:  # set by `ulimit -f`
-        raise no_room(place, size, None)
+        raise no_disk_space(place, size, None)
     # Call fallocate(2) itself: without support for it, glibc's posix_fallocate writes zeros instead.
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if function is None:
@@ -57,11 +57,11 @@ def reserve(stream: BinaryIO, size: int) -> None:
         if number == errno.EINTR:
             continue
         if number in _FULL:
-            raise no_room(place, size, None)
+            raise no_disk_space(place, size, None)
         return  # the write itself will report the error, if there is one
 
 
-def no_room(place: Path, size: int, free: int | None) -> BuildError:
+def no_disk_space(place: Path, size: int, free: int | None) -> BuildError:
     """Return the error for `size` bytes that do not fit at `place`, where `free` bytes are free (None: unknown)."""
     there = _free(place) if free is None else free
     has = "" if there is None else f"; {human_size(there)} are free"

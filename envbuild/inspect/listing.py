@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.metadata import MAX_SIZE, Note, interest
+from envbuild.atomic import replacing
 from envbuild.errors import BuildError
-from envbuild.files import replacing
 from envbuild.image.compression import Hashed
 from envbuild.image.entry import FILE
 from envbuild.image.sparse import Unpacked
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice, members
+from envbuild.inspect.metadata import MAX_SIZE, Note, interest
 from envbuild.store.store import Store
 
 # Increase it when the cached data changes its form or meaning.

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.conda_meta import recorded_files, records
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.facts import CONDA, VENV, About, Inventory, Item
-from envbuild.artifacts.metadata import (
+from envbuild.artifacts.state import read_state
+from envbuild.errors import BuildError, UsageError
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
+from envbuild.inspect.conda_meta import recorded_files, records
+from envbuild.inspect.facts import CONDA, VENV, About, Inventory, Item
+from envbuild.inspect.metadata import (
     interest,
     python_packages,
     settings_of,
     source_built,
     state_of,
 )
-from envbuild.artifacts.state import read_state
-from envbuild.errors import BuildError, UsageError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.facts import Request
+    from envbuild.inspect.facts import Request
 
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,

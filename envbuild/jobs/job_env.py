@@ -13,7 +13,7 @@ from envbuild.site.job_site import JobSite
 from envbuild.verify.network_variables import fabric_variables, plugin_variables
 
 
-def variables_of(
+def job_env(
     opened: JobInputs,
     site: JobSite,
     runtime: Runtime,
@@ -92,7 +92,7 @@ def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def mounts_of(
+def container_mounts(
     script: str | None, runtime: Runtime, work: str, site: JobSite
 ) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""

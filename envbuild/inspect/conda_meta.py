@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.artifacts.facts import CondaRecord, Recorded
+from envbuild.inspect.facts import CondaRecord, Recorded
 from envbuild.recipe.conda import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 

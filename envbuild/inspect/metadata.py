@@ -16,10 +16,10 @@ from email.parser import HeaderParser
 from typing import Any
 
 from envbuild.artifacts import layer_files
-from envbuild.artifacts.conda_meta import reader_of
-from envbuild.artifacts.facts import DebianPackage, PythonPackage, SourceBuilt
+from envbuild.fingerprint import record_digest
+from envbuild.inspect.conda_meta import reader_of
+from envbuild.inspect.facts import DebianPackage, PythonPackage, SourceBuilt
 from envbuild.names import normalise
-from envbuild.record import record_digest
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 64 << 20

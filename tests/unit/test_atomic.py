@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.artifacts import place
+from envbuild import atomic
 from envbuild.errors import BuildError
 
 
@@ -21,7 +21,7 @@ def fill(folder: Path, text: str) -> Path:
 
 def test_a_new_folder_takes_its_place(tmp_path: Path) -> None:
     target = tmp_path / "venv"
-    place.swap_in(fill(place.staging(target), "new"), target)
+    atomic.replace(fill(atomic.staging(target), "new"), target)
     assert (target / "content").read_text() == "new"
     assert os.listdir(tmp_path) == ["venv"]
     assert target.stat().st_mode & 0o777 == 0o755
@@ -32,17 +32,17 @@ def test_an_old_folder_is_replaced(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(place, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     target = fill(tmp_path / "venv", "old")
-    place.swap_in(fill(place.staging(target), "new"), target)
+    atomic.replace(fill(atomic.staging(target), "new"), target)
     assert (target / "content").read_text() == "new"
     assert os.listdir(tmp_path) == ["venv"]
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     target = fill(tmp_path / "venv", "old")
-    fill(place.staging(target), "half")
-    with place.exclusive(target, print):
+    fill(atomic.staging(target), "half")
+    with atomic.exclusive(target, print):
         assert os.listdir(tmp_path) == ["venv"]
     assert (target / "content").read_text() == "old"
 
@@ -51,14 +51,14 @@ def test_a_swap_cut_in_two_is_undone(tmp_path: Path) -> None:
     target = tmp_path / "venv"
     fill(tmp_path / ".venv.envbuild-abc-old", "old")
     fill(tmp_path / ".venv.envbuild-abc", "new")
-    place.recover(target)
+    atomic.recover(target)
     assert (target / "content").read_text() == "old"
     assert os.listdir(tmp_path) == ["venv"]
 
 
 def test_another_artifact_s_leftovers_are_not_touched(tmp_path: Path) -> None:
     other = fill(tmp_path / ".venv2.envbuild-abc", "theirs")
-    place.recover(tmp_path / "venv")
+    atomic.recover(tmp_path / "venv")
     assert other.exists()
 
 
@@ -67,7 +67,7 @@ def test_two_builders_take_turns(tmp_path: Path) -> None:
         """
         import sys, time
         from pathlib import Path
-        from envbuild.artifacts import place
+        from envbuild import atomic
         target = Path(sys.argv[1])
         with place.exclusive(target, lambda text: print(text, flush=True)):
             running = target.parent / "running"
@@ -88,7 +88,7 @@ def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(BuildError, match="file") as caught,
-        place.exclusive(tmp_path / "file" / "sub" / "venv", print),
+        atomic.exclusive(tmp_path / "file" / "sub" / "venv", print),
     ):
         pass
     assert caught.value.hint
@@ -104,6 +104,6 @@ def test_a_folder_that_could_not_be_made_is_no_second_error(
     monkeypatch.setattr(Path, "unlink", refused)
     with (
         pytest.raises(BuildError, match="Read-only file system"),
-        place.staged(tmp_path / "venv"),
+        atomic.staged(tmp_path / "venv"),
     ):
         pass

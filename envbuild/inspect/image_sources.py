@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.opened_image import Bring, OpenedImage, about_image
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.layout import REF_NAME, from_index
@@ -24,10 +23,11 @@ from envbuild.image.model import (
 )
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.image.source import folder_and_tag
+from envbuild.inspect.image_reader import Bring, OpenedImage, about_image
 from envbuild.recipe.targets import host_arch
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.facts import Request
+    from envbuild.inspect.facts import Request
 
 
 def open_layout(request: Request) -> OpenedImage:
@@ -134,8 +134,8 @@ def open_registry_image(request: Request) -> OpenedImage:
 
     def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         total = sum(layer.size for layer in wanted.values())
-        with transfer(f"fetching {len(wanted)} layers of {request.rest}", total) as moved:
-            files = registry.fetch_blobs(list(wanted.values()), blobs, moved)
+        with transfer(f"fetching {len(wanted)} layers of {request.rest}", total) as on_progress:
+            files = registry.fetch_blobs(list(wanted.values()), blobs, on_progress)
         return dict(zip(wanted, files, strict=True))
 
     pulled = Pulled(manifest, config, blobs)

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
-from envbuild.artifacts.conda_meta import channel_name
-from envbuild.artifacts.facts import FOLDERS, IMAGE, About, DebianPackage, Inventory, PythonPackage
+from envbuild.inspect.conda_meta import channel_name
+from envbuild.inspect.facts import FOLDERS, IMAGE, About, DebianPackage, Inventory, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:

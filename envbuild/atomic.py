@@ -1,5 +1,6 @@
 """Atomic replace of a file or folder, and clean-up after a killed run.
 
+A reader of a file sees its old content or its new content, never a part of either.
 A new folder is built beside its final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE
 exchanges it with the old one, so that the path always holds the old folder or the new one. On file systems
 without it (NFS), two renames replace the folder.
@@ -13,6 +14,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
+def exclusive(place: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock for building at `place`; a second builder prints a message and waits.
 
     The lock is on the parent folder. On a file system without locks, the replace itself is still atomic.
@@ -34,7 +36,7 @@ def exclusive(place: Path, say: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with writing(place.parent):
             place.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(place.parent, lambda: say(told)))
+            held.enter_context(folder_lock(place.parent, lambda: log(told)))
         recover(place)
         yield
 
@@ -68,7 +70,7 @@ def staged(place: Path) -> Iterator[Path]:
         remove(folder)
 
 
-def swap_in(staged: Path, place: Path) -> None:
+def replace(staged: Path, place: Path) -> None:
     """Move the folder or file `staged` to `place`, atomically if possible; remove the old one. Raises BuildError."""
     with writing(place.parent):
         if not staged.is_dir():
@@ -96,6 +98,32 @@ def remove(folder: Path) -> None:
         # A read-only file system reports an error even for a missing file.
         with contextlib.suppress(OSError):
             folder.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """Yield a new file beside `path` for the block to write; it replaces `path` atomically if the block succeeds.
+
+    `mode` is the file's permissions. Raises OSError.
+    """
+    handle, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, mode) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 @contextlib.contextmanager

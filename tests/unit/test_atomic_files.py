@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.files import replacing, write_atomically
+from envbuild.atomic import replacing, write_atomically
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
