@@ -138,12 +138,10 @@ def writing(where: Path, failure: type[EnvbuildError] = BuildError) -> Iterator[
 def write_hint(number: int | None) -> str:
     """Return the hint for a write that failed with errno `number`."""
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            "free some room, or choose another place with --out (and ENVBUILD_STORE for the store)"
-        )
+        return "free disk space, or choose another path with --out (ENVBUILD_STORE for the store)"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return "choose a place that you may write with --out (and ENVBUILD_STORE for the store)"
-    return "choose another place with --out"
+        return "choose a path that you may write with --out (ENVBUILD_STORE for the store)"
+    return "choose another path with --out"
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -14,7 +14,7 @@ from envbuild.progress import human_size
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WAY_OUT = "make room, write elsewhere with --out, or set ENVBUILD_STORE to a folder with room"
+_WAY_OUT = "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system"
 
 
 def check_disk_space(folder: Path, size: int) -> None:
@@ -66,8 +66,8 @@ def no_disk_space(place: Path, size: int, free: int | None) -> BuildError:
     there = _free(place) if free is None else free
     has = "" if there is None else f"; {human_size(there)} are free"
     if there is not None and there >= size:
-        has += ", so a quota or a limit of file sizes is in the way"
-    return BuildError(f"{place}: no room for {human_size(size)}{has}", _WAY_OUT)
+        has += ", so a quota or a limit on file sizes prevents it"
+    return BuildError(f"{place}: not enough disk space for {human_size(size)}{has}", _WAY_OUT)
 
 
 def _free(place: Path) -> int | None:

@@ -146,7 +146,7 @@ def _checked_prefix(final: Path) -> str:
     if not prefix.isprintable():  # newlines, and bytes that are not UTF-8
         raise BuildError(
             f"{prefix!r} cannot be an environment's place: its files hold the path as text",
-            "choose another place with --out, without control characters and in UTF-8",
+            "choose another path with --out, without control characters and in UTF-8",
         )
     return prefix
 
@@ -156,9 +156,9 @@ def _check_room(facts: Mapping[CondaPackage, Facts], prefix: str) -> None:
     for package, row in facts.items():
         if row.room is not None and length > row.room:
             raise BuildError(
-                f"{prefix}: too long a path for {package.stem}: it has {length} bytes, and {row.file} has "
-                f"room for {row.room}",
-                "choose a shorter place with --out",
+                f"{prefix}: the path is too long for {package.stem}: it has {length} bytes, and {row.file} "
+                f"has space for at most {row.room}",
+                "choose a shorter path with --out",
             )
 
 

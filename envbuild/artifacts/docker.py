@@ -177,7 +177,7 @@ def check_place(out: Out, count: int) -> None:
         if not free and not (path / "oci-layout").is_file():
             raise UsageError(
                 f"{path} exists and is no OCI layout; it is left as it is",
-                "remove it, or choose another place with --out",
+                "remove it, or choose another path with --out",
             )
     elif path.is_dir():
         raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")

@@ -75,4 +75,4 @@ def check_installed(
         if wanted.get(name) != found.get(name)
     )
     if wrong:
-        raise BuildError("what uv installed is not what is locked:\n  " + "\n  ".join(wrong))
+        raise BuildError("the installed packages differ from the lock:\n  " + "\n  ".join(wrong))

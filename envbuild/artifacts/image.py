@@ -191,7 +191,7 @@ def _environment_layer(
     wanted |= {distribution for layer in layers for distribution in layer.distributions}
     if {(name, version) for name, version, _ in found} != wanted:
         names = sorted({f"{n} {v}" for n, v, _ in found} ^ {f"{n} {v}" for n, v in wanted})
-        raise BuildError(f"the packages do not hold what is locked: {', '.join(names)}")
+        raise BuildError(f"the packages differ from the lock: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python)
     trainer = (own.name, own.version, record_digest(wheel_record(own.path, scheme)))
     state = state_of(

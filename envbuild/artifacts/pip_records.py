@@ -109,7 +109,8 @@ def check_installed(
         wrong += [f"{key[0]} {key[1]}: {line}" for line in differences[:_SHOWN]]
     if wrong:
         raise BuildError(
-            "the image does not hold what is locked:\n" + "\n".join(f"  {line}" for line in wrong),
+            "the image's packages differ from the lock:\n"
+            + "\n".join(f"  {line}" for line in wrong),
             "its base image may install packages into /opt/env, or change what pip does (PIP_* "
             "variables, pip.conf): choose another base",
         )

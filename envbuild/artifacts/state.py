@@ -169,6 +169,6 @@ def check_place(path: Path) -> State | None:
     if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(
             f"{path} exists and was not made by envbuild; it is left as it is",
-            "remove it, or choose another place with --out",
+            "remove it, or choose another path with --out",
         )
     return state

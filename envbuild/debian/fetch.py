@@ -43,7 +43,7 @@ def fetch_debs(
         except OSError as error:
             raise BuildError(
                 f"the store {blobs.root} cannot be written: {error.strerror or error}",
-                "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
+                "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
             ) from error
         if lacking := [deb for deb in missing if not _here(deb, blobs)]:
             raise _not_found(lacking, answers)

@@ -94,7 +94,7 @@ def network(host: Host) -> Iterator[HostFinding]:
     if not outer:
         remedy = "jobs of several nodes need an interface with an address; one node works without"
         yield HostFinding(
-            "interfaces", "info", "none but the loopback has an address", remedy, facts
+            "interfaces", "info", "only the loopback interface has an address", remedy, facts
         )
     else:
         more = len(outer) > 1

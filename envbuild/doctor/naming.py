@@ -84,7 +84,7 @@ def clock(host: Host) -> Iterator[HostFinding]:
         yield HostFinding(
             "clock",
             "info",
-            f"{now}; the kernel does not know it to be kept right",
+            f"{now}; the kernel does not report a synchronised clock",
             remedy,
             {"synchronised": False},
         )

@@ -75,7 +75,7 @@ def temporary(host: Host) -> Iterator[HostFinding]:
             "tmp",
             "fail",
             "no folder for temporary files can be written",
-            "export TMPDIR=… with room",
+            "export TMPDIR=… with free disk space",
         )
         return
     yield from _place("tmp", Path(folder), host)
@@ -135,11 +135,11 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
         return (
             "warn",
             "too little for torch" if heavy else "little",
-            f"make room, or {elsewhere} with more",
+            f"free disk space, or {elsewhere} with more",
         )
     if inodes is not None and inodes < _INODES:
         what = f"{inodes} inodes left, and an environment has 15,000 files and more"
-        return "warn", what, f"make room, or {elsewhere} elsewhere"
+        return "warn", what, f"free disk space, or {elsewhere} elsewhere"
     if name == "tmp" and facts["kind"] in _MEMORY:
         return "info", "it is memory", "set TMPDIR to a disk for large images"
     if name == "store" and facts["shared"]:

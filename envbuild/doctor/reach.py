@@ -226,7 +226,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
         yield HostFinding(
             "authorities",
             "ok",
-            "those that come with Python's packages; none is named by pip's cert or a variable",
+            "those of Python's certifi package; neither pip's cert nor a variable names others",
         )
         return
     remedy = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"

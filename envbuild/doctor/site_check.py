@@ -141,7 +141,7 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
             yield HostFinding(
                 name,
                 "warn",
-                f"{path} lies on {mount.kind}, a file system of this host alone",
+                f"{path} lies on {mount.kind}, a file system that only this host has",
                 remedy,
             )
         elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):

@@ -83,7 +83,7 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
             "[modules] build",
             "info",
             "differs from run",
-            "what is built with other modules than it runs with may not start",
+            "an artifact built with other modules than those of the job may not start",
         )
     yield from _environment(site)
 

@@ -61,7 +61,7 @@ class Artifact:
 
     def read(self, path: Path) -> BuiltArtifact:
         """Return the artifact at `path`. Raises UsageError when envbuild did not build it."""
-        raise NotImplementedError(f"{self.name} lies at no path")
+        raise NotImplementedError(f"{self.name} artifacts have no path")
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         """Return the artifact at `path` as the subject of a verification.
@@ -69,7 +69,7 @@ class Artifact:
         `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build
         it or it has no such runtime, HostError when it cannot run here.
         """
-        raise NotImplementedError(f"{self.name} lies at no path")
+        raise NotImplementedError(f"{self.name} artifacts have no path")
 
     def job_variables(self, path: str) -> Mapping[str, str]:
         """Return the variables that jobs set for the artifact's processes."""

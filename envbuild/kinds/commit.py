@@ -85,7 +85,7 @@ def prove(
             kept = f"{final} is as it was; " if final.exists() else ""
             atomic.replace(staged, failed)
         write_receipt(receipt, failed)
-    held = held or f"{kept}what failed is {failed}"
+    held = held or f"{kept}the failed artifact is {failed}"
     raise VerificationError(
         failures(verdict.checks),
         f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}",

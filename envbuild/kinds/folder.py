@@ -138,7 +138,7 @@ def _say_why(path: Path, state: State | None, plan: Plan, log: Log) -> None:
     elif state.plan_digest != plan.digest:
         log(f"{path}: the plan changed since it was built; building again")
     else:
-        log(f"{path}: no longer what was built (packages or interpreter); building again")
+        log(f"{path}: its packages or its interpreter changed since the build; building again")
 
 
 def _layers(

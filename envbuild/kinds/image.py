@@ -265,5 +265,5 @@ def verify_image(
     if pushed := pushed_as(beside, image.digest):
         told["pushed"] = pushed
     subject = image_subject(client, image, settings)
-    held = f"the daemon has what failed as {image.image_id[:19]}"
+    held = f"the daemon keeps the failed image as {image.image_id[:19]}"
     keep_receipt(prove(subject, settings, environment, log, beside, held=held, told=told), beside)

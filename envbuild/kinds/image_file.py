@@ -91,7 +91,7 @@ def check_files(wish: ImageFileOptions) -> None:
         if path.exists() and path.stat().st_size and image_kind(path) is None:
             raise UsageError(
                 f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
-                "remove it, or choose another place with --out",
+                "remove it, or choose another path with --out",
             )
 
 

@@ -140,7 +140,7 @@ def _spool() -> Iterator[IO[bytes]]:
 def _no_room(error: OSError) -> BuildError:
     return BuildError(
         f"no temporary file for bytecode: {error.strerror}",
-        "set TMPDIR to a folder with room that you may write",
+        "set TMPDIR to a writable folder with free disk space",
     )
 
 

@@ -114,7 +114,9 @@ class _Tree:
                 yield from self._member(listed, member, content, info)
         if missing:
             names = ", ".join(sorted(missing)[:3])
-            raise BuildError(f"{self._name}: info/paths.json lists what is not in it: {names}")
+            raise BuildError(
+                f"{self._name}: info/paths.json lists files that the package does not contain: {names}"
+            )
         for path, script in entry_points(info, self._scheme, self._name):
             if path not in self._rows and path not in self._without:
                 yield self._whole(path, script, 0o755)
@@ -260,7 +262,7 @@ def _spool(pieces: Iterable[bytes]) -> tempfile.SpooledTemporaryFile[bytes]:
         spooled.close()
         raise BuildError(
             f"no temporary file for a text with its prefix: {error.strerror}",
-            "set TMPDIR to a folder with room that you may write",
+            "set TMPDIR to a writable folder with free disk space",
         ) from error
     except BaseException:
         spooled.close()

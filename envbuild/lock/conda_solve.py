@@ -255,7 +255,7 @@ def unsatisfiable(
     return LockError(
         f"{recipe.path}: target {target.name} cannot be solved:\n"
         + "\n".join([_indented(explanation), *lines]),
-        "loosen one of these, or add a channel that has what is missing",
+        "loosen one of these, or add a channel that has the missing package",
     )
 
 

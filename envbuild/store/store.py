@@ -63,7 +63,7 @@ class Store:
         """Return the error for a failed write to the store."""
         return BuildError(
             f"the store {self.root} cannot be written: {error.strerror}",
-            "set ENVBUILD_STORE (or `store` in site.toml) to a folder with room that you may write",
+            "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
         )
 
     @property

@@ -296,14 +296,16 @@ def test_an_image_for_another_file_system_is_the_same_and_a_full_one_is_told(
 def test_room_is_found_missing_before_anything_is_written(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=2m,nr_inodes=4") as disk:
         check_disk_space(disk, 2 << 20)
-        with pytest.raises(BuildError, match=r"no room for 3\.1 MB; 2\.1 MB are free") as error:
+        with pytest.raises(
+            BuildError, match=r"not enough disk space for 3\.1 MB; 2\.1 MB are free"
+        ) as error:
             check_disk_space(disk, 3 << 20)
         assert error.value.exit_code == 4 and "--out" in str(error.value.hint)
         with (disk / "image").open("w+b") as out:
             out.write(b"front")
             reserve(out, 1 << 20)
             assert os.fstat(out.fileno()).st_blocks * 512 >= 1 << 20
-            with pytest.raises(BuildError, match=r"no room for 3\.1 MB"):
+            with pytest.raises(BuildError, match=r"not enough disk space for 3\.1 MB"):
                 reserve(out, 3 << 20)
             out.truncate()
             assert os.fstat(out.fileno()).st_size == 5
@@ -324,7 +326,7 @@ def test_a_limit_of_file_sizes_is_met_before_anything_is_written(tmp_path: Path)
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "image"], capture_output=True, text=True
     )
-    assert "BuildError" in done.stderr and "a quota or a limit of file sizes" in done.stderr
+    assert "BuildError" in done.stderr and "a quota or a limit on file sizes" in done.stderr
     assert (tmp_path / "image").stat().st_size == 0
 
 

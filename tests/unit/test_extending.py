@@ -129,7 +129,7 @@ def test_an_artifact_kind_that_fails_leaves_the_one_before_it(
     kept = failed_path(good.path)
     assert read_state(kept) and json.loads(receipt_path(kept).read_text())["passed"] is False
     assert passing_receipt(good.path, good.digest) is not None
-    assert failed.value.hint and f"what failed is {kept}" in failed.value.hint
+    assert failed.value.hint and f"the failed artifact is {kept}" in failed.value.hint
     assert not [one for one in good.path.parent.iterdir() if one.name.startswith(".")]
 
 

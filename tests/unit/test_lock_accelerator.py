@@ -1,4 +1,4 @@
-"""CPU targets never get a GPU torch, CUDA targets never a CPU one: in locks, in wheels, in what was built."""
+"""CPU targets never get a GPU torch, CUDA targets never a CPU one: in locks, in wheels, in artifacts."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def damaged(segment: Segment, what: str) -> BuildError:
     """Return the error for a segment that does not match its index."""
     return BuildError(
         f"{segment.path}: damaged: {what}",
-        "remove this file: it holds what was compressed before, and is made again",
+        "remove this file: it is a cache of compressed blocks, and envbuild writes it again",
     )
 
 

@@ -67,7 +67,7 @@ def write_image(
     except OSError as error:
         raise BuildError(
             f"the image cannot be written: {error.strerror or error}",
-            "make room, write elsewhere with --out, or set ENVBUILD_STORE to another file system",
+            "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system",
         ) from error
 
 
