@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
-from envbuild.lock.image_manage import inspect_image_lock
-from envbuild.lock.manage import check_lock, inspect_lock
-from envbuild.lock.state import LockState
+from envbuild.lock.base import image_lock
+from envbuild.lock.lifecycle import LockKind
+from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import SourceLayer
@@ -21,46 +20,25 @@ Log = Callable[[str], None]
 PARTS = ("wheels", "image", "conda")
 
 
-@dataclass(frozen=True, slots=True)
-class NeededLock:
-    """A lock that builds of one target need.
-
-    `part` is the option of `envbuild lock` that writes it, `name` its name in messages, `inspect` reads it.
-    """
-
-    part: str
-    name: str
-    inspect: Callable[[], LockState[Any]]
-
-    def fault(self) -> str | None:
-        """Return why the lock is not current ("no image lock for this target yet"), None if it is."""
-        try:
-            return self.inspect().fault
-        except LockError as error:
-            return error.message
-
-
 def needed_locks(
     loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS
-) -> list[NeededLock]:
+) -> list[LockKind[Any]]:
     """Return the locks in `parts` that builds of any kind need.
 
     Without a current one, a build resolves first, or fails if it runs with --locked.
     """
-    found = []
+    found: list[LockKind[Any]] = []
     if has_wheels(loaded, target):
-        found.append(NeededLock("wheels", "wheels", lambda: inspect_lock(loaded, target)))
-    found.append(NeededLock("image", "image", lambda: inspect_image_lock(loaded, target)))
+        found.append(wheel_lock(loaded, target))
+    found.append(image_lock(loaded, target))
     if sources := builder_sources(loaded, target):
-        from envbuild.lock.build_base import inspect_build_lock
+        from envbuild.lock.builder import builder_lock
 
-        found.append(
-            NeededLock("image", "builder", lambda: inspect_build_lock(loaded, target, sources))
-        )
+        found.append(builder_lock(loaded, target, sources))
     if has_conda(loaded):
-        from envbuild.lock.conda_manage import inspect_conda_lock
+        from envbuild.lock.conda_kind import conda_lock
 
-        found.append(NeededLock("conda", "conda", lambda: inspect_conda_lock(loaded, target)))
+        found.append(conda_lock(loaded, target))
     return [one for one in found if one.part in parts]
 
 
@@ -101,7 +79,7 @@ def check_locks(
                 faults[f"{state.path}: {state.fault}"] = None
                 missing.setdefault(command_word(loaded), set()).add(needed.part)
                 continue
-            _judge(loaded, target, needed, state.lock, str(state.path), log)
+            needed.judge(state.lock, str(state.path), log)
             log(f"{state.path}: current for {target.name}")
     if faults:
         commands = [
@@ -110,15 +88,3 @@ def check_locks(
         ]
         hint = f"make them with `{' && '.join(commands)}` and commit the result"
         raise LockError("\n".join(faults), hint)
-
-
-def _judge(
-    loaded: LoadedRecipe, target: Target, needed: NeededLock, lock: Any, source: str, log: Log
-) -> None:
-    """Raise LockError for a known incompatibility in a current lock."""
-    if needed.name == "wheels":
-        check_lock(loaded, target, lock, source, log)
-    elif needed.name == "conda":
-        from envbuild.lock.conda_manage import check_conda_lock
-
-        check_conda_lock(loaded, target, lock, source, log)

@@ -84,15 +84,15 @@ def _locked(
 
     try:
         if conda:
-            from envbuild.lock.conda_manage import conda_versions, inspect_conda_lock
+            from envbuild.lock.conda_kind import conda_lock, conda_versions
 
-            of_conda = inspect_conda_lock(loaded, target)
+            of_conda = conda_lock(loaded, target).inspect()
             if of_conda.fault is None and of_conda.lock is not None:
                 return "", conda_versions(of_conda.lock)
             return f"{of_conda.path.name}: {of_conda.fault}", None
-        from envbuild.lock.manage import inspect_lock
+        from envbuild.lock.wheels import wheel_lock
 
-        state = inspect_lock(loaded, target)
+        state = wheel_lock(loaded, target).inspect()
         if state.fault is None and state.lock is not None:
             return "", {package.name: package.version for package in state.lock.packages}
         return f"{state.path.name}: {state.fault}", None

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,11 +19,14 @@ from envbuild.cli.lock_conda import (
     upgrades_of_wheels,
     write_exports,
 )
-from envbuild.cli.lock_image import lock_base, lock_builder
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError, UsageError
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.lock.image import ImageLock
+    from envbuild.lock.lifecycle import LockKind
 
 _ALL = "*"
 
@@ -96,7 +100,7 @@ def lock_command(
       envbuild lock pt_cpu --upgrade=pytorch
       envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
-    from envbuild.locks import PARTS, check_locks, has_conda, has_wheels
+    from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
 
     if not recipes:
         taken = (
@@ -126,12 +130,10 @@ def lock_command(
                 if export == "pylock" and not dry_run:
                     click.echo(_export(pylock, loaded, target, export_dir, environment))
     for loaded, target in work if "image" in parts else ():
-        for lock in (lock_base, lock_builder):
-            with failures.kept():
-                lock(
-                    loaded, target, environment,
-                    upgrade=upgrade is None, offline=offline, write=not dry_run,
-                )  # fmt: skip
+        with failures.kept():
+            for kind in needed_locks(loaded, target, ("image",)):
+                with failures.kept():
+                    _renew(kind, environment, upgrade is None, offline, not dry_run)
     asked = CondaWork(
         upgrade, offline, not dry_run, solver,
         export if export in EXPORTS and not dry_run else None, export_dir, "wheels" in parts,
@@ -182,7 +184,7 @@ def _check_parts(
     export: str | None,
 ) -> None:
     """Raise UsageError for --conda with a recipe without conda packages, or an export of a lock that is not made."""
-    from envbuild.lock.conda_manage import check_has_conda
+    from envbuild.lock.conda_kind import check_has_conda
 
     if "conda" in chosen or export in EXPORTS:
         for loaded, _ in work:
@@ -203,15 +205,36 @@ def _lock_wheels(
     write: bool,
 ) -> str:
     """Update the target's wheel lock. Return the resolution in the format of PEP 751."""
-    from envbuild.lock.manage import inspect_lock, update_lock
+    from envbuild.lock.lifecycle import update
+    from envbuild.lock.wheels import wheel_lock
 
+    kind = wheel_lock(loaded, target)
     if upgrade:
-        old = inspect_lock(loaded, target).lock
+        old = kind.inspect().lock
         upgrade = upgrades_of_wheels(loaded, target, old, list(upgrade))
     log(f"{loaded.recipe.name} {target.name}: resolving …")
-    return update_lock(
-        loaded, target, environment, upgrade=upgrade, offline=offline, log=log, write=write
-    ).pylock
+    return update(kind, environment, upgrade=upgrade, offline=offline, log=log, write=write).pylock
+
+
+def _renew(
+    kind: LockKind[ImageLock], environment: Environment, upgrade: bool, offline: bool, write: bool
+) -> None:
+    """Update a lock of an image if it is missing, stale or to be upgraded.
+
+    Raises LockError if it is missing or stale and --offline forbids to resolve it.
+    """
+    from envbuild.lock.lifecycle import update
+
+    state = kind.inspect()
+    if offline and state.fault is not None:
+        raise LockError(
+            f"{state.path}: {state.fault}, and --offline forbids to resolve it",
+            "leave --offline out, or lock the rest alone: --wheels, --conda",
+        )
+    if offline and upgrade:
+        log(f"{state.path}: left as it is (--offline)")
+    elif state.fault is not None or upgrade:
+        update(kind, environment, upgrade=None, offline=offline, log=log, write=write)
 
 
 def _export(

@@ -18,7 +18,7 @@ from envbuild.recipe.targets import Target
 if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
     from envbuild.lock.conda_export import PipFile
-    from envbuild.lock.conda_manage import Solver
+    from envbuild.lock.conda_kind import Solver
     from envbuild.lock.format import Lock
 
 EXPORTS = ("conda-lock", "environment", "explicit")
@@ -56,10 +56,10 @@ def upgrades_of_wheels(
 
     if not has_conda(loaded) or not names:
         return list(names)
-    from envbuild.lock.conda_manage import inspect_conda_lock, knows
+    from envbuild.lock.conda_kind import conda_lock, knows
     from envbuild.names import normalise
 
-    conda = inspect_conda_lock(loaded, target).lock
+    conda = conda_lock(loaded, target).inspect().lock
     wheels = {package.name for package in old.packages} if old else set()
     return [
         name for name in names
@@ -74,14 +74,12 @@ def lock_conda(
 
     Raises LockError when it cannot be made.
     """
-    from envbuild.lock.conda_manage import (
-        inspect_conda_lock,
-        knows,
-        update_conda_lock,
-    )
+    from envbuild.lock.conda_kind import conda_lock, knows
+    from envbuild.lock.lifecycle import update
     from envbuild.locks import has_wheels
 
-    state = inspect_conda_lock(loaded, target)
+    kind = conda_lock(loaded, target, _solver(work.solver))
+    state = kind.inspect()
     upgrade = work.upgrade
     if upgrade and state.lock is not None and work.with_wheels and has_wheels(loaded, target):
         # The wheel lock takes the other names.
@@ -90,10 +88,9 @@ def lock_conda(
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
     if due:
         log(f"{loaded.recipe.name} {target.name}: solving conda packages …")
-        lock = update_conda_lock(
-            loaded, target, environment, upgrade=upgrade, offline=work.offline, log=log,
-            write=work.write, solver=_solver(work.solver),
-        ).lock  # fmt: skip
+        lock = update(
+            kind, environment, upgrade=upgrade, offline=work.offline, log=log, write=work.write
+        ).lock
     if work.export and lock is not None:
         _export(loaded, target, environment, lock, work)
 

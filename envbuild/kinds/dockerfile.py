@@ -21,8 +21,9 @@ from envbuild.kinds.image import ImageOptions, Prepared, source_date, verify_ima
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
+from envbuild.lock.base import image_lock
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.lock.image_manage import ensure_image_lock
+from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
@@ -78,7 +79,7 @@ def prepare_dockerfile(
     elif loaded.recipe.image.base == "debian":
         lock = _unlocked(loaded, target, _mirrored(_default_base(loaded, target), environment.site))
     else:
-        lock = ensure_image_lock(loaded, target, environment, **use)
+        lock = ensure(image_lock(loaded, target), environment, **use)
         if loaded.recipe.image.base.startswith(("oci:", "docker-archive:")):
             raise UsageError(
                 f"`docker build` cannot build on {loaded.recipe.image.base}",
@@ -239,9 +240,9 @@ def _layers(
                 "leave --builder dockerfile out, or build a venv on a node",
             )
     if loaded.recipe.image.build_base:
-        from envbuild.lock.build_base import ensure_build_lock
+        from envbuild.lock.builder import builder_lock
 
-        builder = ensure_build_lock(loaded, target, found.sources, environment, **use)
+        builder = ensure(builder_lock(loaded, target, found.sources), environment, **use)
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)
         if target.family.gpu and dockerfile.image_name(base) == own:

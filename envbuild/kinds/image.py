@@ -25,8 +25,9 @@ from envbuild.layers.compiler import compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.requested import RequestedLayers, check_here, for_image
 from envbuild.layers.trainer import Trainer
+from envbuild.lock.base import image_lock
 from envbuild.lock.image import ImageLock
-from envbuild.lock.image_manage import ensure_image_lock
+from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
@@ -93,7 +94,7 @@ def prepare_image(
     layers that are not in the store and cannot be built `here`.
     """
     layers = for_image(loaded, target, environment, **use)
-    base = ensure_image_lock(loaded, target, environment, **use)
+    base = ensure(image_lock(loaded, target), environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
     plan, trainer = prepare(

@@ -9,8 +9,9 @@ from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.lock.manage import ensure_lock
+from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
+from envbuild.lock.wheels import wheel_lock
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -36,11 +37,11 @@ def prepare(
     layers = layers or for_host(loaded, target, environment)
     lock: Lock | CondaLock
     if conda:
-        from envbuild.lock.conda_manage import ensure_conda_lock
+        from envbuild.lock.conda_kind import conda_lock
 
-        lock = ensure_conda_lock(loaded, target, environment, **use)
+        lock = ensure(conda_lock(loaded, target), environment, **use)
     else:
-        lock = ensure_lock(loaded, target, environment, **use)
+        lock = ensure(wheel_lock(loaded, target), environment, **use)
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()
     plan = make_plan(

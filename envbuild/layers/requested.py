@@ -113,10 +113,11 @@ def for_image(
     found = requested_layers(loaded, target)
     if not found.sources:
         return found
-    from envbuild.lock.build_base import ensure_build_lock
+    from envbuild.lock.builder import builder_lock
+    from envbuild.lock.lifecycle import ensure
 
     check_for_image(found)
-    lock = ensure_build_lock(loaded, target, found.sources, environment, **use)
+    lock = ensure(builder_lock(loaded, target, found.sources), environment, **use)
     return replace(
         found,
         sources=tuple(replace(one, environment=lock.digest) for one in found.sources),

@@ -574,7 +574,7 @@ def test_help_shows_examples_and_imports_nothing_heavy(lab: Command) -> None:
     done = lab("lock", "--help")
     assert "envbuild lock pt_cpu --conda" in done.stdout
     code = (
-        "import sys, envbuild.cli.lock, envbuild.lock.conda_manage\n"
+        "import sys, envbuild.cli.lock, envbuild.lock.conda_kind\n"
         "assert not {'rattler', 'conda_lock', 'ruamel', 'requests'} & sys.modules.keys()"
     )
     done = subprocess.run(

@@ -69,7 +69,7 @@ def test_two_builders_take_turns(tmp_path: Path) -> None:
         from pathlib import Path
         from envbuild import atomic
         target = Path(sys.argv[1])
-        with place.exclusive(target, lambda text: print(text, flush=True)):
+        with atomic.exclusive(target, lambda text: print(text, flush=True)):
             running = target.parent / "running"
             assert not running.exists(), "two at once"
             running.touch()

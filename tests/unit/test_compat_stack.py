@@ -14,7 +14,8 @@ from envbuild.environment import load_environment
 from envbuild.errors import LockError
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.format import Lock, LockedPackage, lock_file_name, render
-from envbuild.lock.manage import ensure_lock, update_lock
+from envbuild.lock.lifecycle import ensure, update
+from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 
@@ -137,7 +138,7 @@ def test_a_known_bad_pair_is_refused_before_anything_is_resolved(
 ) -> None:
     loaded = recipe(tmp_path, layers, top=top)
     with pytest.raises(LockError) as caught:
-        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, log=print)
+        update(wheel_lock(loaded, X86), load_environment(), upgrade=None, offline=True, log=print)
     assert fix in caught.value.message and "fix: " in caught.value.message
     assert caught.value.hint and "envbuild explain lab --target cu126-x86_64" in caught.value.hint
     assert list(loaded.folder.iterdir()) == [loaded.path]
@@ -156,9 +157,8 @@ def write_lock(loaded: LoadedRecipe, target: Target, *pins: str) -> None:
 
 def lock_of(loaded: LoadedRecipe, target: Target) -> tuple[Lock, list[str]]:
     said: list[str] = []
-    lock = ensure_lock(
-        loaded, target, load_environment(), locked=True, offline=True, log=said.append
-    )
+    kind = wheel_lock(loaded, target)
+    lock = ensure(kind, load_environment(), locked=True, offline=True, log=said.append)
     return lock, said
 
 
@@ -192,7 +192,7 @@ def test_a_cpu_recipe_is_not_even_judged(tmp_path: Path) -> None:
     write_lock(loaded, Target.parse("cpu-x86_64"), "torch==7.1+cpu")
     assert lock_of(loaded, Target.parse("cpu-x86_64"))[1] == []
     script = (
-        "import sys\nfrom envbuild.lock import manage\n"
+        "import sys\nfrom envbuild.lock import wheels\n"
         "print([m for m in sys.modules if m in ('envbuild.compat.judge', 'packaging')])"
     )
     done = subprocess.run(
@@ -222,7 +222,7 @@ def test_pins_of_a_guide_that_exclude_each_other_are_explained(
 def test_a_failed_resolution_says_which_pins_cannot_be(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, torch=f"{GUIDE} torch==2.7.1")
     with pytest.raises(LockError, match="cannot be resolved") as caught:
-        update_lock(loaded, X86, load_environment(), upgrade=None, offline=True, log=print)
+        update(wheel_lock(loaded, X86), load_environment(), upgrade=None, offline=True, log=print)
     assert "pin sympy==1.13.3 or newer" in caught.value.message
 
 

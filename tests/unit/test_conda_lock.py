@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from envbuild.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
+from envbuild.lock import lifecycle
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_export import (
@@ -23,10 +24,9 @@ from envbuild.lock.conda_export import (
     pip_files,
 )
 from envbuild.lock.conda_format import part_of, render
-from envbuild.lock.conda_manage import (
+from envbuild.lock.conda_kind import (
     conda_changes,
-    ensure_conda_lock,
-    inspect_conda_lock,
+    conda_lock,
     without_conda,
 )
 from envbuild.lock.conda_pip import provided
@@ -225,32 +225,32 @@ def write(loaded: LoadedRecipe, packages: tuple[CondaPackage, ...], pip: Lock | 
 
 def test_a_lock_is_current_stale_or_missing(tmp_path: Path) -> None:
     loaded = recipe(tmp_path)
-    assert inspect_conda_lock(loaded, X86).fault == "no conda lock for this target yet"
+    assert conda_lock(loaded, X86).inspect().fault == "no conda lock for this target yet"
     whole = write(loaded, (package("numpy"),), None)
-    state = inspect_conda_lock(loaded, X86)
+    state = conda_lock(loaded, X86).inspect()
     assert state.fault is None and state.lock == whole
     assert (
-        inspect_conda_lock(loaded, Target.parse("cpu-aarch64")).fault
+        conda_lock(loaded, Target.parse("cpu-aarch64")).inspect().fault
         == "no conda lock for this target yet"
     )
     changed = recipe(tmp_path, CONDA.replace("2.*", "1.*"))
-    assert "stale" in str(inspect_conda_lock(changed, X86).fault)
+    assert "stale" in str(conda_lock(changed, X86).inspect().fault)
 
 
 def test_what_pip_adds_has_to_be_of_the_same_resolution(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, PIP)
     pip = lock(pip=(EINOPS,), digest=loaded.conda_digest(X86).removeprefix("sha256:")).pip
     write(loaded, (package("numpy"),), pip)
-    state = inspect_conda_lock(loaded, X86)
+    state = conda_lock(loaded, X86).inspect()
     assert state.fault is None and state.lock is not None and state.lock.pip == pip
     other = replace(pip, packages=(replace(EINOPS, version="0.8.0"),))
     beside = loaded.folder / "cpu-x86_64.conda.requirements.txt"
     beside.write_text(
         pip_format.render(other)
     )  # as a run leaves it that was killed between the two
-    assert "stale" in str(inspect_conda_lock(loaded, X86).fault)
+    assert "stale" in str(conda_lock(loaded, X86).inspect().fault)
     beside.unlink()
-    assert "stale" in str(inspect_conda_lock(loaded, X86).fault)
+    assert "stale" in str(conda_lock(loaded, X86).inspect().fault)
 
 
 def test_a_current_lock_is_taken_without_the_solver_and_a_wrong_one_refused(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_a_current_lock_is_taken_without_the_solver_and_a_wrong_one_refused(tmp_
 
     def ensure(what: LoadedRecipe) -> CondaLock:
         # No environment is there to solve in: whoever asked for it would fail here.
-        return ensure_conda_lock(
-            what, X86, None, locked=True, offline=False, log=said.append  # type: ignore[arg-type]
+        return lifecycle.ensure(
+            conda_lock(what, X86), None, locked=True, offline=False, log=said.append  # type: ignore[arg-type]
         )  # fmt: skip
 
     assert ensure(loaded) == whole and said == []

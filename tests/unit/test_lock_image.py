@@ -28,6 +28,8 @@ from envbuild.image.model import (
     canonical,
     parse,
 )
+from envbuild.lock import lifecycle
+from envbuild.lock.base import image_lock
 from envbuild.lock.image import (
     ImageLock,
     OciLock,
@@ -37,7 +39,6 @@ from envbuild.lock.image import (
     read_image,
     render_image,
 )
-from envbuild.lock.image_manage import ensure_image_lock, inspect_image_lock, update_image_lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 
@@ -245,7 +246,7 @@ def ensure(
     recipe: LoadedRecipe, environment: Environment, said: list[str], **options: bool
 ) -> ImageLock:
     chosen: Mapping[str, bool] = {"locked": False, "offline": False, **options}
-    return ensure_image_lock(recipe, TARGET, environment, log=said.append, **chosen)
+    return lifecycle.ensure(image_lock(recipe, TARGET), environment, log=said.append, **chosen)
 
 
 def test_a_missing_lock_is_made_once_and_a_stale_one_again(
@@ -307,7 +308,7 @@ def test_a_lock_of_something_else_is_not_taken(
     good = replace(OCI, recipe_digest=recipe.image_digest(TARGET))
     place = recipe.folder / image_lock_name("cpu-x86_64")
     place.write_text(render_image(good))
-    assert inspect_image_lock(recipe, TARGET).fault is None
+    assert image_lock(recipe, TARGET).inspect().fault is None
     place.write_text(render_image(replace(good, **change)))
     with pytest.raises(LockError, match=told):
         ensure(recipe, environment, [], locked=True)
@@ -330,7 +331,10 @@ def test_a_dry_run_tells_what_would_change_and_writes_nothing(
     (tmp_path / "r").mkdir()
     digest, said = layout(tmp_path / "r/base", "one"), list[str]()
     recipe = recipe_on(tmp_path, "oci:base")
-    lock = update_image_lock(recipe, TARGET, environment, log=said.append, write=False)
+    lock = lifecycle.update(
+        image_lock(recipe, TARGET), environment, upgrade=None, offline=False, log=said.append,
+        write=False,
+    ).lock  # fmt: skip
     assert lock.base == OciLock("oci:base", digest)
     assert "not written" in said[-1] and "1 would change" in said[-1]
     assert not list(tmp_path.rglob("*.image.toml"))

@@ -15,10 +15,11 @@ from envbuild.environment import load_environment
 from envbuild.errors import LockError
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.accelerator import check_accelerator
+from envbuild.lock.base import image_lock
 from envbuild.lock.format import Lock
-from envbuild.lock.image_manage import inspect_image_lock
-from envbuild.lock.manage import ensure_lock, inspect_lock
+from envbuild.lock.lifecycle import ensure
 from envbuild.lock.nccl import nccl_package
+from envbuild.lock.wheels import wheel_lock
 from envbuild.plan.plan import make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
@@ -36,7 +37,7 @@ UNLOCKED = {
 
 def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
     recipe, found = LOADED[name], Target.parse(target)
-    state = inspect_lock(recipe, found)
+    state = wheel_lock(recipe, found).inspect()
     assert state.lock is None or state.fault is None, f"{state.path}: {state.fault}"
     return recipe, found, state.lock
 
@@ -76,7 +77,7 @@ def test_what_needs_another_index_says_which_and_how(
     recipe, found, _ = opened(name, target)
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path)})
     with pytest.raises(LockError) as caught:
-        ensure_lock(recipe, found, environment, locked=True, offline=True, log=print)
+        ensure(wheel_lock(recipe, found), environment, locked=True, offline=True, log=print)
     (index,) = recipe.recipe.targets[target].indexes
     said = f"{caught.value.hint}"
     assert f"`envbuild lock {name} --target {target} --wheels`" in said and index in said
@@ -91,7 +92,7 @@ def test_a_lock_holds_no_address(path: Path) -> None:
 @pytest.mark.parametrize(("name", "target"), TARGETS)
 def test_locks_of_images_are_current(name: str, target: str) -> None:
     recipe, found, _ = opened(name, target)
-    state = inspect_image_lock(recipe, found)
+    state = image_lock(recipe, found).inspect()
     assert state.lock is None or state.fault is None, f"{state.path}: {state.fault}"
     debian = recipe.recipe.image.base == "debian"
     assert state.lock is not None or not debian or (name, target) in UNLOCKED

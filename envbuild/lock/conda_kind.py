@@ -1,4 +1,4 @@
-"""Conda locks: check whether they are current, and update them.
+"""The conda lock of a target.
 
 A target's lock consists of two files: its conda packages in `<accelerator>.conda-lock.yml`, together with those of
 the accelerator's other targets, and the packages that pip adds in `<target>.conda.requirements.txt`. The first file
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from envbuild.compat.check import check_stack
@@ -27,16 +27,8 @@ from envbuild.lock.conda import (
 from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_format import CondaPart, part_of, read, render
 from envbuild.lock.format import Lock, changes
-from envbuild.lock.manage import say_warnings
-from envbuild.lock.resolve import Resolution
-from envbuild.lock.state import (
-    LockState,
-    how_to_make,
-    inspect_lock_file,
-    lock_folders,
-    package_changes,
-    write_lock_file,
-)
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
+from envbuild.lock.state import package_changes, write_lock_file
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -45,34 +37,61 @@ Log = Callable[[str], None]
 Solver = Callable[..., tuple[CondaPackage, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class CondaResolution:
-    """New lock, and the resolution of the packages that pip adds (None when the recipe requests none)."""
+def conda_lock(
+    recipe: LoadedRecipe, target: Target, solver: Solver | None = None
+) -> LockKind[CondaLock]:
+    """Return the kind of lock that holds the target's conda packages and the packages that pip adds.
 
-    lock: CondaLock
-    pip: Resolution | None
-
-
-def inspect_conda_lock(recipe: LoadedRecipe, target: Target) -> LockState[CondaLock]:
-    """Read the target's conda lock without changing anything. Raises LockError when it is not readable."""
+    `solver` is `conda_solve.solve` (the default) or a function with its signature. Raises UsageError for a recipe
+    without conda packages.
+    """
+    check_has_conda(recipe)
+    name = recipe.recipe.name
 
     def read_target(path: Path) -> CondaLock | None:
         part = (read(path) or {}).get(target.name)
         if part is None:
             return None
         pip = pip_format.read(path.with_name(pip_lock_name(target)))
-        return CondaLock(
-            part.recipe,
-            part.target,
-            # A pip lock for other conda packages makes the whole lock stale.
-            part.recipe_digest if _goes_with(part, pip, recipe) else "",
-            part.packages,
-            pip or _without_pip(recipe, target),
-        )
+        # A pip lock for other conda packages makes the whole lock stale.
+        digest = part.recipe_digest if _goes_with(part, pip, recipe) else ""
+        own = pip or _without_pip(recipe, target)
+        return CondaLock(part.recipe, part.target, digest, part.packages, own)
 
-    return inspect_lock_file(
-        recipe, target, conda_lock_name(target), read_target, recipe.conda_digest(target),
-        part="conda", what="conda lock", subject="the recipe or what pip adds",
+    def resolved(
+        environment: Environment, old: CondaLock | None, upgrade: Upgrade, offline: bool, log: Log
+    ) -> Resolved[CondaLock]:
+        from envbuild.lock import conda_pip, conda_solve
+
+        kept = None if upgrade is None or old is None else without_conda(old, upgrade)
+        packages = (solver or conda_solve.solve)(
+            recipe, target, environment, keep=kept.packages if kept else (), offline=offline
+        )
+        check_conda_accelerator(target, packages, str(recipe.path))
+        pip = _without_pip(recipe, target)
+        if recipe.recipe.conda.requirements:
+            found = conda_pip.resolve_pip(
+                recipe, target, environment, packages, keep=kept.pip if kept else None, offline=offline
+            )  # fmt: skip
+            for note in found.notes:
+                log(f"note: {note}")
+            pip = found.lock
+        lock = CondaLock(name, target.name, recipe.conda_digest(target), packages, pip)
+        check_stack(recipe, target, conda_versions(lock), log, conda=True)
+        count = len(packages) + len(pip.packages)
+        return Resolved(lock, f"{count} packages for {target.name}")
+
+    def judge(lock: CondaLock, source: str, log: Log) -> None:
+        check_conda_accelerator(target, lock.packages, source)
+        check_stack(recipe, target, conda_versions(lock), log, conda=True)
+
+    return LockKind(
+        recipe, target, part="conda", name="conda", title="conda lock",
+        subject="the recipe or what pip adds", task=f"solving {target.name}",
+        file=conda_lock_name(target), digest=recipe.conda_digest(target), read=read_target,
+        resolve=resolved, changes=conda_changes, judge=judge,
+        warnings=lambda lock: lock.pip.warnings,
+        write=lambda path, lock: _write(path, recipe, target, lock),
     )  # fmt: skip
 
 
@@ -102,103 +121,9 @@ def check_has_conda(recipe: LoadedRecipe) -> None:
         )
 
 
-def ensure_conda_lock(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    locked: bool,
-    offline: bool,
-    log: Log,
-    write: bool = True,
-) -> CondaLock:
-    """Return the current conda lock of `target`; solve a missing or stale one.
-
-    Each solve is reported through `log`. Without `write` no file is written. Raises UsageError for a recipe without
-    conda packages, and LockError when `locked` and the lock is missing or stale, or when it cannot be solved.
-    """
-    check_has_conda(recipe)
-    state = inspect_conda_lock(recipe, target)
-    if state.fault is None and state.lock is not None:
-        check_conda_lock(recipe, target, state.lock, str(state.path), log)
-        say_warnings(state.lock.pip, log)
-        return state.lock
-    if locked:
-        raise LockError(f"{state.path}: {state.fault}", how_to_make(recipe, target, "conda"))
-    log(f"{state.path}: {state.fault}; solving {target.name} …")
-    return update_conda_lock(
-        recipe, target, environment, upgrade=(), offline=offline, log=log, write=write
-    ).lock
-
-
-def check_conda_lock(
-    recipe: LoadedRecipe, target: Target, lock: CondaLock, source: str, log: Log
-) -> None:
-    """Raise LockError when `lock` has a PyTorch for another accelerator, or a combination known not to work.
-
-    `source` is the file that `lock` was read from.
-    """
-    check_conda_accelerator(target, lock.packages, source)
-    check_stack(recipe, target, conda_versions(lock), log, conda=True)
-
-
-def update_conda_lock(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    upgrade: Collection[str] | None,
-    offline: bool,
-    log: Log,
-    write: bool = True,
-    solver: Solver | None = None,
-) -> CondaResolution:
-    """Solve again and write the lock. With `upgrade` None every package may change, otherwise only the named ones.
-
-    The file is replaced atomically and keeps other targets' packages. Each change is reported through `log`, one
-    line each. `solver` is `conda_solve.solve` or a function with its signature.
-    """
-    from envbuild.lock import conda_pip, conda_solve
-
-    check_has_conda(recipe)
-    old = inspect_conda_lock(recipe, target).lock
-    kept = None if upgrade is None or old is None else without_conda(old, upgrade)
-    packages = (solver or conda_solve.solve)(
-        recipe, target, environment, keep=kept.packages if kept else (), offline=offline
-    )
-    check_conda_accelerator(target, packages, str(recipe.path))
-    pip = None
-    if recipe.recipe.conda.requirements:
-        pip = conda_pip.resolve_pip(
-            recipe, target, environment, packages, keep=kept.pip if kept else None, offline=offline
-        )
-        for note in pip.notes:
-            log(f"note: {note}")
-        say_warnings(pip.lock, log)
-    lock = CondaLock(
-        recipe.recipe.name,
-        target.name,
-        recipe.conda_digest(target),
-        packages,
-        pip.lock if pip else _without_pip(recipe, target),
-    )
-    check_stack(recipe, target, conda_versions(lock), log, conda=True)
-    path = lock_folders(recipe, target)[-1] / conda_lock_name(target)
-    differences = conda_changes(old, lock)
-    for line in differences:
-        log(f"  {line}")
-    if not write:
-        log(f"{path}: not written (dry run), {len(differences)} packages would change")
-        return CondaResolution(lock, pip)
-    _write(path, recipe, target, lock, pip is not None)
-    count = len(lock.packages) + len(lock.pip.packages)
-    log(f"{path}: {count} packages for {target.name}, {len(differences)} changed")
-    return CondaResolution(lock, pip)
-
-
-def _write(
-    path: Path, recipe: LoadedRecipe, target: Target, lock: CondaLock, with_pip: bool
-) -> None:
+def _write(path: Path, recipe: LoadedRecipe, target: Target, lock: CondaLock) -> None:
+    """Replace the target's packages in the file, which keeps those of the other targets."""
+    with_pip = bool(recipe.recipe.conda.requirements)
     part = part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
     beside = path.with_name(pip_lock_name(target))
     with contextlib.ExitStack() as held:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.lock.image import ImageLock, read_image
-from envbuild.lock.image_manage import current_lock, put_image_lock, resolve_base
-from envbuild.lock.state import LockState, inspect_lock_file, lock_folders
+from envbuild.lock.base import base_lock
+from envbuild.lock.image import ImageLock
+from envbuild.lock.lifecycle import LockKind
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Packages that nearly every build needs in addition to those of the image.
 COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
 
@@ -48,64 +46,24 @@ def check_build_base(recipe: LoadedRecipe, sources: Sequence[SourceLayer]) -> No
         )
 
 
-def inspect_build_lock(
+def builder_lock(
     recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]
-) -> LockState[ImageLock]:
-    """Read the builder image's lock without changing anything. Raises LockError when it is not readable."""
-    return inspect_lock_file(
-        recipe, target, build_lock_name(target.name), read_image, build_digest(recipe, target, sources),
-        part="image", what="lock of the builder", subject="what the layers need to be built",
-    )  # fmt: skip
+) -> LockKind[ImageLock]:
+    """Return the kind of lock that holds the image in which `sources` are built.
 
-
-def ensure_build_lock(
-    recipe: LoadedRecipe,
-    target: Target,
-    sources: Sequence[SourceLayer],
-    environment: Environment,
-    *,
-    locked: bool,
-    offline: bool,
-    log: Log,
-    write: bool = True,
-) -> ImageLock:
-    """Return the current lock of the image in which `sources` are built; resolve a missing or stale one.
-
-    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when `locked`
-    and the lock is missing or stale, or when it cannot be resolved; UsageError as `check_build_base`.
+    Raises UsageError as `check_build_base`.
     """
     check_build_base(recipe, sources)
-    state = inspect_build_lock(recipe, target, sources)
-    current = current_lock(state, recipe, target, locked=locked, offline=offline)
-    if current is not None:
-        return current
-    log(f"{state.path}: {state.fault}; resolving the builder of {target.name} …")
-    return update_build_lock(recipe, target, sources, environment, log=log, write=write)
-
-
-def update_build_lock(
-    recipe: LoadedRecipe,
-    target: Target,
-    sources: Sequence[SourceLayer],
-    environment: Environment,
-    *,
-    log: Log,
-    write: bool = True,
-) -> ImageLock:
-    """Resolve the builder image again and write its lock. Each change is reported through `log`, one line each."""
-    check_build_base(recipe, sources)
-    old = inspect_build_lock(recipe, target, sources).lock
-    image, digest = recipe.recipe.image, build_digest(recipe, target, sources)
+    image = recipe.recipe.image
     packages = dict.fromkeys((*image.packages, *build_packages(recipe, sources)))
     own = dataclasses.replace(
         recipe.recipe, image=dataclasses.replace(image, packages=tuple(packages))
     )
-    reference = "debian" if image.base == "debian" else image.build_base
-    base, what = resolve_base(own, reference, recipe.folder, target, environment)
-    new = ImageLock(recipe.recipe.name, target.name, digest, base)
-    path = lock_folders(recipe, target)[-1] / build_lock_name(target.name)
-    put_image_lock(path, old, new, what, log=log, write=write)
-    return new
+    return base_lock(
+        recipe, target, own, "debian" if image.base == "debian" else image.build_base,
+        build_lock_name(target.name), build_digest(recipe, target, sources),
+        name="builder", title="lock of the builder", subject="what the layers need to be built",
+    )  # fmt: skip
 
 
 def build_digest(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> str:
