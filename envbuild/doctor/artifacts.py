@@ -30,11 +30,11 @@ class StepVerdict:
 
     status: Status
     what: str
-    remedy: str = ""
+    hint: str = ""
 
     def as_json(self) -> dict[str, str]:
         """Return the verdict as a JSON object."""
-        return {"status": self.status, "what": self.what, "remedy": self.remedy}
+        return {"status": self.status, "what": self.what, "remedy": self.hint}
 
 
 def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
@@ -53,28 +53,28 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     for name in ("configuration", "authorities", "uv", "store", "tmp"):
         finding = found.get(name)
         if finding is not None and finding.status == "fail":
-            return StepVerdict("fail", f"{name}: {finding.what}", finding.remedy)
+            return StepVerdict("fail", f"{name}: {finding.what}", finding.hint)
     if kind.by_uv and "uv" in found and not found["uv"].facts:
-        return StepVerdict("fail", found["uv"].what, found["uv"].remedy)
+        return StepVerdict("fail", found["uv"].what, found["uv"].hint)
     missing = [m for m in _facts(found, "packages").get("missing", ()) if m in kind.imports]
     if missing:
-        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].remedy)
+        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].hint)
     current = found.get("current folder")
     if current is not None and current.status == "fail":
         return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
     lost = [name for name in kind.sources if _unreached(found, name)]
     if lost:
-        remedy = found[lost[0]].remedy
+        hint = found[lost[0]].hint
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
-        return StepVerdict("warn", what, remedy)
+        return StepVerdict("warn", what, hint)
     unasked = [name for name in kind.sources if _unasked(found, name)]
     if unasked:
         return _from_the_store(unasked, found)
     store = found.get("store")
     if store is not None and store.status == "warn":
-        return StepVerdict("warn", f"store: {store.what}", store.remedy)
+        return StepVerdict("warn", f"store: {store.what}", store.hint)
     if kind.form == "folder" and current is not None and current.status == "warn":
-        return StepVerdict("warn", f"current folder: {current.what}", current.remedy)
+        return StepVerdict("warn", f"current folder: {current.what}", current.hint)
     return StepVerdict("ok", "yes")
 
 
@@ -82,13 +82,13 @@ def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     usable = _facts(found, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
         return StepVerdict(
-            "warn", f"too little memory: {found['memory'].what}", found["memory"].remedy
+            "warn", f"too little memory: {found['memory'].what}", found["memory"].hint
         )
     only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
     if kind.form == "registry":
         if not _facts(found, "docker daemon").get("answers"):
-            remedy = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
-            return StepVerdict("warn", "no: no docker daemon answers", remedy)
+            hint = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
+            return StepVerdict("warn", "no: no docker daemon answers", hint)
         return StepVerdict("ok", f"yes{only}")
     if kind.form == "file":
         how = _launchers(kind, found)
@@ -128,13 +128,11 @@ def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
 
 def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     finding = found.get("own launch")
-    if finding is None or not finding.remedy:
+    if finding is None or not finding.hint:
         return StepVerdict(
             "warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}"
         )
-    return StepVerdict(
-        "warn", f"no: no {kind.name}, and our own launch is forbidden", finding.remedy
-    )
+    return StepVerdict("warn", f"no: no {kind.name}, and our own launch is forbidden", finding.hint)
 
 
 def _launchers(kind: Artifact, found: Mapping[str, HostFinding]) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import find, first_line, run_probe
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.schedulers import TITLES
@@ -18,9 +18,9 @@ def slurm(host: Host) -> Iterator[HostFinding]:
     tool = find("scontrol", host.variables)
     if tool is None:
         return
-    asked, version = ask([tool, "--version"], host.variables)
+    asked, version = run_probe([tool, "--version"], host.variables)
     version = first_line(version) if asked == 0 else "Slurm's tools"
-    code, said = ask([tool, "ping"], host.variables)
+    code, said = run_probe([tool, "ping"], host.variables)
     facts: dict[str, object] = {"path": tool, "answers": code == 0}
     if code != 0 or " is DOWN" in said:
         facts["answers"] = False
@@ -47,7 +47,7 @@ def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
     tool = find(facts.list_queues[0], variables) if facts else None
     if facts is None or tool is None:
         return None
-    code, said = ask([tool, *facts.list_queues[1:]], variables)
+    code, said = run_probe([tool, *facts.list_queues[1:]], variables)
     return facts.queues(said) if code == 0 else None
 
 
@@ -56,7 +56,7 @@ def has_pyxis(variables: Mapping[str, str]) -> bool | None:
     tool = find("srun", variables)
     if tool is None:
         return None
-    _, said = ask([tool, "--help"], variables)
+    _, said = run_probe([tool, "--help"], variables)
     return "--container-image" in said
 
 
@@ -64,8 +64,8 @@ def _pyxis(host: Host) -> Iterator[HostFinding]:
     found = has_pyxis(host.variables)
     if found is not None:
         what = "srun has --container-image" if found else "srun has no --container-image"
-        remedy = "" if found else 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
-        yield HostFinding("pyxis", "ok" if found else "info", what, remedy, {"there": found})
+        hint = "" if found else 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
+        yield HostFinding("pyxis", "ok" if found else "info", what, hint, {"there": found})
 
 
 def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
@@ -75,7 +75,7 @@ def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
     tool = find(program, host.variables)
     if facts is None or tool is None:
         return
-    code, said = ask([tool, *facts.version], host.variables)
+    code, said = run_probe([tool, *facts.version], host.variables)
     found = queues(name, host.variables)
     names = [one.name for one in found or ()]
     seen = {"path": tool, "queues": None if found is None else names}
@@ -107,7 +107,7 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
         )
         return
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
-    code, said = ask(command, host.variables)
+    code, said = run_probe(command, host.variables)
     if code != 0:
         # kubectl prints its log first, its message to the user last.
         why = first_line(said.splitlines()[-1]) if said else "nothing is said"
@@ -121,9 +121,9 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
         for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org")
         if k in said.split()
     ]
-    remedy = "" if kinds else "install Kubeflow's training operator or Trainer"
+    hint = "" if kinds else "install Kubeflow's training operator or Trainer"
     yield HostFinding(
-        "Kubernetes", "ok" if kinds else "warn", f"answers; training jobs: {', '.join(kinds) or 'none'}", remedy,
+        "Kubernetes", "ok" if kinds else "warn", f"answers; training jobs: {', '.join(kinds) or 'none'}", hint,
         {"path": tool, "kinds": kinds, "answers": True},
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def docker_daemon(host: Host) -> Iterator[HostFinding]:
     what = f"{facts['version']}, storage driver {driver}"
     what += ", with NVIDIA's runtime" if "nvidia" in runtimes else ""
     if driver == "vfs":
-        remedy = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
-        yield HostFinding("docker daemon", "warn", what, remedy, facts)
+        hint = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
+        yield HostFinding("docker daemon", "warn", what, hint, facts)
     else:
         yield HostFinding("docker daemon", "ok", what, "", facts)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding, Status
+from envbuild.doctor.probe import find, first_line, run_probe
 from envbuild.fabrics import load_fabrics
 
 _SIOCGIFADDR = 0x8915
@@ -92,14 +92,14 @@ def network(host: Host) -> Iterator[HostFinding]:
         for i in outer
     ]
     if not outer:
-        remedy = "jobs of several nodes need an interface with an address; one node works without"
+        hint = "jobs of several nodes need an interface with an address; one node works without"
         yield HostFinding(
-            "interfaces", "info", "only the loopback interface has an address", remedy, facts
+            "interfaces", "info", "only the loopback interface has an address", hint, facts
         )
     else:
         more = len(outer) > 1
-        remedy = "name the one that joins the nodes: site.toml, [fabric] interface" if more else ""
-        yield HostFinding("interfaces", "ok", ", ".join(texts), remedy, facts)
+        hint = "name the one that joins the nodes: site.toml, [fabric] interface" if more else ""
+        yield HostFinding("interfaces", "ok", ", ".join(texts), hint, facts)
 
 
 def adapters(host: Host) -> Iterator[HostFinding]:
@@ -135,16 +135,16 @@ def adapters(host: Host) -> Iterator[HostFinding]:
         text = f"no {', '.join(names)} or {last}"
         yield HostFinding("adapters", "info", text, facts=facts)
     elif down:
-        remedy = "see ibstat, or let the administrator look at cable and switch"
+        hint = "see ibstat, or let the administrator look at cable and switch"
         yield HostFinding(
-            "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", remedy, facts
+            "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", hint, facts
         )
     else:
         absent = ", ".join(sorted(f for f in mounted if not (host.root / f.lstrip("/")).is_dir()))
-        remedy = f"pass {absent} into this container" if absent else ""
+        hint = f"pass {absent} into this container" if absent else ""
         status: Status = "warn" if absent else "ok"
         text = ", ".join(rows) + (f"; {absent} is not here" if absent else "")
-        yield HostFinding("adapters", status, text, remedy, facts)
+        yield HostFinding("adapters", status, text, hint, facts)
 
 
 def libfabric(host: Host) -> Iterator[HostFinding]:
@@ -158,7 +158,7 @@ def libfabric(host: Host) -> Iterator[HostFinding]:
             "no fi_info; artifacts bring their own libfabric, but for Slingshot",
         )
         return
-    code, said = ask([tool, "-l"], host.variables)
+    code, said = run_probe([tool, "-l"], host.variables)
     providers = [
         line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")
     ]

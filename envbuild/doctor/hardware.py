@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import resources
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import find, first_line, run_probe
 from envbuild.progress import human_size
 
 _ENOUGH_MEMORY = 3 << 30
@@ -72,7 +72,7 @@ def gpus(host: Host) -> Iterator[HostFinding]:
     trouble = ""
     if tool:
         fields = "--query-gpu=name,driver_version,memory.total"
-        code, said = ask([tool, fields, "--format=csv,noheader"], host.variables)
+        code, said = run_probe([tool, fields, "--format=csv,noheader"], host.variables)
         rows = [re.split(r"\s*,\s*", line.strip()) for line in said.splitlines()]
         listed = [row for row in rows if len(row) == 3] if code == 0 else []
         trouble = "" if code == 0 else first_line(said)
@@ -92,20 +92,18 @@ def gpus(host: Host) -> Iterator[HostFinding]:
                 "GPU", "ok", f"{names}, driver {facts['driver']}{text}, {library}", facts=facts
             )
         else:
-            remedy = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
-            yield HostFinding(
-                "GPU", "warn", f"{names}, but libcuda.so.1 is not found", remedy, facts
-            )
+            hint = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
+            yield HostFinding("GPU", "warn", f"{names}, but libcuda.so.1 is not found", hint, facts)
     elif tool or driver or devices:
         parts = [f"driver {driver}" if driver else "no driver is loaded"]
         parts += [f"nvidia-smi: {trouble}"] if trouble else ([] if tool else ["no nvidia-smi"])
         parts += [", ".join(devices)] if devices else ["no /dev/nvidia0"]
-        remedy = (
+        hint = (
             "this container was started without its GPUs (--gpus all, --nv)"
             if driver and not devices
             else "load or repair NVIDIA's driver (dmesg tells why), or ask the job for GPUs"
         )
-        yield HostFinding("GPU", "warn", "; ".join(parts), remedy, facts)
+        yield HostFinding("GPU", "warn", "; ".join(parts), hint, facts)
     elif (host.root / "dev/kfd").exists():
         yield _amd(host)
     else:
@@ -122,10 +120,8 @@ def _amd(host: Host) -> HostFinding:
     what = f"{count} × AMD, driver {driver or 'of the kernel'}"
     if os.access(host.root / "dev/kfd", os.R_OK | os.W_OK) and count:
         return HostFinding("GPU", "ok", what, facts=facts)
-    remedy = (
-        "join the groups that own /dev/kfd and /dev/dri (render, video), or ask the job for GPUs"
-    )
-    return HostFinding("GPU", "warn", f"{what}, but /dev/kfd cannot be used", remedy, facts)
+    hint = "join the groups that own /dev/kfd and /dev/dri (render, video), or ask the job for GPUs"
+    return HostFinding("GPU", "warn", f"{what}, but /dev/kfd cannot be used", hint, facts)
 
 
 def _text(path: Path) -> str:
@@ -140,11 +136,11 @@ def _libcuda(host: Host) -> str:
     from envbuild.verify.driver import cached, named
 
     if tool := find("nvidia-container-cli", host.variables):
-        code, said = ask([tool, "list", "--libraries"], host.variables)
+        code, said = run_probe([tool, "list", "--libraries"], host.variables)
         if code == 0 and (found := named(said.split())):
             return found.get("libcuda.so.1", "")
     if tool := find("ldconfig", host.variables):
-        return named(cached(ask([tool, "-p"], host.variables)[1])).get("libcuda.so.1", "")
+        return named(cached(run_probe([tool, "-p"], host.variables)[1])).get("libcuda.so.1", "")
     return ""
 
 

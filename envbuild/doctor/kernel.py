@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.launch_trials import ANSWERS, COMPRESSORS, START
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import find, first_line, run_probe
 
 _CONFIGURED = {"gzip": "ZLIB", "lzo": "LZO", "xz": "XZ", "lz4": "LZ4", "zstd": "ZSTD"}
 # Result for a skipped trial: only root mounts images.
@@ -38,7 +38,7 @@ def launching(host: Host) -> Iterator[HostFinding]:
     with tempfile.TemporaryDirectory(
         prefix="envbuild-doctor-", ignore_cleanup_errors=True
     ) as folder:
-        _, trouble = ask([*START, folder], host.variables, _TRIALS_S)
+        _, trouble = run_probe([*START, folder], host.variables, _TRIALS_S)
         answers = _answers(Path(folder))
     if EXTRACTED not in answers:
         yield HostFinding(
@@ -46,10 +46,10 @@ def launching(host: Host) -> Iterator[HostFinding]:
         )
         yield from _configured(host, "not tried")
         return
-    works, why, remedy = answers[EXTRACTED]
+    works, why, hint = answers[EXTRACTED]
     if not works:
         facts = {"ways": [], "forbidden": _forbidden(host)}
-        yield HostFinding("own launch", "warn", why, remedy, facts)
+        yield HostFinding("own launch", "warn", why, hint, facts)
         yield from _configured(host, "not tried")
         return
     mounted = [name for name in COMPRESSORS if answers.get(("mount", name), _NO)[0]]
@@ -80,8 +80,8 @@ def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
     found = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # an incomplete last line
-            way, compressor, works, why, remedy = json.loads(line)
-            found[way, compressor] = (works, why, remedy)
+            way, compressor, works, why, hint = json.loads(line)
+            found[way, compressor] = (works, why, hint)
     return found
 
 
@@ -167,8 +167,8 @@ def subordinate_ids(host: Host) -> Iterator[HostFinding]:
         parts = ([f"nothing for this user in {' and '.join(lacking)}"] if lacking else []) + (
             [f"{' and '.join(tools)} missing"] if tools else []
         )
-        remedy = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
-        yield HostFinding("subuid", "info", "; ".join(parts), remedy, {"there": False})
+        hint = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
+        yield HostFinding("subuid", "info", "; ".join(parts), hint, {"there": False})
         return
     yield HostFinding(
         "subuid",

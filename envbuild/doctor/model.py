@@ -17,13 +17,13 @@ class HostFinding:
     """One result of a check.
 
     `status` is "ok", "info" (worth knowing), "warn" (a problem for some uses) or "fail" (blocks envbuild).
-    `what` is one line; `remedy` is the advised change, or ""; `facts` holds the same data for programs (JSON).
+    `what` is one line; `hint` is the advised change, or ""; `facts` holds the same data for programs (JSON).
     """
 
     name: str
     status: Status
     what: str
-    remedy: str = ""
+    hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class HostFinding:
             "name": self.name,
             "status": self.status,
             "what": self.what,
-            "remedy": self.remedy,
+            "remedy": self.hint,
             "facts": dict(self.facts),
         }
 

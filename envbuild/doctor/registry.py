@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import batch, fabric, hardware, kernel, naming, places, reach, tools
+from envbuild.doctor import (
+    batch,
+    connectivity,
+    fabric,
+    hardware,
+    host_names,
+    kernel,
+    storage,
+    tools,
+)
 from envbuild.doctor.model import Host, HostProbe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
@@ -28,18 +37,18 @@ CHECKS = (
     HostProbe("kernel", "own launch", kernel.launching),
     HostProbe("kernel", "/dev/fuse", kernel.fuse),
     HostProbe("kernel", "subuid", kernel.subordinate_ids),
-    HostProbe("machine", "user", naming.who),
+    HostProbe("machine", "user", host_names.who),
     HostProbe("machine", "processors", hardware.processors),
     HostProbe("machine", "memory", hardware.memory),
     HostProbe("machine", "/dev/shm", hardware.shared_memory),
     HostProbe("machine", "GPU", hardware.gpus),
-    HostProbe("machine", "clock", naming.clock),
-    HostProbe("machine", "locale", naming.locale),
-    HostProbe("file systems", "store", places.store),
-    HostProbe("file systems", "home", places.home),
-    HostProbe("file systems", "tmp", places.temporary),
-    HostProbe("file systems", "current folder", places.current),
-    HostProbe("network", "own name", naming.own_name),
+    HostProbe("machine", "clock", host_names.clock),
+    HostProbe("machine", "locale", host_names.locale),
+    HostProbe("file systems", "store", storage.store),
+    HostProbe("file systems", "home", storage.home),
+    HostProbe("file systems", "tmp", storage.temporary),
+    HostProbe("file systems", "current folder", storage.current),
+    HostProbe("network", "own name", host_names.own_name),
     HostProbe("network", "interfaces", fabric.network),
     HostProbe("network", "adapters", fabric.adapters),
     HostProbe("network", "libfabric", fabric.libfabric),
@@ -47,10 +56,10 @@ CHECKS = (
         HostProbe("jobs", title, _OWN_CHECKS.get(name) or partial(batch.scheduler, name))
         for name, title in TITLES.items()
     ),
-    HostProbe("sources", "proxies", reach.proxies),
-    HostProbe("sources", "authorities", reach.certificates),
-    HostProbe("sources", "package index", reach.package_index),
-    HostProbe("sources", "recipes' sources", reach.sources),
+    HostProbe("sources", "proxies", connectivity.proxies),
+    HostProbe("sources", "authorities", connectivity.certificates),
+    HostProbe("sources", "package index", connectivity.package_index),
+    HostProbe("sources", "recipes' sources", connectivity.sources),
 )
 
 

@@ -44,8 +44,8 @@ def run_checks(
         found = list(answer.findings)
         if not answer.done:
             what = f"no answer in {deadline_s:g} s"
-            remedy = "a server, file system or tool does not answer; look at it by hand"
-            found.append(HostFinding(check.name, "warn", what, remedy, {"timeout": True}))
+            hint = "a server, file system or tool does not answer; look at it by hand"
+            found.append(HostFinding(check.name, "warn", what, hint, {"timeout": True}))
         results.append((check, found))
     return results
 

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from envbuild.doctor import batch, places, reach
-from envbuild.doctor.ask import ask, find, first_line
+from envbuild.doctor import batch, connectivity, storage
 from envbuild.doctor.model import Host, HostFinding, HostProbe
+from envbuild.doctor.probe import find, first_line, run_probe
 from envbuild.doctor.run import run_checks
 from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
@@ -74,16 +74,16 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
         return
     start = f". {shlex.quote(table.init)}; " if table.init else ""
     # A non-login shell, as in jobs: a profile could hide missing modules.
-    code, said = ask([bash, "-c", f"{start}type -t module"], variables, _MODULES_S)
+    code, said = run_probe([bash, "-c", f"{start}type -t module"], variables, _MODULES_S)
     if code != 0 or "function" not in said.split():
-        remedy = 'init = "…", the file that defines it (`envbuild doctor` finds it)'
-        yield missing("[modules]", "a batch shell has no `module`", here, remedy)
+        hint = 'init = "…", the file that defines it (`envbuild doctor` finds it)'
+        yield missing("[modules]", "a batch shell has no `module`", here, hint)
         return
     purge = "module purge || exit 3; " if table.purge else ""
     for key, names in (("run", table.run), ("build", table.build)):
         if not names or (key == "build" and names == table.run):
             continue
-        code, said = ask(
+        code, said = run_probe(
             [bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S
         )
         # Old versions of Environment Modules report an error and exit with 0.
@@ -133,16 +133,14 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
                 "another folder, or another mode",
             )
             continue
-        mount = places.mount_at(there)
+        mount = storage.mount_at(there)
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
-            remedy = (
-                "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
-            )
+            hint = "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
             yield HostFinding(
                 name,
                 "warn",
                 f"{path} lies on {mount.kind}, a file system that only this host has",
-                remedy,
+                hint,
             )
         elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):
             yield HostFinding(
@@ -168,8 +166,8 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFind
             yield HostFinding("[container] runtime", "ok", "srun has --container-image")
         else:
             what = "srun has no --container-image, so no pyxis"
-            remedy = 'runtime = "enroot", "apptainer" or "none"'
-            yield missing("[container] runtime", what, here, remedy)
+            hint = 'runtime = "enroot", "apptainer" or "none"'
+            yield missing("[container] runtime", what, here, hint)
     elif runtime != "none":
         path = find(runtime, variables)
         if path:
@@ -219,16 +217,20 @@ def _interface(site: JobSite) -> Iterator[HostFinding]:
 
 
 def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
-    rows: list[tuple[str, reach.Probe]] = []
+    rows: list[tuple[str, connectivity.Probe]] = []
     for file in site.files:
         settings = decode(read(file), SiteFile)
         for url, mirrors in settings.mirrors.items():
             page = "torch/" if "/whl" in url or "/simple" in url else ""
-            rows += [(f"[mirrors] {redact(url)}", reach.Probe(mirror, page)) for mirror in mirrors]
+            rows += [
+                (f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors
+            ]
         for name, table in settings.registries.items():
-            rows += [(f"[registries] {name}", reach.Probe(m, "v2/", True)) for m in table.mirrors]
+            rows += [
+                (f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors
+            ]
         if settings.debian.mirror:
-            rows.append(("[debian] mirror", reach.Probe(settings.debian.mirror, "dists/")))
+            rows.append(("[debian] mirror", connectivity.Probe(settings.debian.mirror, "dists/")))
     if not rows:
         return
     if host.offline or host.environment is None:
@@ -236,7 +238,7 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
             "[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else "")
         )
         return
-    answers = reach.ask_all([probe for _, probe in rows], host.environment)
+    answers = connectivity.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
         # A server without this page is reachable all the same.
         good = answer is None or answer.startswith("it answers")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import batch, fabric, hardware, places
-from envbuild.doctor.ask import find
+from envbuild.doctor import batch, fabric, hardware, storage
 from envbuild.doctor.model import Host
+from envbuild.doctor.probe import find
 from envbuild.doctor.run import together
 from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
@@ -176,7 +176,7 @@ def _paths(host: Host) -> Iterator[str]:
             candidates.append(line)
     shared = []
     for place in candidates:
-        mount = places.mount_at(Path(place), host.root)
+        mount = storage.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
             shared.append((place, mount.kind))
     shared.sort(key=lambda row: row[0] == "/home")  # the home folder last

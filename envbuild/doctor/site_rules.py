@@ -169,9 +169,9 @@ def duration(text: str) -> int | None:
     return days * 86400 + hours * 3600 + minutes * 60 + last
 
 
-def _bad(name: str, what: str, remedy: str) -> HostFinding:
-    return HostFinding(name, "fail", what, remedy)
+def _bad(name: str, what: str, hint: str) -> HostFinding:
+    return HostFinding(name, "fail", what, hint)
 
 
-def _odd(name: str, what: str, remedy: str) -> HostFinding:
-    return HostFinding(name, "warn", what, remedy)
+def _odd(name: str, what: str, hint: str) -> HostFinding:
+    return HostFinding(name, "warn", what, hint)

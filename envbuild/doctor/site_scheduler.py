@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from envbuild.doctor import batch
-from envbuild.doctor.ask import ask, find
 from envbuild.doctor.model import HostFinding
+from envbuild.doctor.probe import find, run_probe
 from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
@@ -110,7 +110,7 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
         "get",
         "--output=name",
     ]
-    code, said = ask([*base, f"namespace/{site.kubernetes.namespace}"], variables)
+    code, said = run_probe([*base, f"namespace/{site.kubernetes.namespace}"], variables)
     if code != 0 and "NotFound" not in said:
         yield elsewhere("[scheduler] kind", "no cluster answers to kubectl")
     elif code != 0:
@@ -121,7 +121,7 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
             "kubectl get namespaces",
         )
     elif claim := site.kubernetes.claim:
-        code, said = ask([*base, f"persistentvolumeclaim/{claim}"], variables)
+        code, said = run_probe([*base, f"persistentvolumeclaim/{claim}"], variables)
         lost = code != 0 and "NotFound" in said
         what = f"there is no claim {claim} in {site.kubernetes.namespace}" if lost else claim
         yield HostFinding(
@@ -129,15 +129,15 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
         )
 
 
-def missing(name: str, what: str, here: bool, remedy: str) -> HostFinding:
+def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
     """Return the finding for a requirement on nodes that this host does not meet.
 
     It is a failure if this host belongs to the site (`here`).
     """
     if here:
-        return HostFinding(name, "fail", what, remedy)
+        return HostFinding(name, "fail", what, hint)
     return HostFinding(
-        name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", remedy
+        name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint
     )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import envbuild
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import find, first_line, run_probe
 from envbuild.doctor.run import together
 from envbuild.site.settings import site_files
 
@@ -86,8 +86,8 @@ def configuration(host: Host) -> Iterator[HostFinding]:
         return
     there = [str(path) for path in site_files(host.variables) if path.is_file()]
     what = ", ".join(there) if there else "none; defaults are in force"
-    remedy = "" if there else "`envbuild site init` writes one for this host"
-    yield HostFinding("configuration", "ok" if there else "info", what, remedy, {"files": there})
+    hint = "" if there else "`envbuild site init` writes one for this host"
+    yield HostFinding("configuration", "ok" if there else "info", what, hint, {"files": there})
 
 
 def uv(host: Host) -> Iterator[HostFinding]:
@@ -95,10 +95,10 @@ def uv(host: Host) -> Iterator[HostFinding]:
     if host.environment is None:
         return
     path = host.environment.uv  # raises HostError if missing
-    code, said = ask([path, "--version"], host.variables)
+    code, said = run_probe([path, "--version"], host.variables)
     if code != 0:
-        remedy = "pip install --force-reinstall uv"
-        yield HostFinding("uv", "fail", f"{path}: {first_line(said) or 'does not start'}", remedy)
+        hint = "pip install --force-reinstall uv"
+        yield HostFinding("uv", "fail", f"{path}: {first_line(said) or 'does not start'}", hint)
         return
     yield HostFinding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})
 
@@ -109,7 +109,7 @@ def programs(host: Host) -> Iterator[HostFinding]:
 
     def look(name: str) -> None:
         if path := find(name, host.variables):
-            code, said = ask([path, *_PROGRAMS[name][0]], host.variables)
+            code, said = run_probe([path, *_PROGRAMS[name][0]], host.variables)
             found[name] = (path, code, said)
 
     together([partial(look, name) for name in _PROGRAMS], 3.5)
@@ -120,11 +120,9 @@ def programs(host: Host) -> Iterator[HostFinding]:
         # squashfuse prints its version with its help, and exits with an error.
         match = _VERSION.search(said)
         if code is None or code in _UNSTARTED or (code != 0 and match is None):
-            remedy = f"repair or remove it; it {use}" if use.startswith("starts") else ""
+            hint = f"repair or remove it; it {use}" if use.startswith("starts") else ""
             why = first_line(said) or f"exit {code}"
-            yield HostFinding(
-                name, "warn", f"{path}: {why}", remedy, {"path": path, "works": False}
-            )
+            yield HostFinding(name, "warn", f"{path}: {why}", hint, {"path": path, "works": False})
         else:
             version = match[0] if match else first_line(said, 60)
             facts = {"path": path, "version": match and match[0], "works": True}
@@ -141,9 +139,9 @@ def modules(host: Host) -> Iterator[HostFinding]:
         yield HostFinding("modules", "warn", "bash is not installed", "job scripts need bash")
         return
     init = module_init(host)
-    code, said = ask([bash, "-c", "type -t module"], host.variables)
+    code, said = run_probe([bash, "-c", "type -t module"], host.variables)
     here = code == 0 and "function" in said.split()
-    code, said = ask([bash, "-lc", "type -t module"], host.variables)
+    code, said = run_probe([bash, "-lc", "type -t module"], host.variables)
     login = code == 0 and "function" in said.split()
     facts = {"here": here, "login": login, "init": init}
     if not (here or login or init):
@@ -152,9 +150,9 @@ def modules(host: Host) -> Iterator[HostFinding]:
         )
         return
     shells = "all shells" if here else "login shells" if login else "no shell by itself"
-    remedy = "" if here or not init else f'[modules] init = "{init}" for batch jobs'
+    hint = "" if here or not init else f'[modules] init = "{init}" for batch jobs'
     yield HostFinding(
-        "modules", "ok", f"defined in {shells}; {init or 'its file was not found'}", remedy, facts
+        "modules", "ok", f"defined in {shells}; {init or 'its file was not found'}", hint, facts
     )
 
 

@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from envbuild.doctor import batch, fabric, hardware, kernel, launch_trials, naming, places, reach
+from envbuild.doctor import (
+    batch,
+    connectivity,
+    fabric,
+    hardware,
+    host_names,
+    kernel,
+    launch_trials,
+    storage,
+)
 from envbuild.doctor.artifacts import judge
-from envbuild.doctor.ask import ask
 from envbuild.doctor.model import Host, HostFinding, HostProbe, Status
+from envbuild.doctor.probe import run_probe
 from envbuild.doctor.registry import CHECKS, this_host
 from envbuild.doctor.run import facts_of, run_checks
 from envbuild.errors import HostError
@@ -76,14 +85,14 @@ def test_a_check_that_raises_or_hangs_hides_no_other_and_nothing_of_its_own() ->
     said = [finding for _, findings in results for finding in findings]
     assert "0.5 s" in said[1].what
     assert "ValueError" in said[3].what and "secret" not in said[3].what
-    assert (said[4].what, said[4].remedy) == ("no such tool", "install it")
+    assert (said[4].what, said[4].hint) == ("no such tool", "install it")
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     script = f"sleep 60 & echo $! >{tmp_path}/child; echo said; wait"
     folder = program(tmp_path, "hangs", script)
     begin = time.monotonic()
-    assert ask([f"{folder}/hangs"], PLAIN, 0.5) == (None, "no answer in 0.5 s")
+    assert run_probe([f"{folder}/hangs"], PLAIN, 0.5) == (None, "no answer in 0.5 s")
     assert time.monotonic() - begin < 5
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     for _ in range(100):
@@ -95,13 +104,13 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
 
 def test_a_daemon_that_keeps_the_pipe_open_is_not_waited_for() -> None:
     begin = time.monotonic()
-    code, _ = ask(["sh", "-c", "setsid sleep 20 & echo done"], PLAIN, 1.0)
+    code, _ = run_probe(["sh", "-c", "setsid sleep 20 & echo done"], PLAIN, 1.0)
     assert code is None and time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("command", [["/nonexistent/tool"], ["/"], ["sh", "\0"]])
 def test_what_cannot_be_run_is_no_error(command: list[str]) -> None:
-    code, why = ask(command, PLAIN)
+    code, why = run_probe(command, PLAIN)
     assert code is None and why
 
 
@@ -148,7 +157,7 @@ broken line
     ],
 )
 def test_the_file_system_of_a_path(tmp_path: Path, path: str, kind: str, shared: bool) -> None:
-    mount = places.mount_at(Path(path), write(tmp_path, {"proc/self/mountinfo": MOUNTS}))
+    mount = storage.mount_at(Path(path), write(tmp_path, {"proc/self/mountinfo": MOUNTS}))
     assert mount is not None and (mount.kind, mount.shared) == (kind, shared)
 
 
@@ -175,8 +184,8 @@ GOOD: dict[str, Any] = {
 )
 def test_a_folder_is_judged(name: str, changed: dict[str, Any], status: Status, word: str) -> None:
     heavy = name in ("store", "current folder")
-    found, _, remedy = places.judge_place(name, {**GOOD, **changed}, heavy=heavy)
-    assert found == status and word in remedy
+    found, _, hint = storage.judge_place(name, {**GOOD, **changed}, heavy=heavy)
+    assert found == status and word in hint
 
 
 @pytest.mark.parametrize(
@@ -191,9 +200,9 @@ def test_debian_s_hosts_entry_is_named(tmp_path: Path, text: str, status: str | 
     import socket
 
     name = socket.gethostname()
-    (found,) = naming.own_name(host(write(tmp_path, {"etc/hosts": text.format(name=name)})))
+    (found,) = host_names.own_name(host(write(tmp_path, {"etc/hosts": text.format(name=name)})))
     assert ("/etc/hosts gives" in found.what) == (status is not None)
-    assert status is None or (found.status == status and name in found.remedy)
+    assert status is None or (found.status == status and name in found.hint)
 
 
 def adapter(kind: str, state: str, driver: str) -> dict[str, str]:
@@ -260,7 +269,7 @@ def test_a_driver_whose_tool_fails_is_told_with_its_words(tmp_path: Path) -> Non
     assert found.status == "warn" and words in found.what
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
     (found,) = hardware.gpus(host(root, PATH="/usr/bin:/bin"))
-    assert found.status == "warn" and "--gpus all" in found.remedy and "570.86.15" in found.what
+    assert found.status == "warn" and "--gpus all" in found.hint and "570.86.15" in found.what
 
 
 def test_partitions_are_read_from_sinfo(tmp_path: Path) -> None:
@@ -295,7 +304,7 @@ def test_providers_are_read_from_fi_info(tmp_path: Path) -> None:
     ],
 )
 def test_proxies(variables: dict[str, str], status: Status, shown: str) -> None:
-    (found,) = reach.proxies(Host({**PLAIN, **variables}))
+    (found,) = connectivity.proxies(Host({**PLAIN, **variables}))
     assert found.status == status and shown in found.what
     assert "pw" not in str(found)
 
@@ -374,7 +383,7 @@ def test_an_installed_runtime_does_without_our_own_launch() -> None:
         own_launch=forbidden, enroot=works, singularity=replace(works, facts={"works": False})
     )
     assert cells(found)["enroot"] == "ooo" and cells(found)["apptainer"] == "oww"
-    assert judge(found)["apptainer"]["run"].remedy == "sysctl"
+    assert judge(found)["apptainer"]["run"].hint == "sysctl"
 
 
 def test_without_a_gpu_it_is_said_that_only_cpus_are_verified() -> None:

@@ -20,7 +20,7 @@ def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbi
     return shutil.which(program, path=f"{search}:{more}")
 
 
-def ask(
+def run_probe(
     command: Sequence[str],
     variables: Mapping[str, str],
     patience_s: float = PATIENCE_S,

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from envbuild.doctor.ask import ask, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import first_line, run_probe
 from envbuild.doctor.run import together
 from envbuild.environment import Environment
 from envbuild.errors import HostError
@@ -129,7 +129,7 @@ def _default_index(environment: Environment) -> str:
             "--no-header",
             "--no-config",
         ]
-        _, said = ask([*command, "--offline", "--quiet", "--python", sys.executable], env)
+        _, said = run_probe([*command, "--offline", "--quiet", "--python", sys.executable], env)
     option, _, url = said.partition(" ")
     if option != "--index-url":
         raise HostError(
@@ -173,8 +173,8 @@ def sources(host: Host) -> Iterator[HostFinding]:
     answers = iter(ask_all(flat, environment))
     for name, probes, key in rows:
         mine = [next(answers) for _ in probes]
-        remedy = f"where this host has a mirror, name it in site.toml: {key}"
-        yield _judged(name, [probe.url for probe in probes], mine, remedy, needed=False)
+        hint = f"where this host has a mirror, name it in site.toml: {key}"
+        yield _judged(name, [probe.url for probe in probes], mine, hint, needed=False)
 
 
 def _debian(environment: Environment) -> list[Probe]:
@@ -194,7 +194,7 @@ def _debian(environment: Environment) -> list[Probe]:
 
 
 def _judged(
-    name: str, urls: Sequence[str], answers: Sequence[str | None], remedy: str, *, needed: bool = True, local: int = 0
+    name: str, urls: Sequence[str], answers: Sequence[str | None], hint: str, *, needed: bool = True, local: int = 0
 ) -> HostFinding:  # fmt: skip
     """Return one finding for several URLs, of which one that answers is enough."""
     good = [url for url, answer in zip(urls, answers, strict=True) if answer is None]
@@ -213,7 +213,7 @@ def _judged(
         name,
         "warn" if needed and not local else "info",
         "; ".join(bad) or "none is named",
-        remedy,
+        hint,
         facts,
     )
 
@@ -229,7 +229,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
             "those of Python's certifi package; neither pip's cert nor a variable names others",
         )
         return
-    remedy = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
+    hint = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
     if os.path.isdir(named):
         yield HostFinding("authorities", "ok", f"{named} (a folder)", facts={"path": named})
         return
@@ -242,7 +242,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
             if error.errno and not isinstance(error, ssl.SSLError)
             else "holds no certificate"
         )
-        yield HostFinding("authorities", "fail", f"{named}: {why}", remedy, {"path": named})
+        yield HostFinding("authorities", "fail", f"{named}: {why}", hint, {"path": named})
         return
     held = context.get_ca_certs()
     now = time.time()
@@ -253,7 +253,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
             "authorities",
             "fail",
             f"{named}: all {len(held)} certificates have expired",
-            remedy,
+            hint,
             facts,
         )
     elif old and len(held) < 10:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import envbuild
-from envbuild.doctor.ask import ask, find, first_line
 from envbuild.doctor.model import Host, HostFinding
+from envbuild.doctor.probe import find, first_line, run_probe
 
 # adjtimex(2): the state of an unsynchronised clock.
 _TIME_ERROR = 5
@@ -31,25 +31,23 @@ def own_name(host: Host) -> Iterator[HostFinding]:
     facts = {"hostname": name, "hosts": in_file}
     if loops:
         what = f"/etc/hosts gives {loops[0]} for {name}"
-        remedy = (
+        hint = (
             "harmless to jobs that envbuild writes, which pass addresses on; elsewhere torchrun's nodes "
             f"meet at {loops[0]} or hang: give {name} its own address in /etc/hosts"
         )
-        yield HostFinding("own name", "warn", what, remedy, facts)
+        yield HostFinding("own name", "warn", what, hint, facts)
         return
     try:
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(name, None)})
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        remedy = f"give {name} its address in /etc/hosts or DNS: torchrun without --local-addr stops at once"
-        yield HostFinding("own name", "warn", f"{name} means no address: {why}", remedy, facts)
+        hint = f"give {name} its address in /etc/hosts or DNS: torchrun without --local-addr stops at once"
+        yield HostFinding("own name", "warn", f"{name} means no address: {why}", hint, facts)
         return
     outer = [address for address in found if not _loopback(address)]
     if not outer:
-        remedy = f"give {name} its own address in /etc/hosts or DNS"
-        yield HostFinding(
-            "own name", "warn", f"{name} means {', '.join(found)} alone", remedy, facts
-        )
+        hint = f"give {name} its own address in /etc/hosts or DNS"
+        yield HostFinding("own name", "warn", f"{name} means {', '.join(found)} alone", hint, facts)
         return
     yield HostFinding(
         "own name", "ok", f"{name} means {', '.join(found)}", facts={**facts, "addresses": found}
@@ -70,22 +68,20 @@ def clock(host: Host) -> Iterator[HostFinding]:
     )
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     if time.time() < newest - 86400:
-        remedy = (
-            "set the clock (chrony, ntpd): certificates are refused and builds are dated wrongly"
-        )
-        yield HostFinding("clock", "warn", f"{now} is before envbuild itself was written", remedy)
+        hint = "set the clock (chrony, ntpd): certificates are refused and builds are dated wrongly"
+        yield HostFinding("clock", "warn", f"{now} is before envbuild itself was written", hint)
         return
     state = None
     function = getattr(ctypes.CDLL(None), "adjtimex", None)
     if function is not None:
         state = function(ctypes.create_string_buffer(512))  # struct timex, all 0: read only
     if state == _TIME_ERROR:
-        remedy = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
+        hint = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
         yield HostFinding(
             "clock",
             "info",
             f"{now}; the kernel does not report a synchronised clock",
-            remedy,
+            hint,
             {"synchronised": False},
         )
         return
@@ -109,12 +105,12 @@ def locale(host: Host) -> Iterator[HostFinding]:
     tool = find("locale", host.variables)
     if named and tool:
         env = {key: value for key, value in host.variables.items() if key != "LC_ALL"}
-        # `ask` sets LC_ALL, but the check is about the caller's locale.
-        code, said = ask([tool, "-a"], env)
+        # `run_probe` sets LC_ALL, but the check is about the caller's locale.
+        code, said = run_probe([tool, "-a"], env)
         known = {_plain(line) for line in said.splitlines()} if code == 0 else set()
         if known and _plain(named) not in known | {"c", "posix"}:
-            remedy = "export LC_ALL=C.UTF-8, or let the administrator generate it (locale-gen)"
-            yield HostFinding("locale", "warn", f"{first_line(named)} is not installed", remedy)
+            hint = "export LC_ALL=C.UTF-8, or let the administrator generate it (locale-gen)"
+            yield HostFinding("locale", "warn", f"{first_line(named)} is not installed", hint)
             return
     yield HostFinding("locale", "ok", f"{first_line(named) or 'none named'}, {encoding}")
 

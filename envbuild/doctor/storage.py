@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.doctor.ask import ask, find
 from envbuild.doctor.model import Host, HostFinding, Status
+from envbuild.doctor.probe import find, run_probe
 from envbuild.mounts import Mount, mount_of, read_mounts
 from envbuild.progress import human_size
 
@@ -111,10 +111,10 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
     }
     free = facts["free"]
     what = f"{path}: {facts['kind']}" + (f", {human_size(free)} free" if free is not None else "")
-    status, more, remedy = judge_place(name, facts, heavy=heavy)
+    status, more, hint = judge_place(name, facts, heavy=heavy)
     if not facts["writable"]:
         more = f"{there} {more}"
-    yield HostFinding(name, status, f"{what}; {more}" if more else what, remedy, facts)
+    yield HostFinding(name, status, f"{what}; {more}" if more else what, hint, facts)
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
@@ -157,7 +157,7 @@ def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
         command = [tool, "-w", "-p", "-s"]
     else:
         return
-    code, said = ask(command, host.variables)
+    code, said = run_probe(command, host.variables)
     if code is None:
         yield HostFinding("quota", "info", f"{tool}: {said}")
     elif "*" in said:
