@@ -145,7 +145,7 @@ def _checked_prefix(final: Path) -> str:
     prefix = os.fspath(final)
     if not prefix.isprintable():  # newlines, and bytes that are not UTF-8
         raise BuildError(
-            f"{prefix!r} cannot be an environment's place: its files hold the path as text",
+            f"{prefix!r} cannot be an environment's path: its files contain the path as text",
             "choose another path with --out, without control characters and in UTF-8",
         )
     return prefix

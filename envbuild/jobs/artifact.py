@@ -112,7 +112,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     if kind is None:
         raise UsageError(
             f"{path} is not an artifact of envbuild",
-            "give what a build printed as its last line",
+            "pass the path that the build printed as its last line",
         )
     found = kind.read(path)
     state, digest = found.state, found.digest

@@ -79,7 +79,7 @@ def directive(option: str, value: str, what: str) -> str:
     """
     if not _DIRECTIVE.fullmatch(value):
         raise UsageError(
-            f"{what} cannot be said in a directive: {value!r}",
+            f"{what} cannot be written in a directive: {value!r}",
             "no spaces, quotes, backslashes, # or % there",
         )
     return f"{option}{value}"

@@ -53,7 +53,7 @@ def make_layer(job: SourceBuild) -> Path:
     _SYSTEMS[layer.system](job)
     if not job.staged.is_dir() or not any(job.staged.iterdir()):
         raise BuildError(
-            f"{layer.name} {layer.version}: `make install` put nothing below {PREFIX}",
+            f"{layer.name} {layer.version}: `make install` installed nothing below {PREFIX}",
             "its Makefile must honour DESTDIR and PREFIX; a variable in `configure` may name {install}, "
             "the folder to install into",
         )

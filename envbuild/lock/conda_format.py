@@ -166,7 +166,7 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         digests = [digest] if pip is None else [digest, pip]
         good = all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in digests)
         if target_problem(target) or not good or not isinstance(channels, str):
-            raise LockError(f"{source}: what metadata says of {platform} is damaged", _HINT)
+            raise LockError(f"{source}: the metadata of {platform} is damaged", _HINT)
         parts[target] = CondaPart(
             recipe,
             target,

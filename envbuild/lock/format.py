@@ -108,7 +108,7 @@ def parse(text: str, source: str) -> Lock:
     if found != str(FORMAT):
         raise LockError(
             f"{source}: lock format {found!r}; this envbuild reads format {FORMAT}",
-            "use the envbuild that made it, or make it again with `envbuild lock`",
+            "use the envbuild version that wrote it, or make it again with `envbuild lock`",
         )
     for number, line in _logical_lines(text):
         if line.startswith("#"):

@@ -89,7 +89,7 @@ def parse_image(text: str, source: str) -> ImageLock:
     if data["format"] != FORMAT:
         raise LockError(
             f"{source}: format {data['format']}; this envbuild reads {FORMAT}",
-            "use the envbuild that made it, or delete it and run `envbuild lock` again",
+            "use the envbuild version that wrote it, or delete it and run `envbuild lock` again",
         )
     if unknown := data.keys() - {"format", "recipe", "target", "recipe-digest", "debian", "oci"}:
         raise _faulty(source, f"unknown key {sorted(unknown)[0]!r}")

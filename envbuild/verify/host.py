@@ -61,7 +61,7 @@ class HostNodes:
                 return port
         raise HostError(
             f"no TCP port of {_ADDRESS} from {_PORTS[0]} to {_PORTS[-1]} is free",
-            "end what listens on them: `ss -tln` lists it",
+            "stop the processes that listen on them: `ss -tlnp` lists them",
         )
 
     def start(

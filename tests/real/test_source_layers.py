@@ -321,7 +321,7 @@ def test_configure_that_fails_is_shown_with_its_test_and_kept(builder: Builder) 
         ({"greet.c": "#include <nowhere.h>\n"}, "make failed", "header nowhere.h"),
         ({"Makefile.in": "all:\n\tno-such-compiler a\n"}, "make failed", "program no-such-compiler is missing"),
         ({"Makefile.in": "all:\n\ttrue\n"}, "make install failed", "no install target"),
-        ({"Makefile.in": "all:\ninstall:\n\ttrue\n"}, "put nothing below", "DESTDIR"),
+        ({"Makefile.in": "all:\ninstall:\n\ttrue\n"}, "installed nothing below", "DESTDIR"),
         ({"configure": None}, "has no configure script", "system"),
         ({"greet.c": "const char *greet(void) { return WHERE; }\n"}, "folder that it was built in", "patch"),
     ],
