@@ -211,7 +211,7 @@ def _free(place: Path, path: str, layer: LayerFolder, root: Path) -> None:
 def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
     return BuildError(
         f"layer {layer.title} and {other} both have {path}",
-        f"leave one of them out: the layer ([layers.{layer.source.name}] in the recipe), or the other package with the file",
+        f"leave one out: the layer ([layers.{layer.source.name}] in the recipe), or the other package with the file",
     )
 
 
