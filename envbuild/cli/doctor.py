@@ -53,7 +53,7 @@ def doctor_command(offline: bool, as_json: bool) -> None:
         from envbuild.errors import HostError
 
         first = next(iter(verdicts.values()))["build"]
-        raise HostError(f"no artifact can be built here; {first.what}", first.remedy or None)
+        raise HostError(f"no artifact can be built here; {first.what}", first.hint or None)
 
 
 def _as_json(
@@ -91,10 +91,10 @@ def _areas(areas: Mapping[str, Sequence[HostFinding]], console: Any) -> None:
         for finding in findings:
             style = _STYLES[finding.status]
             cell = Text(_printable(finding.what))
-            if finding.remedy and finding.status != "ok":
-                cell.append(f"\n→ {_printable(finding.remedy)}", style="dim")
-            elif finding.remedy:
-                cell.append(f"; {_printable(finding.remedy)}", style="dim")
+            if finding.hint and finding.status != "ok":
+                cell.append(f"\n→ {_printable(finding.hint)}", style="dim")
+            elif finding.hint:
+                cell.append(f"; {_printable(finding.hint)}", style="dim")
             table.add_row(Text(_MARKS[finding.status], style=style), finding.name, cell)
         console.print(Text(area, style="bold"))
         console.print(table)
@@ -115,8 +115,8 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
         rows.append([Text(kind, style="bold")])
         for step, verdict in steps.items():
             rows[-1].append(Text(_printable(verdict.what), style=_STYLES[verdict.status]))
-            if verdict.remedy and verdict.status != "ok":
-                remedies.setdefault(_printable(verdict.remedy), []).append(f"{kind} {step}")
+            if verdict.hint and verdict.status != "ok":
+                remedies.setdefault(_printable(verdict.hint), []).append(f"{kind} {step}")
         table.add_row(*rows[-1])
     if (
         console.measure(table, options=console.options.update(width=layout.NO_LIMIT)).maximum

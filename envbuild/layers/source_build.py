@@ -162,14 +162,14 @@ def _build(
     patchelf_program()  # raises now, not after minutes, when it is missing
     work = folder / "work"
     work.mkdir()
-    with build_host(work) as build_host:
+    with build_host(work) as host:
         places: dict[str, PurePath] = {name: PurePath(path) for name, path in hosts.items()}
-        own = {name: build_host.inside / "requires" / name for name in requires}
+        own = {name: host.inside / "requires" / name for name in requires}
         for name, tree in requires.items():
             shutil.copytree(tree, work / "requires" / name, symlinks=True)
         if cuda:
             unpack_cuda(cuda, work / "cuda")
-            own["cuda"] = build_host.inside / "cuda"
+            own["cuda"] = host.inside / "cuda"
         if python is not None:
             places["python"] = python
             unpack_tools(tools, work)
@@ -178,7 +178,7 @@ def _build(
         job = SourceBuild(
             layer,
             archive,
-            build_host,
+            host,
             {**places, **own},
             patches,
             workers(environment.variables),
@@ -194,7 +194,7 @@ def _build(
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
         arch = layer.target.rpartition("-")[2]
-        traces = {str(build_host.inside), str(work)}
+        traces = {str(host.inside), str(work)}
         if python is not None and python.is_absolute():
             traces.add(str(environment_of(python)))
         done = relocate(staged, arch, sorted(traces), own, host_libraries(hosts.values()))

@@ -230,7 +230,7 @@ def changed(**more: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "items, more, said",
     [
-        ([], {"rows": [FILE.row()]}, r"lists what is not in it: lib/a"),
+        ([], {"rows": [FILE.row()]}, r"lists files that the package does not contain: lib/a"),
         ([FILE], {"rows": changed(sha256="0" * 64)}, r"lib/a: not the file that"),
         ([FILE], {"rows": changed(size_in_bytes=3)}, r"lib/a: a file, which info/paths.json"),
         ([FILE], {"rows": changed(path_type="softlink")}, r"lib/a: a file, which"),

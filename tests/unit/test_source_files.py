@@ -412,7 +412,7 @@ def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> Non
         job = SourceBuild(_LAYER, tmp_path / "none", shop)
         job.run("look", ["env"])
         assert shop.run(["no-such-program"], shop.inside, {}, tmp_path / "log") == 127
-    seen = dict(re.findall(r"^(\w+)=(.*)$", job.log.read_text(), re.MULTILINE))
+    seen = dict(re.findall(r"^(\w+)=(.*)$", job.log_file.read_text(), re.MULTILINE))
     assert "HF_TOKEN" not in seen and "CFLAGS" not in seen and seen["LC_ALL"] == "C"
     assert seen["HOME"] == str(tmp_path) and seen["CPATH"] == "/opt/cuda/include"
     assert "no-such-program: not found" in (tmp_path / "log").read_text()
