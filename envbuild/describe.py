@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from envbuild.inspect.facts import About, Inventory, completed
+from envbuild.inspect.facts import Description, Inventory, completed
 from envbuild.inspect.masking import masked, masked_text, masked_words
 from envbuild.kinds.docker import DOCKER
 from envbuild.verify.receipt import receipt_path
@@ -17,7 +17,7 @@ from envbuild.verify.receipt import receipt_path
 FORMAT = 1
 
 
-def describe(about: About, contents: Inventory | None) -> dict[str, Any]:
+def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
     """Return the description of an artifact, with secrets masked.
 
     Without `contents` (the artifact was not read), every field about its content is None.
@@ -77,7 +77,7 @@ def describe(about: About, contents: Inventory | None) -> dict[str, Any]:
     }
 
 
-def receipt_of(about: About) -> dict[str, Any] | None:
+def receipt_of(about: Description) -> dict[str, Any] | None:
     """Return the receipt of an artifact, None when there is none.
 
     It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild
@@ -109,7 +109,7 @@ def _pair(key: str, name: str, digest: str) -> dict[str, Any] | None:
     return {key: name, "digest": digest or None} if name else None
 
 
-def _base(about: About, contents: Inventory | None) -> dict[str, Any] | None:
+def _base(about: Description, contents: Inventory | None) -> dict[str, Any] | None:
     release = contents.os if contents else {}
     if not about.base and not release:
         return None

@@ -25,7 +25,15 @@ from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
-from envbuild.verify.own_runtime import EXTRACT, START, WAYS, Refused, extract, forbidden, spec_of
+from envbuild.verify.own_runtime import (
+    EXTRACT,
+    START,
+    WAYS,
+    WayUnavailable,
+    extract,
+    forbidden,
+    spec_of,
+)
 from envbuild.verify.runtimes import OWN
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
@@ -131,7 +139,7 @@ def exec_image(
     for one in (way,) if way else WAYS:
         try:
             return _start(image, one, told, environment, log)
-        except Refused as error:
+        except WayUnavailable as error:
             refused.append(f"{one}: {error}")
     raise HostError(
         f"{image.path} cannot be started here; {'; '.join(refused)}",
@@ -222,7 +230,7 @@ def _judge(line: bytes) -> None:
     why = said.get("why", "")
     match said.get("failed"):
         case "image":
-            raise Refused(why)
+            raise WayUnavailable(why)
         case "bind":
             raise UsageError(f"--bind: {why}")
         case "folder":

@@ -33,7 +33,7 @@ _GITLAB_DEFAULT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedRecipe:
     """A recipe to build: its name on the command line, and the recipe loaded from there."""
 
     name: str
@@ -77,7 +77,7 @@ class Omission:
 
 
 def make_jobs(
-    recipes: Sequence[Chosen],
+    recipes: Sequence[SelectedRecipe],
     runners: Mapping[str, str],
     environment: Environment,
     *,
@@ -113,7 +113,7 @@ def make_jobs(
     return jobs, omitted
 
 
-def _kinds(one: Chosen, artifacts: Sequence[str]) -> list[str]:
+def _kinds(one: SelectedRecipe, artifacts: Sequence[str]) -> list[str]:
     """Return the requested artifact kinds; by default all, conda environments only for recipes with [conda]."""
     if artifacts:
         return [kind for kind in ARTIFACTS if kind in artifacts]
@@ -122,7 +122,11 @@ def _kinds(one: Chosen, artifacts: Sequence[str]) -> list[str]:
 
 
 def _refusal(
-    one: Chosen, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
+    one: SelectedRecipe,
+    environment: Environment,
+    runners: Mapping[str, str],
+    name: str,
+    artifact: str,
 ) -> EnvbuildError | None:
     """Return the error with which a job would end before it builds anything, None if it would build."""
     target = Target.parse(name)
@@ -146,7 +150,9 @@ def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) ->
         yield Omission(recipe, targets, kinds, refused[builds[0]])
 
 
-def _job(one: Chosen, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
+def _job(
+    one: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]
+) -> MatrixJob:
     verify = _verifies(target, runners)
     words = ["envbuild", artifact, one.name, "--target", target.name, "--locked"]
     return MatrixJob(
@@ -168,7 +174,7 @@ def _verifies(target: Target, runners: Mapping[str, str]) -> bool:
     return not target.family.gpu or target.name in runners
 
 
-def check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:
+def check_targets(recipes: Iterable[SelectedRecipe], targets: Iterable[str]) -> None:
     """Raise UsageError for a target that none of `recipes` has."""
     known = {name for one in recipes for name in one.loaded.recipe.targets}
     for name in targets:
@@ -179,8 +185,8 @@ def check_targets(recipes: Iterable[Chosen], targets: Iterable[str]) -> None:
             )
 
 
-def _check_names(recipes: Iterable[Chosen]) -> None:
-    seen: dict[str, Chosen] = {}
+def _check_names(recipes: Iterable[SelectedRecipe]) -> None:
+    seen: dict[str, SelectedRecipe] = {}
     for one in recipes:
         other = seen.setdefault(one.loaded.recipe.name, one)
         if other is not one:
@@ -214,8 +220,8 @@ def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[s
 
 
 def changed_recipes(
-    recipes: Iterable[Chosen], folders: Mapping[str, str], changed: Iterable[str]
-) -> list[Chosen]:
+    recipes: Iterable[SelectedRecipe], folders: Mapping[str, str], changed: Iterable[str]
+) -> list[SelectedRecipe]:
     """Return those of `recipes` that the files `changed` affect.
 
     `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative

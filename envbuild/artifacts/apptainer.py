@@ -10,7 +10,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envbuild.artifacts.image_run import NAME, Addition, Run, file, folder, link, quoted, run_of
+from envbuild.artifacts.image_run import (
+    NAME,
+    Addition,
+    ProgramConfig,
+    file,
+    folder,
+    link,
+    quoted,
+    run_of,
+)
 from envbuild.image.model import canonical
 from envbuild.site.pip_config import redact
 
@@ -215,7 +224,7 @@ def oci_config(config: Mapping[str, Any]) -> bytes:
     return canonical(config.get("config") or {})
 
 
-def _environment(run: Run) -> str:
+def _environment(run: ProgramConfig) -> str:
     """Return the script with the image's variables, which Apptainer reads before it starts anything.
 
     A variable that is already set keeps its value, except PATH, which the host always sets. Runtimes before
@@ -231,7 +240,7 @@ def _environment(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _runscript(run: Run) -> str:
+def _runscript(run: ProgramConfig) -> str:
     """Return the script of `apptainer run`: the image's entrypoint with the given arguments, or with its own.
 
     Arguments are taken literally. Apptainer's own script lets a shell evaluate them again unless --no-eval is

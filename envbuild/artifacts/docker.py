@@ -40,14 +40,14 @@ FORMATS = OCI, DOCKER = ("oci", "docker")
 
 
 @dataclass(frozen=True, slots=True)
-class Out:
+class ImageOutput:
     """The value of --out: "oci" (the folder of an image layout) or "docker-archive" (one file)."""
 
     form: str
     path: Path
 
     @classmethod
-    def parse(cls, text: str) -> Out:
+    def parse(cls, text: str) -> ImageOutput:
         """Parse `oci:DIR` or `docker-archive:FILE`. Raises UsageError for any other text."""
         form, colon, path = text.partition(":")
         if form not in FORMS or not colon or not path:
@@ -138,7 +138,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> 
 
 
 def write(
-    images: Sequence[AssembledImage], index: ImageIndex | None, out: Out, tag: str, log: Log
+    images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str, log: Log
 ) -> None:
     """Write the layout or archive beside its final path, then replace that atomically."""
     path = out.path.absolute()
@@ -167,7 +167,7 @@ def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
     write_archive(stream, image.config, descriptors, image.blobs, [tag])
 
 
-def check_place(out: Out, count: int) -> None:
+def check_place(out: ImageOutput, count: int) -> None:
     """Raise UsageError when `out` cannot hold `count` images, or when its path holds something else."""
     path = out.path.absolute()
     if out.form == "docker-archive" and count > 1:

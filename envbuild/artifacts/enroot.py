@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.artifacts.image_run import NAME, Addition, Run, file, folder, quoted, run_of
+from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, quoted, run_of
 from envbuild.image.entry import BLOCK, CHAR, DIR, SYMLINK, Entry
 from envbuild.site.pip_config import redact
 
@@ -69,7 +69,7 @@ def enroot_files(config: Mapping[str, Any], provenance: str, mtime: int) -> list
     ]
 
 
-def _environment(run: Run) -> str:
+def _environment(run: ProgramConfig) -> str:
     """Return a line NAME=VALUE for each variable whose value enroot leaves unchanged."""
     lines = (f"{n}={v}\n" for n, v in run.env.items() if _known(n) and _left_alone(v))
     return "".join(lines)
@@ -85,7 +85,7 @@ def _left_alone(value: str) -> bool:
     return "\n" not in value and not _REFERENCE.search(value) and not _QUOTED.fullmatch(value)
 
 
-def _fstab(run: Run) -> str:
+def _fstab(run: ProgramConfig) -> str:
     """Return a line that binds each volume onto itself, so that it is writable where the rest is not."""
     options = "x-create=dir,bind,rw,nosuid,nodev"
     paths = [_fstab_word(path) for path in run.volumes]
@@ -97,7 +97,7 @@ def _fstab_word(path: str) -> str:
     return re.sub(r"[\s\\$#]", lambda match: f"\\{ord(match.group()):03o}", path, flags=re.ASCII)
 
 
-def _rc(run: Run, provenance: str) -> str:
+def _rc(run: ProgramConfig, provenance: str) -> str:
     """Return the script that enroot runs, with /bin/sh and the arguments of the container, to start a program.
 
     enroot's own script quotes by bash's rules, which other shells do not know, and loses values with newlines.

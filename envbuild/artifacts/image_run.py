@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramConfig:
     """The start of an image's program.
 
     `env` has each variable once, with the value that counts; `workdir` and `volumes` are absolute.
@@ -41,13 +41,13 @@ class Run:
         return self.cmd if self.cmd or self.entrypoint else ("/bin/sh",)
 
 
-def run_of(config: Mapping[str, Any]) -> Run:
+def run_of(config: Mapping[str, Any]) -> ProgramConfig:
     """Return how an image's configuration starts its program. Raises BuildError for an invalid configuration."""
     inner = config.get("config") or {}
     if not isinstance(inner, dict):
         raise _wrong("config")
     pairs = [pair.partition("=") for pair in _words(inner, "Env")]
-    return Run(
+    return ProgramConfig(
         entrypoint=_words(inner, "Entrypoint"),
         cmd=_words(inner, "Cmd"),
         env={name: value for name, equals, value in pairs if equals},

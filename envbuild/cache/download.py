@@ -65,10 +65,10 @@ def open_download(
     with partial.open("a+b") as stream:
         download = Download(stream, hashes, size, exact, on_progress, stop)
         try:
-            download.take_up()
+            download.resume()
             yield download
         finally:
-            if not download.have and not download.is_right:
+            if not download.received and not download.is_complete:
                 partial.unlink(missing_ok=True)
 
 
@@ -86,24 +86,24 @@ class Download:
     exact: bool
     on_progress: OnProgress
     stop: threading.Event
-    have: int = 0
+    received: int = 0
     # Whether some of the data came from an earlier run or another source.
     inherited: bool = False
     _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
-    def is_right(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the data received so far have an accepted digest."""
         return self._sha.hexdigest() in self.hashes
 
-    def take_up(self) -> None:
+    def resume(self) -> None:
         """Read the data that an earlier run left."""
         self.stream.seek(0)
         while block := self.stream.read(BLOCK):
             self._note(block)
-        if self.size is not None and self.have > self.size:
+        if self.size is not None and self.received > self.size:
             self._rewind()
-        self.inherited = self.have > 0
+        self.inherited = self.received > 0
 
     def run(self, ask: Ask, retries: int) -> str:
         """Fetch the remaining data with `ask`; return the sha256.
@@ -112,19 +112,19 @@ class Download:
         unreliable connection. With `retries` 0 there is one attempt. Raises Mismatch when the content has none
         of `hashes`, else RequestFailed; the next source may then continue the download.
         """
-        most, tries = self.have, 0
-        while not self.is_right:
-            begun = self.have
+        most, tries = self.received, 0
+        while not self.is_complete:
+            begun = self.received
             try:
                 complete = self._receive(ask)
             except RequestFailed as error:
-                most, tries = (self.have, 0) if self.have > most else (most, tries + 1)
-                if not error.passing or not retries or tries > retries:
-                    self.inherited = self.have > 0
+                most, tries = (self.received, 0) if self.received > most else (most, tries + 1)
+                if not error.transient or not retries or tries > retries:
+                    self.inherited = self.received > 0
                     raise
                 pause(tries, error, self.stop)
                 continue
-            if complete and not self.is_right:
+            if complete and not self.is_complete:
                 digest, inherited = self._sha.hexdigest(), self.inherited
                 self._rewind()
                 if not begun or tries > retries:
@@ -136,16 +136,16 @@ class Download:
 
     def _receive(self, ask: Ask) -> bool:
         """Read one response; return False if it does not continue the existing data, which are then dropped."""
-        with ask({"Range": f"bytes={self.have}-"} if self.have else {}) as answer:
+        with ask({"Range": f"bytes={self.have}-"} if self.received else {}) as answer:
             start, total = _extent(answer.status_code, answer.headers)
-            if start != self.have:
-                useless = self.have > 0
+            if start != self.received:
+                useless = self.received > 0
                 self._rewind()
                 if start != 0:
                     if useless:
                         return False
                     raise RequestFailed(
-                        "it does not send the rest of the file", passing=True, answered=True
+                        "it does not send the rest of the file", transient=True, answered=True
                     )
             if (
                 self.size is not None
@@ -155,26 +155,26 @@ class Download:
                 self._rewind()
                 raise RequestFailed(f"its file has {total} bytes, not {self.size}", status=200)
             for block in blocks(answer, self.stop):
-                if self.size is not None and self.have + len(block) > self.size:
+                if self.size is not None and self.received + len(block) > self.size:
                     self._rewind()
                     raise RequestFailed(f"it sent more than {self.size} bytes", status=200)
                 self.stream.write(block)
                 self._note(block)
-        if self.exact and self.size is not None and self.have < self.size:
+        if self.exact and self.size is not None and self.received < self.size:
             text = f"its answer ended after {self.have} of {self.size} bytes"
-            raise RequestFailed(text, passing=True, answered=True)
+            raise RequestFailed(text, transient=True, answered=True)
         return True
 
     def _note(self, block: bytes) -> None:
         self._sha.update(block)
-        self.have += len(block)
+        self.received += len(block)
         self.on_progress(len(block))
 
     def _rewind(self) -> None:
         self.stream.seek(0)
         self.stream.truncate()
-        self.on_progress(-self.have)
-        self.have, self.inherited, self._sha = 0, False, hashlib.sha256()
+        self.on_progress(-self.received)
+        self.received, self.inherited, self._sha = 0, False, hashlib.sha256()
 
 
 def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
-from envbuild.cache.retry import PASSING, NotFound, RequestFailed, Stopped, retry_after
+from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
 from envbuild.cache.transport import Transport
 from envbuild.site.pip_config import redact
 
@@ -96,8 +96,8 @@ class HttpClient:
             if _is_small(response):
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
-            passing = _passing(error, parts.netloc in self._alive)
-            raise RequestFailed(reason_of(error), passing=passing, answered=answered) from None
+            transient = _passing(error, parts.netloc in self._alive)
+            raise RequestFailed(reason_of(error), transient=transient, answered=answered) from None
         self._alive.add(parts.netloc)
         return response
 
@@ -166,7 +166,7 @@ def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes
         try:
             block = next(stream, b"")
         except RequestException as error:
-            raise RequestFailed(reason_of(error), passing=True, answered=True) from None
+            raise RequestFailed(reason_of(error), transient=True, answered=True) from None
         if not block:
             return
         yield block
@@ -192,7 +192,7 @@ def failure(response: requests.Response, advice: str = "") -> RequestFailed:
         text += advice
     wait = retry_after(response.headers.get("Retry-After"))
     kind = NotFound if code in (404, 410) else RequestFailed
-    return kind(text, status=code, passing=code in PASSING, wait_s=wait)
+    return kind(text, status=code, transient=code in TRANSIENT, wait_s=wait)
 
 
 def split(url: str) -> SplitResult:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 # Statuses after which a retry may help.
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 60.0
 
@@ -18,7 +18,7 @@ _LONGEST_WAIT_S = 60.0
 class RequestFailed(Exception):
     """A failed request; the text states the reason, without credentials.
 
-    `status` is None when there was no response. `passing` is true when a retry may help, after `wait_s` seconds
+    `status` is None when there was no response. `transient` is true when a retry may help, after `wait_s` seconds
     if the server requested a delay. `is_down` is true when no request to this server can succeed: it cannot be
     connected to (and has not `answered` before another failure), or it does not accept the credentials.
     """
@@ -28,13 +28,13 @@ class RequestFailed(Exception):
         reason: str,
         *,
         status: int | None = None,
-        passing: bool = False,
+        transient: bool = False,
         wait_s: float | None = None,
         answered: bool = False,
     ) -> None:
         super().__init__(reason)
         self.status = status
-        self.passing = passing
+        self.transient = transient
         self.wait_s = wait_s
         self.is_down = not answered and status in (None, 401, 407)
 
@@ -55,14 +55,14 @@ class Stopped(Exception):
     """Another thread failed, or the user pressed Ctrl-C; this thread stops."""
 
 
-def patiently(action: Callable[[], T], retries: int, stop: threading.Event) -> T:
+def with_retries(action: Callable[[], T], retries: int, stop: threading.Event) -> T:
     """Return `action()`; retry it up to `retries` times while its failures are passing."""
     attempt = 0
     while True:
         try:
             return action()
         except RequestFailed as error:
-            if not error.passing or attempt >= retries:
+            if not error.transient or attempt >= retries:
                 raise
             pause(attempt, error, stop)
             attempt += 1

@@ -79,7 +79,7 @@ def docker_command(
       envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    from envbuild.artifacts.docker import Out, check_tag, default_tag
+    from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
     from envbuild.errors import UsageError
     from envbuild.kinds.dockerfile import (
         check_dockerfile,
@@ -89,7 +89,7 @@ def docker_command(
     from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
-    place = Out.parse(out) if out else None
+    place = ImageOutput.parse(out) if out else None
     check_out(place.path if place else None)
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")

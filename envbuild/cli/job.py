@@ -117,10 +117,10 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
     from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.here import no_scheduler
+    from envbuild.jobs.here import no_scheduler_error
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-    from envbuild.jobs.plan_checks import doubts
+    from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.render import explained, render
     from envbuild.kinds import kinds_of
     from envbuild.recipe.targets import host_arch
@@ -136,9 +136,9 @@ def job_command(
     )
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
     if nobody:
-        raise no_scheduler(request, opened, where)
+        raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
-    warnings = list(doubts(plan, host_arch()))
+    warnings = list(possible_faults(plan, host_arch()))
     for one in warnings:
         log(f"warning: {one}")
     if explain:

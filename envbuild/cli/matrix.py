@@ -14,7 +14,7 @@ from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.kinds import ARTIFACTS
 
 if TYPE_CHECKING:
-    from envbuild.matrix import Chosen
+    from envbuild.matrix import SelectedRecipe
 
 _RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 
@@ -102,16 +102,16 @@ def matrix_command(
     click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
 
 
-def _choose(names: tuple[str, ...], environment: Environment) -> list[Chosen]:
+def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRecipe]:
     """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
-    from envbuild.matrix import Chosen
+    from envbuild.matrix import SelectedRecipe
     from envbuild.recipe.find import list_recipes, search_folders
 
     folders = search_folders(environment.site.recipe_folders)
     chosen, errors = [], []
     for name in names or [entry.name for entry in list_recipes(folders)]:
         try:
-            chosen.append(Chosen(name, open_recipe(name, environment)))
+            chosen.append(SelectedRecipe(name, open_recipe(name, environment)))
         except EnvbuildError as error:
             errors.append(error)
     if errors:
@@ -124,7 +124,7 @@ def _choose(names: tuple[str, ...], environment: Environment) -> list[Chosen]:
     return chosen
 
 
-def _changed(chosen: list[Chosen], revision: str) -> list[Chosen]:
+def _changed(chosen: list[SelectedRecipe], revision: str) -> list[SelectedRecipe]:
     from envbuild.changes import changes_since
     from envbuild.matrix import changed_recipes
 

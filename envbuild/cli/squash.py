@@ -84,7 +84,7 @@ def make(
     from envbuild.image.squashfs.codec import codec_of
     from envbuild.kinds import ARTIFACTS
     from envbuild.kinds.image import prepare_image
-    from envbuild.kinds.image_file import File, ImageFileOptions, check_files
+    from envbuild.kinds.image_file import ImageFileOptions, OutputFile, check_files
     from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
     from envbuild.recipe.targets import Target, host_arch
     from envbuild.verify.needs_torch import check_torch
@@ -98,8 +98,8 @@ def make(
     if engine != "native":
         find_engine(environment.variables)
 
-    def wish(file: Callable[[str], File]) -> ImageFileOptions:
-        files = tuple(File(kind, out) if out else file(kind) for kind in kinds)
+    def wish(file: Callable[[str], OutputFile]) -> ImageFileOptions:
+        files = tuple(OutputFile(kind, out) if out else file(kind) for kind in kinds)
         return ImageFileOptions(
             files, codec, not choices.no_verify, choices.faults, choices.runtime, engine
         )
@@ -127,7 +127,7 @@ def make(
     plan = one.plan
     check_torch(loaded, plan, verify=not choices.no_verify)
     of_recipe = wish(
-        lambda kind: File(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
+        lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
     )
     if choices.dry_run:
         check_files(of_recipe)

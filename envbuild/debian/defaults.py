@@ -17,7 +17,7 @@ _FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TreeRules:
     """The rules that turn packages into a tree.
 
     `drop` and `keep` match whole paths (slim). The others replace maintainer scripts: `copies` maps target →
@@ -53,11 +53,11 @@ def default_without() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def load_rules() -> Rules:
+def load_rules() -> TreeRules:
     """Return the rules for the tree of a base."""
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     slim, made = data["slim"], data["made"]
-    return Rules(
+    return TreeRules(
         _any_of(slim["drop"]),
         _any_of(slim["keep"]),
         made["copies"],

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from envbuild.debian.database import InstalledPackage, database
 from envbuild.debian.deb import Control, read_control, read_data
-from envbuild.debian.defaults import Rules, load_rules
+from envbuild.debian.defaults import TreeRules, load_rules
 from envbuild.debian.lock import LockedDeb
-from envbuild.debian.made import SOURCES, made
+from envbuild.debian.script_files import SOURCES, made
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 
@@ -86,7 +86,7 @@ class _Merge:
     current package: its name, its paths as in the package, and the MD5 of its conffiles.
     """
 
-    rules: Rules
+    rules: TreeRules
     mtime: int
     seen: dict[str, tuple[str, str]] = field(default_factory=dict)
     sources: dict[str, bytes] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.probe import first_line, run_probe
-from envbuild.doctor.run import together
+from envbuild.doctor.run import run_parallel
 from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
@@ -54,7 +54,7 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
         except Exception as error:  # noqa: BLE001 - a bad URL may raise anything
             answers[number] = redact(f"{type(error).__name__}: {error}".splitlines()[0])
 
-    together([partial(one, n) for n in range(len(probes))], _WAIT_S)
+    run_parallel([partial(one, n) for n in range(len(probes))], _WAIT_S)
     return answers
 
 

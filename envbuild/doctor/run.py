@@ -38,7 +38,7 @@ def run_checks(
         answer.done = True
 
     jobs = [partial(run, *pair) for pair in zip(checks, answers, strict=True)]
-    together(jobs, deadline_s)
+    run_parallel(jobs, deadline_s)
     results = []
     for check, answer in zip(checks, answers, strict=True):
         found = list(answer.findings)
@@ -50,7 +50,7 @@ def run_checks(
     return results
 
 
-def together(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
+def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
     """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
 
     The threads are daemons: one that hangs in a system call must not prevent the process from exiting.

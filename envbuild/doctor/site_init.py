@@ -12,7 +12,7 @@ from pathlib import Path
 from envbuild.doctor import batch, fabric, hardware, storage
 from envbuild.doctor.model import Host
 from envbuild.doctor.probe import find
-from envbuild.doctor.run import together
+from envbuild.doctor.run import run_parallel
 from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
@@ -48,7 +48,7 @@ def site_file(variables: Mapping[str, str]) -> str:
         "node": _node(host),
         "fabric": _fabric(),
     }
-    together([partial(gather, n, j) for n, j in jobs.items()], _WAIT_S)
+    run_parallel([partial(gather, n, j) for n, j in jobs.items()], _WAIT_S)
     lines = [
         "# A site file of envbuild, written by `envbuild site init` from what this host has.",
         "# Read it through, correct what nodes have otherwise, then: envbuild site check FILE",

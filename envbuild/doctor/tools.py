@@ -12,7 +12,7 @@ from functools import partial
 import envbuild
 from envbuild.doctor.model import Host, HostFinding
 from envbuild.doctor.probe import find, first_line, run_probe
-from envbuild.doctor.run import together
+from envbuild.doctor.run import run_parallel
 from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
@@ -112,7 +112,7 @@ def programs(host: Host) -> Iterator[HostFinding]:
             code, said = run_probe([path, *_PROGRAMS[name][0]], host.variables)
             found[name] = (path, code, said)
 
-    together([partial(look, name) for name in _PROGRAMS], 3.5)
+    run_parallel([partial(look, name) for name in _PROGRAMS], 3.5)
     for name, (_, use) in _PROGRAMS.items():
         if name not in found:
             continue

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from envbuild.cache.http import HttpClient, failure, read_all, split
-from envbuild.cache.retry import RequestFailed, patiently
+from envbuild.cache.retry import RequestFailed, with_retries
 from envbuild.image.credentials import Credentials
 
 _MAX_TOKEN = 1 << 20
@@ -120,10 +120,12 @@ class Login:
             if known and known.identity_token:
                 fields += [("grant_type", "refresh_token"), ("scope", " ".join(scopes))]
                 fields += [("refresh_token", known.identity_token)]
-                data = patiently(lambda: self._post(realm, fields, stop), self.retries, stop)
+                data = with_retries(lambda: self._post(realm, fields, stop), self.retries, stop)
             else:
                 fields += [("scope", scope) for scope in scopes]
-                data = patiently(lambda: self._get(realm, fields, known, stop), self.retries, stop)
+                data = with_retries(
+                    lambda: self._get(realm, fields, known, stop), self.retries, stop
+                )
         except RequestFailed as error:
             who = f" with the credentials from {known.source}" if known else ""
             raise RequestFailed(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
 from envbuild.cache.http import Body, HttpClient, failure, origin, split
-from envbuild.cache.retry import RequestFailed, patiently
+from envbuild.cache.retry import RequestFailed, with_retries
 from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES
 from envbuild.image.registry_auth import Login
@@ -60,7 +60,7 @@ class Endpoint:
 
         `body` is called each time the body is sent. Raises RequestFailed.
         """
-        return patiently(
+        return with_retries(
             lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
             self.retries if retries is None else retries,
             stop,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
 from envbuild.cache.http import read_all
-from envbuild.cache.retry import Mismatch, RequestFailed, patiently
+from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
@@ -117,7 +117,7 @@ def _first(sources: Sequence[Endpoint], get: Callable[[Endpoint], T], what: str)
             return get(source)
         except RequestFailed as error:
             failures.append((source, error))
-            if error.status is None and not error.passing and source is not sources[-1]:
+            if error.status is None and not error.transient and source is not sources[-1]:
                 source.dead = source.dead or error
     raise complain(what, failures)
 
@@ -130,7 +130,7 @@ def _manifest(source: Endpoint, pointer: str, stop: threading.Event) -> tuple[by
         with source.request("GET", url, stop, scopes=scopes, headers=headers, retries=0) as answer:
             return read_all(answer, MAX_MANIFEST, stop), answer.headers.get("Content-Type", "")
 
-    raw, media_type = patiently(get, source.retries, stop)
+    raw, media_type = with_retries(get, source.retries, stop)
     if is_digest(pointer) and digest_of(raw) != pointer:
         raise Mismatch(hashlib.sha256(raw).hexdigest(), "a manifest")
     return raw, media_type.partition(";")[0].strip()

@@ -110,9 +110,9 @@ class _Upload:
 
         Returns True to continue at once, without counting a retry: the registry does not support chunks.
         """
-        if self.location and error.passing:
+        if self.location and error.transient:
             self.unsure = self.troubled = True
-        elif error.passing:
+        elif error.transient:
             pass
         elif self.unsure:  # unknown to the registry: complete, or lost
             self.done = has_blob(self.endpoint, self.blob.digest, self.stop)
@@ -162,7 +162,7 @@ class _Upload:
             self._moved_to(answer)
         if not start < offset <= end:
             raise RequestFailed(
-                f"it says that it has {offset} bytes after {end} were sent", passing=True
+                f"it says that it has {offset} bytes after {end} were sent", transient=True
             )
         self.offset = offset
         self._tell(offset)

@@ -17,8 +17,8 @@ from envbuild.inspect.facts import (
     IMAGE,
     SQUASHED,
     VENV,
-    About,
     ArtifactReader,
+    Description,
     Inventory,
     completed,
 )
@@ -118,7 +118,7 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     return Comparison(settings, built, conda, python, debian, found, left_out, notes)
 
 
-def _same_content(one: About, other: About) -> bool:
+def _same_content(one: Description, other: Description) -> bool:
     """Return whether both are images of the same layers, or both are image files with the same file system.
 
     Their contents then need not be read.
@@ -131,8 +131,8 @@ def _same_content(one: About, other: About) -> bool:
 
 
 def _setting_changes(
-    one: About, left: Inventory | None, other: About, right: Inventory | None, between: bool
-) -> tuple[Change, ...]:
+    one: Description, left: Inventory | None, other: Description, right: Inventory | None, between: bool
+) -> tuple[Change, ...]:  # fmt: skip
     """Return the differences in settings.
 
     Artifacts of different kinds do not record the same settings. Between them, environment variables are
@@ -148,7 +148,9 @@ def _setting_changes(
     return _changes(before, after)
 
 
-def _settings(about: About, contents: Inventory | None, between: bool = False) -> dict[str, str]:
+def _settings(
+    about: Description, contents: Inventory | None, between: bool = False
+) -> dict[str, str]:
     about = completed(about, contents)
     found = {"target": about.target, "recipe": about.recipe}
     if between:
@@ -270,8 +272,8 @@ def _brief(item: Mapping[str, str] | None) -> str | None:
     return f"{item['kind']} {item['size']}" if item.get("size") else item["kind"]
 
 
-def _provenance(one: About, other: About) -> tuple[str, ...]:
-    told: list[tuple[str, Callable[[About], str]]] = [
+def _provenance(one: Description, other: Description) -> tuple[str, ...]:
+    told: list[tuple[str, Callable[[Description], str]]] = [
         ("recipe", lambda about: about.recipe_digest),
         ("lock", lambda about: about.lock_digest),
         ("base lock", lambda about: about.base_lock_digest),
@@ -282,7 +284,7 @@ def _provenance(one: About, other: About) -> tuple[str, ...]:
 
 
 def _no_environment(
-    one: About, left: Inventory, other: About, right: Inventory, between: bool
+    one: Description, left: Inventory, other: Description, right: Inventory, between: bool
 ) -> tuple[str, ...]:
     if not between:
         return ()

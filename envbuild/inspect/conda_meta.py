@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.inspect.facts import CondaRecord, Recorded
+from envbuild.inspect.facts import CondaRecord, RecordedFile
 from envbuild.recipe.conda import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
@@ -53,7 +53,7 @@ def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
     return tuple(sorted(found, key=lambda p: (p.name, p.location, p.version, p.build)))
 
 
-def recorded_files(notes: Mapping[str, Any]) -> dict[str, Recorded]:
+def recorded_files(notes: Mapping[str, Any]) -> dict[str, RecordedFile]:
     """Return path in the artifact → digests of the file, for `Inventory.recorded`."""
     found = {}
     for path, note in notes.items():
@@ -61,7 +61,7 @@ def recorded_files(notes: Mapping[str, Any]) -> dict[str, Recorded]:
         if meta and note:
             start = f"{path[: meta.start()]}/" if meta.start() else ""
             for inside, digests in note["recorded"].items():
-                found[f"{start}{inside}"] = Recorded(*digests)
+                found[f"{start}{inside}"] = RecordedFile(*digests)
     return found
 
 

@@ -15,7 +15,7 @@ VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
 FOLDERS = (VENV, CONDA)
 # Kinds of files that contain a whole file system.
 SQUASHED = (SQUASHFS, SIF)
-# Fields that envbuild.json (artifacts/state.py) and `About` have in common.
+# Fields that envbuild.json (artifacts/state.py) and `Description` have in common.
 _IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
              "python_version", "interpreter", "envbuild")  # fmt: skip
 
@@ -82,7 +82,7 @@ class CondaRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedFile:
     """A file in the record of a conda package: its sha256 in the environment, and in the package.
 
     The second is "" for a file that is not in the package, such as the script of an entry point.
@@ -131,7 +131,7 @@ class LayerFact:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class Description:
     """An artifact's own description; missing data is "" or None.
 
     `identity` is the same wherever the artifact is: an image's configuration digest, an environment's state
@@ -191,7 +191,7 @@ class Inventory:
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     conda: tuple[CondaRecord, ...] = ()
-    recorded: Mapping[str, Recorded] = field(default_factory=dict)
+    recorded: Mapping[str, RecordedFile] = field(default_factory=dict)
     built: tuple[SourceBuilt, ...] = ()
 
     @property
@@ -205,7 +205,7 @@ class Inventory:
         return tuple(package for package in self.conda if package.location == self.prefix)
 
 
-def completed(about: About, contents: Inventory | None) -> About:
+def completed(about: Description, contents: Inventory | None) -> Description:
     """Return `about` with missing fields from envbuild.json, and Python's version from the conda packages."""
     if contents is None:
         return about
@@ -225,7 +225,7 @@ class ArtifactReader(Protocol):
     """An artifact of any kind, opened for reading."""
 
     @property
-    def about(self) -> About: ...
+    def about(self) -> Description: ...
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the content of the artifact; without `hashes`, digests of files may be "". Raises BuildError."""

@@ -16,7 +16,7 @@ from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.inspect.conda_meta import recorded_files, records
-from envbuild.inspect.facts import CONDA, VENV, About, Inventory, Item
+from envbuild.inspect.facts import CONDA, VENV, Description, Inventory, Item
 from envbuild.inspect.metadata import (
     interest,
     python_packages,
@@ -39,7 +39,7 @@ _OTHERS = {CONDA: ("pkgs", "envs")}
 class OpenedFolder:
     """A venv or conda environment, made by envbuild or by any other tool; see `ArtifactReader`."""
 
-    about: About
+    about: Description
     folder: Path
 
     def contents(self, *, hashes: bool) -> Inventory:
@@ -110,9 +110,10 @@ def _opened(kind: str, folder: Path, spelling: str) -> OpenedFolder:
         version = _version(folder) if kind == VENV else ""
         python = ".".join(version.split(".")[:2])
         return OpenedFolder(
-            About(kind, spelling, place=folder, python=python, python_version=version), folder
+            Description(kind, spelling, place=folder, python=python, python_version=version),
+            folder,
         )
-    about = About(
+    about = Description(
         kind=kind,
         spelling=spelling,
         identity=state.digest,

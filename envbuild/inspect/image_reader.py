@@ -11,7 +11,7 @@ from envbuild.image.compression import decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
 from envbuild.image.tree import MergedTree, Node
-from envbuild.inspect.facts import IMAGE, About, Inventory, Item, LayerFact
+from envbuild.inspect.facts import IMAGE, Description, Inventory, Item, LayerFact
 from envbuild.inspect.listing import LayerListing, listing, remembered
 from envbuild.inspect.roots import contents_of_root, extra_of
 from envbuild.store.store import Store
@@ -24,7 +24,7 @@ Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 class OpenedImage:
     """An image of any form; see `ArtifactReader`."""
 
-    about: About
+    about: Description
     layers: tuple[Descriptor, ...]
     bring: Bring
     store: Store
@@ -55,14 +55,14 @@ def about_image(
     layers: Sequence[Descriptor],
     spelling: str,
     place: Path | None,
-) -> About:
+) -> Description:
     """Return the description of an image from its configuration (OCI image specification 1.1, config.md)."""
     run = _table(config.get("config"))
     labels = {str(k): str(v) for k, v in _table(run.get("Labels")).items()}
     diff_ids = config["rootfs"]["diff_ids"]
     titles = _titles(config, len(diff_ids))
     system, arch = config.get("os") or "linux", config.get("architecture") or "unknown"
-    return About(
+    return Description(
         kind=IMAGE,
         spelling=spelling,
         identity=identity,
@@ -106,7 +106,7 @@ def _titles(config: Mapping[str, Any], count: int) -> list[str]:
     return [" ".join(step.removeprefix("envbuild: ").split()) for step in steps]
 
 
-def _contents(about: About, listings: Sequence[LayerListing]) -> Inventory:
+def _contents(about: Description, listings: Sequence[LayerListing]) -> Inventory:
     root = MergedTree()
     for layer, fact in zip(listings, about.layers, strict=True):
         root.begin()

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
 from envbuild.inspect.conda_meta import channel_name
-from envbuild.inspect.facts import FOLDERS, IMAGE, About, DebianPackage, Inventory, PythonPackage
+from envbuild.inspect.facts import (
+    FOLDERS,
+    IMAGE,
+    DebianPackage,
+    Description,
+    Inventory,
+    PythonPackage,
+)
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")
 
 
-def cyclonedx(about: About, contents: Inventory, source_date: int | None) -> str:
+def cyclonedx(about: Description, contents: Inventory, source_date: int | None) -> str:
     """Return the bill of materials.
 
     Its timestamp is `source_date` (seconds since 1970), or the artifact's own time for None. All else, the
@@ -48,7 +55,7 @@ def cyclonedx(about: About, contents: Inventory, source_date: int | None) -> str
     return outputter.output_as_string(indent=1) + "\n"
 
 
-def _identity(about: About, contents: Inventory) -> str:
+def _identity(about: Description, contents: Inventory) -> str:
     """Return the artifact's digest; for an environment that envbuild did not build, the text of all its packages."""
     if about.digest or about.identity:
         return about.digest or about.identity
@@ -57,7 +64,7 @@ def _identity(about: About, contents: Inventory) -> str:
     return repr([(p.name, p.version, p.record) for p in contents.python] + conda + built)
 
 
-def _subject(about: About) -> Component:
+def _subject(about: Description) -> Component:
     from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
@@ -232,7 +239,7 @@ def _properties(**values: str) -> list[Any]:
     ]
 
 
-def _time(about: About, source_date: int | None) -> datetime:
+def _time(about: Description, source_date: int | None) -> datetime:
     if source_date is not None:
         return datetime.fromtimestamp(source_date, UTC)
     # Docker writes nanoseconds: only whole seconds are read.

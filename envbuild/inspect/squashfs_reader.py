@@ -19,7 +19,7 @@ from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
-from envbuild.inspect.facts import SIF, SQUASHFS, About, Inventory, Item, completed
+from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, completed
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, interest, state_of
 from envbuild.inspect.roots import contents_of_root, extra_of
@@ -43,7 +43,7 @@ _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 class OpenedSquashfs:
     """An image file, made by envbuild or by any other tool; see `ArtifactReader`."""
 
-    about: About
+    about: Description
     image: SquashfsImage
     _kept: dict[bool, Inventory] = field(default_factory=dict, repr=False)
 

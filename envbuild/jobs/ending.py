@@ -53,7 +53,7 @@ fi
 """
 
 
-def ends_in_order(plan: JobPlan, launcher: Launcher) -> bool:
+def records_exit_codes(plan: JobPlan, launcher: Launcher) -> bool:
     """Return whether nodes that are told to end write their exit codes into files, see _AFTER.
 
     With --auto-resume, srun handles every exit.
@@ -61,7 +61,7 @@ def ends_in_order(plan: JobPlan, launcher: Launcher) -> bool:
     return launcher.signal != "" and plan.nodes > 1 and not plan.site.scheduler.auto_resume
 
 
-def in_order(plan: JobPlan, launcher: Launcher, last: str) -> str:
+def orderly_shutdown(plan: JobPlan, launcher: Launcher, last: str) -> str:
     """Return `last`, the lines that start the training, wrapped for an orderly end.
 
     If the launcher signals all processes of a step, the training runs as a child that gets SIGTERM once;
@@ -69,7 +69,7 @@ def in_order(plan: JobPlan, launcher: Launcher, last: str) -> str:
     """
     if not launcher.signal:
         return last
-    filed = ends_in_order(plan, launcher)
+    filed = records_exit_codes(plan, launcher)
     return fill(
         _CHILD,
         title=TITLES[plan.scheduler],

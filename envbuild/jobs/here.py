@@ -13,7 +13,7 @@ from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import SCHEDULER_NAMES
 
 
-def no_scheduler(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
+def no_scheduler_error(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
     """Return the error for a job on a site without a scheduler; its hint shows how to train on this host."""
     names = "|".join(SCHEDULER_NAMES)
     hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"

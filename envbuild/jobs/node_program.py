@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from envbuild.fabrics import preflight_devices
 from envbuild.jobs.containers import start_container
-from envbuild.jobs.ending import in_order
+from envbuild.jobs.ending import orderly_shutdown
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines
 from envbuild.jobs.quote import fill, indented, path_word, word, words
@@ -191,7 +191,7 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
     if plan.library_path:
         path = word(":".join(plan.library_path), "library_path")
         parts.append(f'export LD_LIBRARY_PATH={path}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\n')
-    parts.append(in_order(plan, launcher, enter(plan)))
+    parts.append(orderly_shutdown(plan, launcher, enter(plan)))
     return "".join(parts)
 
 

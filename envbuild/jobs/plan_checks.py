@@ -71,7 +71,7 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: JobSit
             )
 
 
-def doubts(plan: JobPlan, host: str) -> Iterator[str]:
+def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
     """Yield a sentence for each possible fault that cannot be checked on this host; `host` is its architecture."""
     artifact, site = plan.artifact, plan.site
     if SCHEDULERS[plan.scheduler].pods:  # Kubernetes selects nodes of the artifact's architecture

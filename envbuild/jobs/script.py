@@ -11,7 +11,7 @@ import re
 import envbuild
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY, work_key
-from envbuild.jobs.ending import ends_in_order
+from envbuild.jobs.ending import records_exit_codes
 from envbuild.jobs.find_program import find_program
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
@@ -202,6 +202,8 @@ def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
             end=f"{_TOLD}; {launcher.signal}" if launcher.signal else _END,
             note=launcher.signal_note,
             signals=signals,
-            ended=fill(_ENDED, launcher=plan.launcher) if ends_in_order(plan, launcher) else "",
+            ended=fill(_ENDED, launcher=plan.launcher)
+            if records_exit_codes(plan, launcher)
+            else "",
         )
     return text

@@ -32,7 +32,7 @@ def default_script(plan: JobPlan, folder: Path) -> Path:
     return folder / f"{plan.name}{SCHEDULERS[plan.scheduler].suffix}"
 
 
-def unsubmitted(plan: JobPlan, script: Path) -> Path:
+def pending_path(plan: JobPlan, script: Path) -> Path:
     """Return the path at which `script` is written until its scheduler has accepted it.
 
     `script` may be the manifest of an earlier job, which `kubectl delete -f` needs to remove that job, so a new
@@ -75,7 +75,7 @@ def submit_script(
     logs = Path(plan.work) / plan.logs
     missing = [one for one in (logs, *logs.parents) if not one.exists()]
     before = script.read_text(encoding="utf-8") if script.is_file() else None
-    write_script(text, script, hint, unsubmitted(plan, script))
+    write_script(text, script, hint, pending_path(plan, script))
     try:
         return submit(plan, script, variables)
     except HostError:
@@ -102,13 +102,13 @@ def _check_command(plan: JobPlan, variables: Mapping[str, str]) -> None:
 
 
 def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
-    """Submit `script`, written to `unsubmitted`, from the job's working folder, after creating the folder of logs.
+    """Submit `script`, written to `pending_path`, from the job's working folder, after creating the folder of logs.
 
     Returns the scheduler's name of the job. Raises HostError when the scheduler refuses it or is not available.
     """
     _check_command(plan, variables)
     chosen = SCHEDULERS[plan.scheduler]
-    submission, written = chosen.submission, unsubmitted(plan, script)
+    submission, written = chosen.submission, pending_path(plan, script)
     work = Path(plan.work)
     if chosen.pods:
         work = Path()

@@ -50,7 +50,7 @@ class Result:
         }
 
 
-def prove(
+def verify_staged(
     subject: Subject,
     settings: Settings,
     environment: Environment,

@@ -17,7 +17,7 @@ from envbuild.image.model import GOARCH
 from envbuild.image.reference import parse_reference
 from envbuild.kinds.commit import has_receipt
 from envbuild.kinds.docker import DOCKER
-from envbuild.kinds.image import ImageOptions, Prepared, source_date, verify_image
+from envbuild.kinds.image import ImageOptions, PreparedImage, source_date, verify_image
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
@@ -53,7 +53,7 @@ def prepare_dockerfile(
     bytecode: bool,
     base: str | None = None,
     **use: Unpack[LockUse],
-) -> Prepared:
+) -> PreparedImage:
     """Return the plan of an image for `docker build`.
 
     The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises
@@ -92,11 +92,11 @@ def prepare_dockerfile(
         image=ImageInputs(lock, compiler, source_date(environment)),
         layers=layers, **use,
     )  # fmt: skip
-    return Prepared(plan, trainer, None, target, layers.builder)
+    return PreparedImage(plan, trainer, None, target, layers.builder)
 
 
 def make_by_dockerfile(
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedImage],
     wish: ImageOptions,
     environment: Environment,
     log: Log,
@@ -137,7 +137,7 @@ def make_by_dockerfile(
 
 
 def check_dockerfile(
-    prepared: Sequence[Prepared], wish: ImageOptions, environment: Environment
+    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment
 ) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
     from envbuild.image.daemon import connect
@@ -148,7 +148,7 @@ def check_dockerfile(
         _check_daemon(client, prepared[0].target)
 
 
-def _check(prepared: Sequence[Prepared], wish: ImageOptions) -> None:
+def _check(prepared: Sequence[PreparedImage], wish: ImageOptions) -> None:
     if len(prepared) > 1:
         raise UsageError(
             "--builder dockerfile makes the image of one target", "name one, with --target"
@@ -178,7 +178,7 @@ def _check_daemon(client: Any, target: Target) -> None:
 def _build(
     client: Any,
     command: dockerfile.DockerCommand,
-    one: Prepared,
+    one: PreparedImage,
     environment: Environment,
     log: Log,
     offline: bool,

@@ -13,7 +13,14 @@ from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds.base import FolderArtifact
-from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, prove, settings_of
+from envbuild.kinds.commit import (
+    Result,
+    commit,
+    has_receipt,
+    keep_receipt,
+    settings_of,
+    verify_staged,
+)
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
 from envbuild.layers.requested import (
@@ -97,7 +104,7 @@ def make_environment(
 
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         subject = folder_subject(where, state, module)
-        return prove(subject, settings, environment, log, path, staged=where)
+        return verify_staged(subject, settings, environment, log, path, staged=where)
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None

@@ -16,7 +16,7 @@ from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.kinds.commit import has_receipt, keep_receipt, prove, settings_of
+from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.docker import DOCKER
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
@@ -40,7 +40,7 @@ Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedImage:
     """One image to build.
 
     It has the plan, the trainer, the interpreter that compiles its bytecode, and the lock of the builder image
@@ -67,7 +67,7 @@ class ImageOptions:
     """
 
     tag: str
-    out: docker.Out | None
+    out: docker.ImageOutput | None
     push: bool
     verify: bool
     faults: bool
@@ -87,7 +87,7 @@ def prepare_image(
     bytecode: bool,
     here: bool = True,
     **use: Unpack[LockUse],
-) -> Prepared:
+) -> PreparedImage:
     """Return the plan of an image; missing or stale locks are updated first.
 
     The recipe says whether its environment consists of wheels or of conda packages. Raises HostError for source
@@ -103,7 +103,7 @@ def prepare_image(
     )  # fmt: skip
     if here:  # last: errors in the recipe or its locks are the same on every host
         check_here(layers, environment)
-    return Prepared(plan, trainer, compiler, target, layers.builder)
+    return PreparedImage(plan, trainer, compiler, target, layers.builder)
 
 
 def source_date(environment: Environment) -> int:
@@ -122,7 +122,7 @@ def source_date(environment: Environment) -> int:
 
 
 def make_images(
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedImage],
     wish: ImageOptions,
     environment: Environment,
     log: Log,
@@ -199,7 +199,7 @@ def _beside(plan: Plan, wish: ImageOptions) -> Path:
 
 
 def _record_push(
-    prepared: Sequence[Prepared],
+    prepared: Sequence[PreparedImage],
     images: Sequence[AssembledImage],
     sent: Sequence[AssembledImage],
     wish: ImageOptions,
@@ -219,7 +219,11 @@ def _record_push(
 
 
 def _verified(
-    one: Prepared, image: AssembledImage, wish: ImageOptions, environment: Environment, log: Log
+    one: PreparedImage,
+    image: AssembledImage,
+    wish: ImageOptions,
+    environment: Environment,
+    log: Log,
 ) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.image.daemon import connect
@@ -250,7 +254,7 @@ def _verified(
 
 def verify_image(
     client: Any,
-    one: Prepared,
+    one: PreparedImage,
     image: Built,
     wish: ImageOptions,
     beside: Path,
@@ -267,4 +271,6 @@ def verify_image(
         told["pushed"] = pushed
     subject = image_subject(client, image, settings)
     held = f"the daemon keeps the failed image as {image.image_id[:19]}"
-    keep_receipt(prove(subject, settings, environment, log, beside, held=held, told=told), beside)
+    keep_receipt(
+        verify_staged(subject, settings, environment, log, beside, held=held, told=told), beside
+    )

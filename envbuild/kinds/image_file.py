@@ -20,8 +20,8 @@ from envbuild.kinds.commit import (
     commit,
     failed_path,
     has_receipt,
-    prove,
     settings_of,
+    verify_staged,
 )
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import host_arch
@@ -32,7 +32,7 @@ Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class OutputFile:
     """An image file to write: the name of its kind, and its path."""
 
     kind: str
@@ -47,7 +47,7 @@ class ImageFileOptions:
     "apptainer", writes them.
     """
 
-    files: tuple[File, ...]
+    files: tuple[OutputFile, ...]
     codec: Codec
     verify: bool
     faults: bool
@@ -56,7 +56,7 @@ class ImageFileOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class FileBuild:
+class ImageFileBuild:
     """The build of image files: their architecture (x86_64, aarch64) and its start (time.monotonic()).
 
     `state` and `plan` are None for the conversion of an existing image: the state is then read from the file.
@@ -98,7 +98,7 @@ def check_files(wish: ImageFileOptions) -> None:
 def accept(
     staged: Sequence[Path],
     wish: ImageFileOptions,
-    made: FileBuild,
+    made: ImageFileBuild,
     environment: Environment,
     log: Log,
 ) -> list[Result]:
@@ -127,7 +127,9 @@ def accept(
     return results
 
 
-def _has_receipt(file: File, digest: str, wish: ImageFileOptions, made: FileBuild) -> bool:
+def _has_receipt(
+    file: OutputFile, digest: str, wish: ImageFileOptions, made: ImageFileBuild
+) -> bool:
     if made.plan is None:
         return passing_receipt(file.path, digest) is not None
     return has_receipt(file.path, digest, made.plan, wish.faults)
@@ -141,12 +143,12 @@ def _state_inside(path: Path) -> State | None:
 
 
 def _verified(
-    file: File,
+    file: OutputFile,
     path: Path,
     digest: str,
     state: State | None,
     wish: ImageFileOptions,
-    made: FileBuild,
+    made: ImageFileBuild,
     environment: Environment,
     log: Log,
 ) -> dict[str, Any] | None:
@@ -163,7 +165,7 @@ def _verified(
             subject = file_subject(
                 path, file.kind, state, digest, settings, environment, wish.runtime
             )
-            return prove(subject, settings, environment, log, file.path, staged=path)
+            return verify_staged(subject, settings, environment, log, file.path, staged=path)
         except HostError as error:
             why = error.message
     log(f"{file.path}: not verified: {why}")

@@ -21,8 +21,8 @@ from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.source import ImageSource
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result
-from envbuild.kinds.image import Prepared, source_date
-from envbuild.kinds.image_file import File, FileBuild, ImageFileOptions, accept, places
+from envbuild.kinds.image import PreparedImage, source_date
+from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
 from envbuild.layers.segments import SegmentCache
 from envbuild.lock.base_oci import fetch_image
 from envbuild.progress import human_size, transfer
@@ -32,15 +32,15 @@ from envbuild.verify.image_file import ENROOT
 Log = Callable[[str], None]
 
 
-def imported_file(kind: str, source: ImageSource) -> File:
+def imported_file(kind: str, source: ImageSource) -> OutputFile:
     """Return the file that `enroot import` or `apptainer pull` would write for an image."""
     joint = "+" if kind == ENROOT else "_"
     words = source.words if kind == ENROOT else source.words[-2:]
-    return File(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].place).suffix))
+    return OutputFile(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].place).suffix))
 
 
 def make_from_recipe(
-    one: Prepared, wish: ImageFileOptions, environment: Environment, log: Log, *, offline: bool
+    one: PreparedImage, wish: ImageFileOptions, environment: Environment, log: Log, *, offline: bool
 ) -> list[Result]:
     """Build and verify the image files of a recipe.
 
@@ -56,7 +56,7 @@ def make_from_recipe(
             image = assemble(
                 plan, one.trainer, one.compiler, environment, log, offline=offline, layers=layers
             )
-            made = FileBuild(arch, started, image.state, plan)
+            made = ImageFileBuild(arch, started, image.state, plan)
             return _by_engine(image.blobs, image.descriptor, wish, made, environment, log)
         maker = _maker(wish, environment, log)
         filled = fill(
@@ -74,7 +74,7 @@ def make_from_recipe(
             workers=maker.workers,
             folder=environment.store.folder("segments"),
         ) as root:
-            made = FileBuild(arch, started, filled.state, plan)
+            made = ImageFileBuild(arch, started, filled.state, plan)
             return _natively(root, wish, made, environment, log)
 
 
@@ -88,7 +88,7 @@ def make_from_image(
     with places(wish, log):
         environment.store.clean_stale()
         _check_user(source, environment)
-        made = FileBuild(target.arch, time.monotonic())
+        made = ImageFileBuild(target.arch, time.monotonic())
         if wish.engine != "native":
             pulled = fetch_image(source.name, target.arch, environment, Path())
             manifest = pulled.manifest.descriptor
@@ -147,14 +147,20 @@ def _maker(wish: ImageFileOptions, environment: Environment, log: Log) -> Segmen
 
 
 def _natively(
-    root: SquashTree, wish: ImageFileOptions, made: FileBuild, environment: Environment, log: Log
+    root: SquashTree,
+    wish: ImageFileOptions,
+    made: ImageFileBuild,
+    environment: Environment,
+    log: Log,
 ) -> list[Result]:
     with ExitStack() as stack:
         staged = _written(root, wish.files, stack, log)
         return accept(staged, wish, made, environment, log)
 
 
-def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, log: Log) -> list[Path]:
+def _written(
+    root: SquashTree, files: Sequence[OutputFile], stack: ExitStack, log: Log
+) -> list[Path]:
     """Write each file into a folder beside its path; a SIF reuses the squashfs of a .sqsh file written before it."""
     staged: list[Path] = []
     squashfs: Path | None = None
@@ -175,7 +181,7 @@ def _written(root: SquashTree, files: Sequence[File], stack: ExitStack, log: Log
     return staged
 
 
-def _beside(file: File, stack: ExitStack) -> Path:
+def _beside(file: OutputFile, stack: ExitStack) -> Path:
     """Return a path for writing a file before it is moved: its name in a folder that `stack` removes."""
     wanted = file.path.absolute()
     return stack.enter_context(atomic.staged(wanted)) / wanted.name
@@ -185,7 +191,7 @@ def _by_engine(
     blobs: Blobs,
     manifest: Descriptor,
     wish: ImageFileOptions,
-    made: FileBuild,
+    made: ImageFileBuild,
     environment: Environment,
     log: Log,
 ) -> list[Result]:

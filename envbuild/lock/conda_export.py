@@ -103,13 +103,13 @@ def explicit_text(lock: CondaLock) -> str:
         f"# platform: {conda_platform(Target.parse(lock.target))}",
         "@EXPLICIT",
     ]
-    lines += [f"{package.url}#{package.md5}" for package in in_order(lock.packages)]
+    lines += [f"{package.url}#{package.md5}" for package in topological_order(lock.packages)]
     for added in lock.pip.packages:
         lines.append(f"# pip {added.name}=={added.version} --hash=sha256:{added.hashes[0]}")
     return "\n".join(lines) + "\n"
 
 
-def in_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
+def topological_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
     """Return `packages`, each after its dependencies; a dependency cycle is broken at an arbitrary package."""
     by_name = {package.name: package for package in packages}
     done: dict[str, CondaPackage] = {}

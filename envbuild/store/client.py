@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import open_download
 from envbuild.cache.http import BLOCK, HttpClient, failure, read_all
-from envbuild.cache.retry import Mismatch, NotFound, patiently
+from envbuild.cache.retry import Mismatch, NotFound, with_retries
 from envbuild.cache.transport import transport_of
 from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig
@@ -66,7 +66,7 @@ class Client:
                 content = read_all(response, _MOST_PAGE, self.stop)
                 return Page(response.url, response.headers, content)
 
-        return patiently(get, self._http.transport.retries if patient else 0, self.stop)
+        return with_retries(get, self._http.transport.retries if patient else 0, self.stop)
 
     def reach(self, url: str) -> None:
         """Request `url` once, without reading the body."""
@@ -94,7 +94,7 @@ class Client:
                     self._http.transport.retries,
                 )
             except BaseException:
-                on_progress(-download.have)  # the next source counts them again
+                on_progress(-download.received)  # the next source counts them again
                 raise
 
     def _answer(self, url: str, headers: Mapping[str, str], ok: int = 200) -> requests.Response:

@@ -20,7 +20,7 @@ _OF_HOST = ("dev", "proc", "sys")
 Bind = tuple[str, str, bool]
 
 
-class Unfit(Exception):
+class BindFailed(Exception):
     """A bind mount that cannot be made; the message gives the reason."""
 
 
@@ -42,7 +42,7 @@ def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
                 for point in mounts_below(here):
                     mounting.read_only(point)
         except OSError as error:
-            raise Unfit(f"{host} cannot be shown at {place}: {error.strerror}") from None
+            raise BindFailed(f"{host} cannot be shown at {place}: {error.strerror}") from None
 
 
 def _make(root: str, place: str, folder: bool, stash: str) -> None:
@@ -53,13 +53,13 @@ def _make(root: str, place: str, folder: bool, stash: str) -> None:
     above = root
     names = _resolved(root, place).strip("/").split("/")
     if names == [""]:
-        raise Unfit("nothing can be shown at / instead of the image")
+        raise BindFailed("nothing can be shown at / instead of the image")
     for depth, name in enumerate(names, start=1):
         here = f"{above}/{name}"
         last = depth == len(names)
         if not os.path.lexists(here):
             if names[0] in _OF_HOST:
-                raise Unfit(f"/{names[0]} is the host's own and has no {place}")
+                raise BindFailed(f"/{names[0]} is the host's own and has no {place}")
             if not os.access(above, os.W_OK) or os.statvfs(above).f_flag & os.ST_RDONLY:
                 _open_up(above, f"{stash}.{depth}")
             if last and not folder:
@@ -69,7 +69,7 @@ def _make(root: str, place: str, folder: bool, stash: str) -> None:
         elif os.path.isdir(here) != (folder or not last):
             kinds = ("a folder", "a file")
             wanted, found = kinds if folder or not last else kinds[::-1]
-            raise Unfit(
+            raise BindFailed(
                 f"{place}: {wanted} is to be shown, and /{'/'.join(names[:depth])} of the image is {found}"
             )
         above = here
@@ -116,7 +116,7 @@ def _resolved(root: str, place: str) -> str:
             continue
         links += 1
         if links > _MOST_LINKS:
-            raise Unfit(f"{place}: too many symbolic links in the image")
+            raise BindFailed(f"{place}: too many symbolic links in the image")
         target = os.readlink(here)
         if target.startswith("/"):
             done.clear()

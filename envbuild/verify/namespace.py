@@ -122,7 +122,7 @@ def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
         _build(spec)
     except MountFailed as error:
         return {"failed": "image", "why": str(error)}
-    except binding.Unfit as error:
+    except binding.BindFailed as error:
         return {"failed": "bind", "why": str(error)}
     except OSError as error:
         return {"failed": "namespace", "why": error.strerror or str(error)}

@@ -43,7 +43,7 @@ _SETTINGS = (
 )
 
 
-class Refused(Exception):
+class WayUnavailable(Exception):
     """A way that cannot make an image available on this host; the message gives the reason."""
 
 
@@ -56,7 +56,7 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
     for one in (way,) if way else WAYS:
         try:
             detail = _try(image, one, environment)
-        except Refused as error:
+        except WayUnavailable as error:
             refused.append(f"{one}: {error}")
             continue
         name = f"own:{one} ({detail})" if detail else f"own:{one}"
@@ -93,7 +93,7 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
             try:
                 spec = spec_of(image, way, folder, work, environment)
                 keeper = stack.enter_context(_keeper(spec, environment))
-            except Refused as error:
+            except WayUnavailable as error:
                 raise HostError(f"{image.path} cannot be launched any longer: {error}") from None
             variables = passed(environment.variables)
 
@@ -124,7 +124,7 @@ def spec_of(
     Raises Refused for a way that this user or this host cannot use.
     """
     if way == MOUNT and os.geteuid() != 0:
-        raise Refused("only root may mount squashfs images")
+        raise WayUnavailable("only root may mount squashfs images")
     return {
         "image": str(image.path),
         "offset": image.offset,
@@ -165,7 +165,7 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
         except ValueError:
             said = {"failed": "namespace", "why": log.read_text(errors="replace").strip()[-2000:]}
         if said.get("failed") == "image":
-            raise Refused(said["why"])
+            raise WayUnavailable(said["why"])
         if "failed" in said:
             raise forbidden(said["why"])
         yield child.pid
@@ -200,11 +200,11 @@ def _squashfuse(variables: Mapping[str, str]) -> str:
     # squashfuse_ll is faster and takes the same options.
     tool = shutil.which("squashfuse_ll", path=search) or shutil.which("squashfuse", path=search)
     if tool is None:
-        raise Refused("squashfuse is not installed")
+        raise WayUnavailable("squashfuse is not installed")
     try:
         os.close(os.open(_FUSE, os.O_RDWR))
     except OSError as error:
-        raise Refused(f"{_FUSE}: {error.strerror}") from None
+        raise WayUnavailable(f"{_FUSE}: {error.strerror}") from None
     return tool
 
 

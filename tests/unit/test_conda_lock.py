@@ -20,8 +20,8 @@ from envbuild.lock.conda_export import (
     conda_lock_text,
     environment_text,
     explicit_text,
-    in_order,
     pip_files,
+    topological_order,
 )
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import (
@@ -158,7 +158,7 @@ def test_a_package_stands_after_what_it_needs_unless_they_need_each_other(
     rows = [
         package(f"p{n}", "1", "0", *(f"p{m} 1.*" for m in needs)) for n, needs in enumerate(graph)
     ]
-    ordered = [p.name for p in in_order(rows)]
+    ordered = [p.name for p in topological_order(rows)]
     assert sorted(ordered) == sorted(p.name for p in rows)
 
     def reachable(start: int) -> set[int]:

@@ -26,7 +26,7 @@ from envbuild.artifacts.pip_records import PipEnvironment, check_installed, reco
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.kinds.dockerfile import prepare_dockerfile
-from envbuild.kinds.image import Prepared
+from envbuild.kinds.image import PreparedImage
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.trainer import load_trainer
@@ -376,7 +376,7 @@ def test_what_no_stage_can_build_is_said_with_its_line(
 
 def prepare(
     folder: Path, environment: Environment, target: str, tables: str, base: str | None = None
-) -> Prepared:
+) -> PreparedImage:
     """The plan of a recipe without packages that has `tables`, for `docker build`."""
     place = make_recipe(folder, "one", [], targets=f"[targets.{target}]\n{tables}")
     loaded, found = load_recipe(place / "recipe.toml"), Target.parse(target)

@@ -28,7 +28,7 @@ from envbuild.kinds.commit import Result, failed_path
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.verify import open_subject
-from envbuild.matrix import Chosen, make_jobs
+from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
@@ -97,7 +97,9 @@ def test_an_artifact_kind_is_planned_and_offered(
     loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
     plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, log=print)  # fmt: skip
     assert plan.artifact == "toy" and plan.has_torch
-    jobs, _ = make_jobs([Chosen("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment)  # fmt: skip
+    jobs, _ = make_jobs(
+        [SelectedRecipe("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment
+    )
     assert f"envbuild toy pt_cpu --target {HERE} --locked" in [job.command for job in jobs]
     verdicts = judge({})
     assert list(verdicts) == list(ARTIFACTS) and verdicts["toy"]["build"].status == "ok"

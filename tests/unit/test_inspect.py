@@ -22,7 +22,7 @@ from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
-from envbuild.inspect.facts import About, Inventory, PythonPackage
+from envbuild.inspect.facts import Description, Inventory, PythonPackage
 from envbuild.inspect.listing import read_listing, remembered
 from envbuild.inspect.masking import masked, masked_text, masked_words
 from envbuild.inspect.metadata import interest, portable_digest
@@ -386,7 +386,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
 
     from envbuild.inspect.facts import DebianPackage
 
-    about = About(
+    about = Description(
         "image",
         "x",
         "sha256:" + "a" * 64,
@@ -410,7 +410,9 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
     purls = {component["purl"] for component in bom["components"]}
     assert "pkg:pypi/p0@1.0%2Bcpu" in purls
     assert "pkg:deb/debian/libstdc%2B%2B6@1:2~3%2Bb1?arch=amd64&distro=debian-12" in purls
-    other = json.loads(cyclonedx(About("image", "x", "sha256:" + "c" * 64), contents, source_date))
+    other = json.loads(
+        cyclonedx(Description("image", "x", "sha256:" + "c" * 64), contents, source_date)
+    )
     assert other["serialNumber"] != bom["serialNumber"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from unit.job_plans import PLAN
 
-from envbuild.jobs.ending import in_order
+from envbuild.jobs.ending import orderly_shutdown
 from envbuild.jobs.schedulers.slurm import SLURM
 
 # What holds the image beside it (squashfuse) ends at SIGTERM, and then the training cannot save its state.
@@ -30,7 +30,9 @@ exit 7
 def _start(run: Path, nodes: int) -> subprocess.Popen[bytes]:
     (run / "training.sh").write_text(_TRAINING)
     begin = 'exec sh "$ENVBUILD_RUN/training.sh"\n'
-    text = in_order(replace(PLAN, nodes=nodes, nproc_per_node=1), SLURM.launchers["srun"], begin)
+    text = orderly_shutdown(
+        replace(PLAN, nodes=nodes, nproc_per_node=1), SLURM.launchers["srun"], begin
+    )
     return subprocess.Popen(
         ["sh", "-c", f"set -eu\nstep=training number=1 restarts=0\n{text}"],
         env={"PATH": os.environ["PATH"], "ENVBUILD_RUN": str(run)},

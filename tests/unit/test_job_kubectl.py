@@ -13,7 +13,7 @@ from unit.job_plans import PLAN, executable
 
 from envbuild.cli.job import job_command
 from envbuild.errors import HostError, UsageError
-from envbuild.jobs.submit import submit, unsubmitted, write_script
+from envbuild.jobs.submit import pending_path, submit, write_script
 
 CREATED = "service/{0}-etcd created\ndeployment.apps/{0}-etcd created\n{1}/{0} created\n"
 EXISTS = 'Error from server (AlreadyExists): error when creating "j.yaml": {} "pt-cpu{}" already exists\n'
@@ -60,7 +60,7 @@ def submitted(folder: Path, printed: str, said: str = "", code: int = 0) -> str:
     kubectl = f'#!/bin/sh\necho "$@" >{folder}/called\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n'
     executable(folder / "bin/kubectl", kubectl)
     script = folder / "j.yaml"
-    write_script("new", script, "", unsubmitted(ON_KUBERNETES, script))
+    write_script("new", script, "", pending_path(ON_KUBERNETES, script))
     return submit(ON_KUBERNETES, script, {"PATH": f"{folder}/bin:{os.environ['PATH']}"})
 
 

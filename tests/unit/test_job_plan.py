@@ -15,10 +15,10 @@ from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.cli.job import job_command
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import JobInputs, open_artifact
-from envbuild.jobs.here import no_scheduler
+from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobArtifact, JobRequest
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-from envbuild.jobs.plan_checks import doubts
+from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.render import explained, render
 from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.jobs import LAUNCHERS
@@ -237,7 +237,7 @@ def test_a_path_that_nodes_may_not_see_is_said_aloud(
     tmp_path: Path, site: str, path: str, doubt: str | None
 ) -> None:
     plan = plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, site))
-    found = list(doubts(plan, "x86_64"))
+    found = list(possible_faults(plan, "x86_64"))
     assert len(found) == (doubt is not None)
     assert all(path in one and str(doubt) in one for one in found)
 
@@ -250,14 +250,14 @@ def test_an_artifact_for_other_processors_than_the_nodes_is_refused(tmp_path: Pa
     assert "--target cpu-aarch64" in (caught.value.hint or "")
     assert "[node] arch" in (caught.value.hint or "")
     plan = plan_job(JobRequest(current=tmp_path), _opened(target="cpu-aarch64"), site)
-    assert list(doubts(plan, "x86_64")) == []
+    assert list(possible_faults(plan, "x86_64")) == []
 
 
 def test_where_nobody_says_what_nodes_are_another_architecture_is_a_doubt(tmp_path: Path) -> None:
     request, site = JobRequest(current=tmp_path), _site(tmp_path, SLURM)
-    (doubt,) = doubts(plan_job(request, _opened(target="cpu-aarch64"), site), "x86_64")
+    (doubt,) = possible_faults(plan_job(request, _opened(target="cpu-aarch64"), site), "x86_64")
     assert "/e/venv is for aarch64" in doubt and "[node] arch" in doubt
-    assert list(doubts(plan_job(request, _opened(), site), "x86_64")) == []
+    assert list(possible_faults(plan_job(request, _opened(), site), "x86_64")) == []
 
 
 HERE = {
@@ -271,7 +271,7 @@ HERE = {
 @pytest.mark.parametrize("kind", HERE)
 def test_without_a_scheduler_the_command_for_this_host_is_said(tmp_path: Path, kind: str) -> None:
     site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
-    error = no_scheduler(JobRequest(current=tmp_path), _opened(kind), site)
+    error = no_scheduler_error(JobRequest(current=tmp_path), _opened(kind), site)
     assert error.message.startswith("site local names no scheduler")
     assert f"`{HERE[kind].format(tmp_path)}`" in (error.hint or "")
 
@@ -291,7 +291,7 @@ def test_the_command_for_this_host_is_what_the_job_would_run(
 ) -> None:
     (tmp_path / "a b.py").write_text("")
     site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
-    error = no_scheduler(replace(request_, current=tmp_path), _opened(target=target), site)
+    error = no_scheduler_error(replace(request_, current=tmp_path), _opened(target=target), site)
     assert words.format(tmp_path) in (error.hint or "")
 
 

@@ -171,8 +171,8 @@ def test_bytecode_does_not_depend_on_who_makes_it_or_where(
 def test_bytecode_does_not_depend_on_the_modules_around_it() -> None:
     alone = {path: compiled({path: data})[cached(path)] for path, data in MODULES.items()}
     for files in (MODULES, dict(reversed(MODULES.items())), {**HOPELESS, **MODULES}):
-        together = compiled(files)
-        assert {path: together[cached(path)] for path in MODULES} == alone
+        run_parallel = compiled(files)
+        assert {path: run_parallel[cached(path)] for path in MODULES} == alone
 
 
 def test_many_modules_in_several_shares_come_in_their_order() -> None:

@@ -15,8 +15,8 @@ from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS
 from envbuild.matrix import (
     GITHUB_LIMIT,
-    Chosen,
     MatrixJob,
+    SelectedRecipe,
     as_github,
     as_gitlab,
     parse_runners,
@@ -32,13 +32,13 @@ LABELS = {"x86_64": "intel", "aarch64": "arm"}
 
 
 def make_jobs(
-    recipes: Sequence[Chosen], runners: dict[str, str], **chosen: list[str]
+    recipes: Sequence[SelectedRecipe], runners: dict[str, str], **chosen: list[str]
 ) -> list[MatrixJob]:
     return jobs_and_omissions(recipes, runners, load_environment({"HOME": "/nowhere"}), **chosen)[0]
 
 
-def load(root: Path, name: str, *targets: str) -> Chosen:
-    return Chosen(name, load_recipe(write_recipe(root, name, *targets)))
+def load(root: Path, name: str, *targets: str) -> SelectedRecipe:
+    return SelectedRecipe(name, load_recipe(write_recipe(root, name, *targets)))
 
 
 @pytest.mark.parametrize("form", ["github", "gitlab", "json"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.ci import commit, git, matrix, valid, write_recipe
 
-from envbuild.matrix import Chosen, changed_recipes
+from envbuild.matrix import SelectedRecipe, changed_recipes
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_recipe_is_selected_just_when_a_file_lies_in_its_folder(
 ) -> None:
     names = {str(number): "/".join(folder) for number, folder in enumerate(folders)}
     nothing: Any = None
-    recipes = [Chosen(name, nothing) for name in names]
+    recipes = [SelectedRecipe(name, nothing) for name in names]
     found = changed_recipes(recipes, names, ["/".join(file) for file in files])
     expected = [
         name for name, folder in names.items()

@@ -21,7 +21,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.model import GOARCH
 from envbuild.kinds import ARTIFACTS
 from envbuild.lock.state import lock_folders
-from envbuild.matrix import Chosen, make_jobs
+from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target, host_arch
@@ -63,7 +63,10 @@ def test_the_matrix_lists_just_the_builds_that_plan_accepts(
     nowhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = {arch: arch for arch in ARCHES}
-    recipes = [Chosen(name, load_recipe(REPOSITORY / f"recipes/{name}/recipe.toml")) for name in NAMES]  # fmt: skip
+    recipes = [
+        SelectedRecipe(name, load_recipe(REPOSITORY / f"recipes/{name}/recipe.toml"))
+        for name in NAMES
+    ]
     jobs, omitted = make_jobs(recipes, labels, load_environment())
     listed = {(job.recipe, job.target, job.artifact) for job in jobs}
     left = {

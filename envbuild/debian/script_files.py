@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from envbuild.debian.defaults import Rules
+from envbuild.debian.defaults import TreeRules
 from envbuild.image.entry import DIR, SYMLINK, Entry
 
 # Files of packages from which other files are generated.
@@ -29,7 +29,7 @@ _SHADOW_GID = 42
 Made = Iterator[tuple[Entry, bytes | None]]
 
 
-def made(rules: Rules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
+def made(rules: TreeRules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
     """Yield what to add to the packages' files: entries, and the content of each file.
 
     `sources` are the contents of the files that SOURCES matches, `seen` are all paths of packages.
