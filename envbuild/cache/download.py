@@ -136,7 +136,7 @@ class Download:
 
     def _receive(self, ask: Ask) -> bool:
         """Read one response; return False if it does not continue the existing data, which are then dropped."""
-        with ask({"Range": f"bytes={self.have}-"} if self.received else {}) as answer:
+        with ask({"Range": f"bytes={self.received}-"} if self.received else {}) as answer:
             start, total = _extent(answer.status_code, answer.headers)
             if start != self.received:
                 useless = self.received > 0
@@ -161,7 +161,7 @@ class Download:
                 self.stream.write(block)
                 self._note(block)
         if self.exact and self.size is not None and self.received < self.size:
-            text = f"its answer ended after {self.have} of {self.size} bytes"
+            text = f"its answer ended after {self.received} of {self.size} bytes"
             raise RequestFailed(text, transient=True, answered=True)
         return True
 
