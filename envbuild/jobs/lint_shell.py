@@ -106,10 +106,17 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
     while reader.at < len(reader.text):
         begun = reader.line
         words, subs, bodies, end = simple_command(reader)
-        if end == "(" and len(words) == 1 and reader.text[reader.at : reader.at + 1] == ")":
+        if (
+            end == "("
+            and words
+            and len(words) <= 1 + (words[0][0] == "function")
+            and reader.text[reader.at : reader.at + 1] == ")"
+        ):
             reader.take()
-            function, braces = words[0][0], 0
+            function, braces = words[-1][0], 0
             continue
+        if words and words[0] == ("function", False):
+            function, braces = "".join(word for word, _ in words[1:2]), 0
         if function:
             braces += sum((w == "{") - (w == "}") for w, _ in words)
         command, rest = _made(begun, words, place, function)

@@ -12,6 +12,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 # Placeholders in guides: /home/<your-name>/env.
 _PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z_-]*>")
+_ANSI_C = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 
 
@@ -163,6 +164,10 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
             reader.take()
             out.append(_double(reader, subs))
             plain = True
+        elif found := _ANSI_C.match(reader.text, reader.at):
+            reader.take(found.end() - found.start())
+            out.append(found[1])
+            plain = True
         elif here == "\\" and not _escaped(reader):
             reader.take()
             piece = reader.take()
@@ -214,7 +219,9 @@ def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
         return f"$({inside})"
     if reader.text.startswith("${", reader.at):
         reader.take(2)
-        return "${" + reader.closing("{", "}") + "}"
+        inside = reader.closing("{", "}")
+        _double(Reader(inside, begun, late=reader.late), subs, "")
+        return "${" + inside + "}"
     if reader.text[reader.at] == "`":
         reader.take()
         inside = reader.closing("`", "`")

@@ -495,6 +495,22 @@ def test_words_are_those_of_the_shell(text: str, words: list[str]) -> None:
     assert list(parse(text)[0].words) == words
 
 
+def test_a_quote_in_an_ansi_c_string_does_not_hide_the_rest_of_the_script() -> None:
+    commands = [c.words for c in parse("echo $'it\\'s' x\ntorchrun t.py\n")]
+    assert commands == [("echo", "it\\'s", "x"), ("torchrun", "t.py")]
+
+
+def test_a_command_in_the_default_of_a_variable_is_found() -> None:
+    commands = [c.words for c in parse("IP=${IP:-$(hostname -I)}\n")]
+    assert ("hostname", "-I") in commands
+
+
+@pytest.mark.parametrize("head", ["f() {", "function f {", "function f() {"])
+def test_a_functions_commands_belong_to_it_however_it_is_defined(head: str) -> None:
+    found = {c.words[0]: c.function for c in parse(f"{head}\n  a\n}}\nb\n") if c.words}
+    assert (found["a"], found["b"]) == ("f", "")
+
+
 def test_here_documents_are_no_commands_unless_a_shell_reads_them() -> None:
     text = "cat <<A\npip install x\nA\nssh h bash <<'B'\npip install y\nB\n"
     commands = {c.words: c for c in parse(text)}
