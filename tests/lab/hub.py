@@ -30,7 +30,7 @@ from envbuild.layers.compiler import compiler_for
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
-from envbuild.progress import say
+from envbuild.progress import log
 from envbuild.recipe.load import load_recipe
 
 PYTHON = "opt/conda/bin/python3.11"
@@ -52,11 +52,11 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, l
     loaded = load_recipe(_RECIPES / "pt_minimal" / "recipe.toml")
     target = loaded.target("cpu-x86_64")[0]
     prepared = prepare_image(
-        loaded, target, environment, locked=True, offline=False, bytecode=False, say=say
+        loaded, target, environment, locked=True, offline=False, bytecode=False, log=log
     )
     base = debian_files(prepared.plan, environment, offline=False)
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
-    layers = [write_layer(with_parents(_moved(base), _TIME), blobs)]
+    layers = [write_layer(with_parents(_on_progress(base), _TIME), blobs)]
     files: Tree = _chain(wheel_tree(w.path, _Scheme("opt/conda", "3.11"), _TIME) for w in wheels)
     files = with_bytecode(files, compiler_for("3.11", environment), ["opt/conda/lib"], _TIME)
     layers.append(write_layer(with_parents(files, _TIME), blobs))
@@ -91,7 +91,7 @@ def _config(layers: list[Layer]) -> dict[str, Any]:
     }
 
 
-def _moved(tree: Tree) -> Iterator[tuple[Entry, Readable | None]]:
+def _on_progress(tree: Tree) -> Iterator[tuple[Entry, Readable | None]]:
     """Debian's base with its Python under /opt/conda."""
     for entry, content in tree:
         path = entry.path
