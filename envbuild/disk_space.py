@@ -14,7 +14,7 @@ from envbuild.progress import human_size
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WAY_OUT = "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system"
+_HINT = "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system"
 
 
 def check_disk_space(folder: Path, size: int) -> None:
@@ -32,7 +32,7 @@ def check_disk_space(folder: Path, size: int) -> None:
     if about.f_blocks and free < size:
         raise no_disk_space(folder, size, free)
     if about.f_files and not about.f_favail:
-        raise BuildError(f"{folder}: no inode is left on its file system for a new file", _WAY_OUT)
+        raise BuildError(f"{folder}: no inode is left on its file system for a new file", _HINT)
 
 
 def reserve(stream: BinaryIO, size: int) -> None:
@@ -67,7 +67,7 @@ def no_disk_space(place: Path, size: int, free: int | None) -> BuildError:
     has = "" if there is None else f"; {human_size(there)} are free"
     if there is not None and there >= size:
         has += ", so a quota or a limit on file sizes prevents it"
-    return BuildError(f"{place}: not enough disk space for {human_size(size)}{has}", _WAY_OUT)
+    return BuildError(f"{place}: not enough disk space for {human_size(size)}{has}", _HINT)
 
 
 def _free(place: Path) -> int | None:

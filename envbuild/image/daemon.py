@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from envbuild.image.compression import open_layer
 from envbuild.image.entry import Entry
 from envbuild.image.layer import Layer, header
 from envbuild.image.model import COMPRESSION
+from envbuild.progress import OnProgress
 
 _PIECE = 1 << 20
 _BLOCK = 512
@@ -69,7 +70,7 @@ def load(
     layers: Sequence[Layer],
     tags: Sequence[str],
     blobs: Blobs,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress,
 ) -> Loaded:
     """Load an image, and tag it. `config` is its configuration, and `image_id` the digest of the configuration.
 
@@ -152,7 +153,7 @@ def _archive(
     layers: Sequence[Layer],
     sent: Sequence[Layer],
     blobs: Blobs,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress,
 ) -> Iterator[bytes]:
     """Yield the load archive: the configuration, the layers in `sent`, manifest.json."""
     name = f"{image_id.partition(':')[2]}.json"

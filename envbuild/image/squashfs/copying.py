@@ -6,7 +6,8 @@ import errno
 import os
 from collections.abc import Callable
 
-OnProgress = Callable[[int], None]
+from envbuild.progress import OnProgress
+
 # (source, out, offset in source, offset in out, bytes) → bytes copied, 0 at the source's end
 _Way = Callable[[int, int, int, int, int], int]
 

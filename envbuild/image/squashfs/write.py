@@ -6,7 +6,7 @@ The image's bytes depend on the layers' content, the compressor and the tree alo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import BinaryIO
@@ -21,6 +21,7 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
+from envbuild.progress import OnProgress
 
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.
@@ -35,7 +36,7 @@ def write_image(
     codec: Codec,
     mtime: int,
     workers: int,
-    on_progress: Callable[[int], None] = lambda _count: None,
+    on_progress: OnProgress = lambda _count: None,
 ) -> int:
     """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
 
@@ -98,7 +99,7 @@ def _copy(
     segments: Sequence[Segment],
     out: BinaryIO,
     position: int,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress,
 ) -> None:
     for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
         segment = segments[layer]
@@ -119,7 +120,7 @@ def _repack(
     start: int,
     codec: Codec,
     workers: int,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress,
 ) -> list[Fragment]:
     """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
     if not choice.repacks:
