@@ -10,9 +10,7 @@ from pathlib import Path
 
 
 def run(command: list[object], env: dict[str, str], cwd: Path) -> str:
-    done = subprocess.run(
-        [str(part) for part in command], env=env, cwd=cwd, capture_output=True, text=True
-    )
+    done = subprocess.run([str(part) for part in command], env=env, cwd=cwd, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{command} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done.stdout
@@ -20,9 +18,7 @@ def run(command: list[object], env: dict[str, str], cwd: Path) -> str:
 
 def peak_memory(command: list[str], env: dict[str, str], cwd: Path) -> float:
     """The largest proportional set size (MB) of the command and all that it started."""
-    child = subprocess.Popen(
-        command, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    child = subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while child.poll() is None:
         peak = max(peak, sum(_pss(pid) for pid in _family(child.pid)))
@@ -36,9 +32,7 @@ def _family(root: int) -> set[int]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with suppress(OSError):
-                parents[int(path.name)] = int(
-                    (path / "stat").read_text().rpartition(")")[2].split()[1]
-                )
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more

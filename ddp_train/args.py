@@ -94,9 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ddp_train", description="Distributed training job", allow_abbrev=False)
     parser.add_argument("total_epochs", type=_positive, help="epochs in all, resumed ones included")
     parser.add_argument("save_every", type=_positive, help="epochs from one snapshot to the next")
-    parser.add_argument(
-        "--batch_size", "--batch-size", type=_positive, default=32, help="samples per rank and step"
-    )
+    parser.add_argument("--batch_size", "--batch-size", type=_positive, default=32, help="samples per rank and step")
     parser.add_argument(
         "--checkpoint_path",
         "--checkpoint-path",

@@ -82,7 +82,5 @@ def load_data(arguments: Arguments) -> DataSet:
     images, labels = read_training_set(Path(arguments.data))
     size = arguments.dataset_size or len(images)
     if size > len(images):
-        raise TrainError(
-            f"--dataset_size {size}: {arguments.data} holds only {len(images)} images", BAD_INPUT
-        )
+        raise TrainError(f"--dataset_size {size}: {arguments.data} holds only {len(images)} images", BAD_INPUT)
     return DataSet(images[:size].unsqueeze(1), labels[:size].to(torch.int64), classes=True)

@@ -28,13 +28,7 @@ class Group:
     Every method but close() is collective: all ranks call it, in the same order.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        device: Any,
-        backend: str | None,
-        collectives: Collectives | None = None,
-    ) -> None:
+    def __init__(self, place: Place, device: Any, backend: str | None, collectives: Collectives | None = None) -> None:
         self.place = place
         self.device = device
         self.backend = backend
@@ -89,9 +83,7 @@ class Group:
         Rank 0 prints the first error for all ranks.
         """
         own = None if error is None else [error.message, error.exit_code]
-        failures = [
-            (rank, *found) for rank, found in enumerate(self.gather(own)) if found is not None
-        ]
+        failures = [(rank, *found) for rank, found in enumerate(self.gather(own)) if found is not None]
         if not failures:
             return
         rank, message, exit_code = failures[0]
@@ -185,19 +177,12 @@ def connect(place: Place, wanted: str) -> Group:
     if not torch.distributed.is_available():
         raise TrainError("this torch was built without torch.distributed")
     try:
-        meeting = torch.distributed.rendezvous(
-            "env://", place.rank, place.world_size, timeout=TIMEOUT
-        )
+        meeting = torch.distributed.rendezvous("env://", place.rank, place.world_size, timeout=TIMEOUT)
         store, _, _ = next(iter(meeting))
         store.set_timeout(TIMEOUT)
         _check_same_backend(store, place, backend)
         torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=TIMEOUT,
-            **_bound_to(device),
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **_bound_to(device)
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise TrainError(f"cannot join the process group: {one_line(error)}") from error

@@ -50,9 +50,7 @@ class HorovodCollectives:
     def prepare(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any]:
         """See `Collectives`; the optimizer is wrapped in a DistributedOptimizer, the model is returned unchanged."""
         self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        wrapped = self._hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters()
-        )
+        wrapped = self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         # The wrapper starts without state; all ranks have that of rank 0's snapshot.
         wrapped.load_state_dict(optimizer.state_dict())
         return model, wrapped
@@ -70,8 +68,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         raise TrainError(
-            "--strategy horovod: torchrun does not start Horovod's ranks; use mpirun or horovodrun",
-            BAD_INPUT,
+            "--strategy horovod: torchrun does not start Horovod's ranks; use mpirun or horovodrun", BAD_INPUT
         )
     hvd = _horovod()
     by_mpi = bool(hvd.mpi_built()) and environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi"
@@ -130,8 +127,7 @@ def _check_all_are_here(environ: Mapping[str, str], place: Place, hvd: Any) -> N
     else:
         why = "this Horovod was built without MPI; start them with horovodrun, or by envbuild job"
     raise TrainError(
-        f"--strategy horovod: {started} ranks were started and Horovod sees {place.world_size}: {why}",
-        BAD_INPUT,
+        f"--strategy horovod: {started} ranks were started and Horovod sees {place.world_size}: {why}", BAD_INPUT
     )
 
 

@@ -83,9 +83,7 @@ def meet(environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> Rendezvo
         try:
             return Rendezvous(address, int(port))
         except OSError as error:
-            raise TrainError(
-                f"rank 0 cannot listen at {address}:{port}: {os_reason(error)}", BAD_INPUT
-            ) from None
+            raise TrainError(f"rank 0 cannot listen at {address}:{port}: {os_reason(error)}", BAD_INPUT) from None
     _wait(address, int(port), patience_s)
     return None
 
@@ -99,7 +97,5 @@ def _wait(address: str, port: int, patience_s: float) -> None:
                 return
         except OSError as error:
             if time.monotonic() > end:
-                raise TrainError(
-                    f"rank 0 does not answer at {address}:{port}: {os_reason(error)}"
-                ) from None
+                raise TrainError(f"rank 0 does not answer at {address}:{port}: {os_reason(error)}") from None
         time.sleep(_STEP_S)

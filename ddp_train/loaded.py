@@ -15,9 +15,7 @@ import sys
 from pathlib import Path
 
 # Libraries that carry the ranks' traffic, or are loaded for it.
-_LIBRARY = re.compile(
-    r"lib(nccl|rccl|torch_cuda|torch_hip|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?"
-)
+_LIBRARY = re.compile(r"lib(nccl|rccl|torch_cuda|torch_hip|fabric|cxi|efa|ibverbs)(-[\w-]+|_[\w-]+)?\.so(\.[\w.]+)?")
 _ESTABLISHED = "01"
 _PROC = Path("/proc/self")
 
@@ -101,9 +99,7 @@ def interfaces() -> dict[str, list[str]]:
 def _address(text: str) -> str:
     """Return `address:port` from the kernel's `0100007F:1F90`: 32-bit words in this machine's byte order."""
     words, port = text.split(":")
-    raw = b"".join(
-        int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
-    )
+    raw = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     address = ipaddress.ip_address(raw)
     plain = getattr(address, "ipv4_mapped", None) or address
     return f"[{plain}]:{int(port, 16)}" if plain.version == 6 else f"{plain}:{int(port, 16)}"

@@ -61,9 +61,7 @@ class Trainer:
     them.
     """
 
-    def __init__(
-        self, arguments: Arguments, group: Group, data: DataSet, model: Any, optimizer: Any
-    ) -> None:
+    def __init__(self, arguments: Arguments, group: Group, data: DataSet, model: Any, optimizer: Any) -> None:
         self.arguments = arguments
         self.group = group
         self.data = data
@@ -116,9 +114,7 @@ def _connect(arguments: Arguments, environ: Mapping[str, str]) -> Group:
     return connect(find_place(environ), arguments.backend)
 
 
-def _join(
-    arguments: Arguments, environ: Mapping[str, str], clock: Clock
-) -> tuple[Group, dict[str, Any]]:
+def _join(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> tuple[Group, dict[str, Any]]:
     """Join the group, print the table of ranks, and check that they can work together."""
     began = time.perf_counter()
     group = _connect(arguments, environ)
@@ -178,9 +174,7 @@ def _prepare_files(arguments: Arguments, store: SnapshotFile) -> None:
         require_writable(Path(arguments.report), "report")
 
 
-def _train(
-    trainer: Trainer, store: SnapshotFile, start: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _train(trainer: Trainer, store: SnapshotFile, start: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train from epoch `start` to the last; return the report's `losses` and `snapshots`."""
     arguments, group = trainer.arguments, trainer.group
     losses: list[dict[str, Any]] = []
@@ -189,9 +183,7 @@ def _train(
         loss = trainer.run_epoch(epoch)
         with group.agreement():
             if not math.isfinite(loss):
-                raise TrainError(
-                    f"the loss is {loss} in epoch {epoch}: training diverged, try a smaller --lr"
-                )
+                raise TrainError(f"the loss is {loss} in epoch {epoch}: training diverged, try a smaller --lr")
         losses.append({"epoch": epoch, "loss": loss})
         if epoch % arguments.save_every == 0 or epoch == arguments.total_epochs - 1:
             group.on_rank0(_saver(trainer, store, epoch))
@@ -201,9 +193,7 @@ def _train(
 
 def _saver(trainer: Trainer, store: SnapshotFile, epoch: int) -> Callable[[], None]:
     def save() -> None:
-        store.save(
-            make_snapshot(trainer.model, trainer.optimizer, trainer.arguments.model, epoch + 1)
-        )
+        store.save(make_snapshot(trainer.model, trainer.optimizer, trainer.arguments.model, epoch + 1))
         log(f"Epoch {epoch} | Training snapshot saved at {trainer.arguments.checkpoint_path}")
 
     return save

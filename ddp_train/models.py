@@ -30,9 +30,7 @@ def build_model(name: str, classes: bool) -> Any:
     if classes:
         if name == "linear":
             return nn.Sequential(nn.Flatten(), nn.Linear(_PIXELS, CLASSES))
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(_PIXELS, 128), nn.ReLU(), nn.Linear(128, CLASSES)
-        )
+        return nn.Sequential(nn.Flatten(), nn.Linear(_PIXELS, 128), nn.ReLU(), nn.Linear(128, CLASSES))
     if name == "linear":
         # Not in a Sequential: the keys of its state must be `weight` and `bias`.
         return nn.Linear(FEATURES, 1)

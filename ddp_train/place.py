@@ -39,8 +39,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = -1) -> int:
         value = -1
     if value < 0:
         raise TrainError(
-            f"environment variable {name} is {text!r}, not a number of 0 or more: start the job with"
-            " torchrun",
+            f"environment variable {name} is {text!r}, not a number of 0 or more: start the job with torchrun",
             BAD_INPUT,
         )
     return value

@@ -12,13 +12,7 @@ from .args import Arguments
 from .distributed import Group
 from .models import build_optimizer
 from .output import log
-from .snapshot import (
-    Found,
-    SnapshotFile,
-    apply_snapshot,
-    from_bytes,
-    to_bytes,
-)
+from .snapshot import Found, SnapshotFile, apply_snapshot, from_bytes, to_bytes
 
 # `envbuild verify` sets it to a path pattern, so that a second launch starts up beside the first: it continues
 # once a file matches, the first one's report. Reports name it, since older trainers do not support it.
@@ -41,9 +35,7 @@ def wait_for_turn(environ: Mapping[str, str], group: Group) -> None:
     group.on_rank0(wait)
 
 
-def resume(
-    arguments: Arguments, group: Group, store: SnapshotFile, model: Any
-) -> tuple[Found, Any]:
+def resume(arguments: Arguments, group: Group, store: SnapshotFile, model: Any) -> tuple[Found, Any]:
     """Let rank 0 find a snapshot and send it to all ranks; return it and the optimizer."""
     found = Found(None, None)
     if group.leads:

@@ -39,12 +39,7 @@ def check_allreduce(group: Group) -> list[dict[str, Any]]:
             # NaN compares as false, and JSON has neither NaN nor infinity.
             largest = float(torch.nan_to_num(error.max(), nan=1e300, posinf=1e300).item())
             results.append(
-                {
-                    "dtype": str(dtype).replace("torch.", ""),
-                    "numel": numel,
-                    "ok": largest == 0.0,
-                    "max_error": largest,
-                }
+                {"dtype": str(dtype).replace("torch.", ""), "numel": numel, "ok": largest == 0.0, "max_error": largest}
             )
     return results
 

@@ -20,13 +20,7 @@ from typing import Any
 import torch
 
 from .errors import TrainError, one_line, os_reason
-from .files import (
-    remove_leftovers,
-    require_writable,
-    sync_folder,
-    temporary_name,
-    write_temporary,
-)
+from .files import remove_leftovers, require_writable, sync_folder, temporary_name, write_temporary
 from .models import build_optimizer
 from .output import log
 
@@ -93,14 +87,11 @@ def _parse(payload: bytes) -> Any:
         # "Unsupported global: …", "unsupported GLOBAL … is blocked", "Unsupported class …"
         if "unsupported global" in str(error).lower() or "unsupported class" in str(error).lower():
             raise SnapshotError(
-                "holds Python objects other than tensors and plain values; not loaded, since it"
-                " could run code"
+                "holds Python objects other than tensors and plain values; not loaded, since it could run code"
             ) from None
         raise SnapshotError("not a file written by torch.save, or damaged") from None
     except Exception as error:  # noqa: BLE001 - foreign bytes can fail anywhere in the unpickler
-        raise SnapshotError(
-            f"not a file written by torch.save, or damaged ({one_line(error, 120)})"
-        ) from None
+        raise SnapshotError(f"not a file written by torch.save, or damaged ({one_line(error, 120)})") from None
 
 
 def read_snapshot(path: Path) -> Any:
@@ -123,9 +114,7 @@ def _check_model_state(state: Any, model: Any) -> None:
         raise SnapshotError("MODEL_STATE is not a dictionary")
     expected = model.state_dict()
     if set(state) != set(expected):
-        raise SnapshotError(
-            f"of another model: it has {_names(state)}, this model has {_names(expected)}"
-        )
+        raise SnapshotError(f"of another model: it has {_names(state)}, this model has {_names(expected)}")
     for name, tensor in expected.items():
         found = state[name]
         if not _is_tensor(found):
@@ -150,15 +139,11 @@ def _check_optimizer_state(saved: Any, model: Any) -> None:
         raise SnapshotError("OPTIMIZER_STATE is not an optimizer's state")
     parameters = list(model.parameters())
     for number, entry in state.items():
-        if not (
-            isinstance(number, int) and 0 <= number < len(parameters) and isinstance(entry, dict)
-        ):
+        if not (isinstance(number, int) and 0 <= number < len(parameters) and isinstance(entry, dict)):
             raise SnapshotError(f"OPTIMIZER_STATE has an unexpected entry {str(number)[:40]}")
         buffer = entry.get("momentum_buffer")
         if buffer is not None and not (
-            _is_tensor(buffer)
-            and buffer.shape == parameters[number].shape
-            and buffer.dtype == parameters[number].dtype
+            _is_tensor(buffer) and buffer.shape == parameters[number].shape and buffer.dtype == parameters[number].dtype
         ):
             raise SnapshotError(f"OPTIMIZER_STATE does not fit parameter {number} of the model")
 

@@ -78,9 +78,7 @@ def make_bundle(
         "plans": [plan.digest for plan, _ in plans],
         # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as
         # [verify].
-        "files": _digest(
-            (file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)
-        ),
+        "files": _digest((file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)),
         "python": python,
         "envbuild": _digest(_own_files()) if tools else "",
     }
@@ -168,9 +166,7 @@ def tools_python(loaded: LoadedRecipe) -> str:
     return python
 
 
-def _put_tools(
-    folder: Path, target: Target, python: str, environment: Environment, offline: bool
-) -> None:
+def _put_tools(folder: Path, target: Target, python: str, environment: Environment, offline: bool) -> None:
     """Install envbuild and its dependencies into `folder`, for use in PYTHONPATH.
 
     Raises BuildError when uv cannot install a dependency.
@@ -217,11 +213,7 @@ def _own_files() -> Iterable[tuple[Path, str]]:
 
 
 def _files(folder: Path) -> Iterable[Path]:
-    return (
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    )
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _digest(files: Iterable[tuple[Path, str]]) -> str:

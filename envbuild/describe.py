@@ -46,9 +46,7 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
         "created": about.created or None,
         "conda_packages": _conda(contents) if contents else None,
         "python_packages": _python(contents) if contents else None,
-        "debian_packages": [
-            {"name": p.name, "version": p.version, "arch": p.arch} for p in contents.debian
-        ]
+        "debian_packages": [{"name": p.name, "version": p.version, "arch": p.arch} for p in contents.debian]
         if contents
         else None,
         "source_built": _built(contents) if contents else None,
@@ -124,16 +122,12 @@ def _base(about: Description, contents: Inventory | None) -> dict[str, Any] | No
 
 def _conda(contents: Inventory) -> list[dict[str, Any]]:
     optional = ("sha256", "license", "record")
-    return [
-        {k: v or None if k in optional else v for k, v in asdict(package).items()}
-        for package in contents.conda
-    ]
+    return [{k: v or None if k in optional else v for k, v in asdict(package).items()} for package in contents.conda]
 
 
 def _built(contents: Inventory) -> list[dict[str, Any]]:
     return [
-        {**asdict(layer), "source": layer.source or None, "licences": list(layer.licences)}
-        for layer in contents.built
+        {**asdict(layer), "source": layer.source or None, "licences": list(layer.licences)} for layer in contents.built
     ]
 
 

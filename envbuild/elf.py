@@ -16,15 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 # Values of e_machine.
-MACHINES = {
-    "i386": 3,
-    "ppc64": 21,
-    "s390x": 22,
-    "arm": 40,
-    "x86_64": 62,
-    "aarch64": 183,
-    "riscv64": 243,
-}
+MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
 _PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
 _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERNEED, _VERNEEDNUM = 0x6FFFFFFE, 0x6FFFFFFF
@@ -115,9 +107,7 @@ def _read(stream: BinaryIO) -> Elf | None:
     if dynamic is None:
         return Elf(machine)
     entries: dict[int, list[int]] = {}
-    for tag, value in struct.iter_unpack(
-        order + "qQ", _at(stream, *dynamic)[: dynamic[1] // 16 * 16]
-    ):
+    for tag, value in struct.iter_unpack(order + "qQ", _at(stream, *dynamic)[: dynamic[1] // 16 * 16]):
         if tag == 0:
             break
         entries.setdefault(tag, []).append(value)
@@ -129,9 +119,7 @@ def _read(stream: BinaryIO) -> Elf | None:
         raise ValueError("an address outside the file")
 
     strings = (
-        _at(stream, place(entries[_STRTAB][0]), entries[_STRSZ][0])
-        if {_STRTAB, _STRSZ} <= entries.keys()
-        else b""
+        _at(stream, place(entries[_STRTAB][0]), entries[_STRSZ][0]) if {_STRTAB, _STRSZ} <= entries.keys() else b""
     )
 
     def text(offset: int) -> str:

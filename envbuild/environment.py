@@ -59,9 +59,7 @@ class Environment:
         )  # fmt: skip
         option, _, url = done.stdout.strip().partition(" ")
         if option != "--index-url":
-            raise HostError(
-                f"uv does not tell its default index:\n{process.tail(done)}", "set pip's index-url"
-            )
+            raise HostError(f"uv does not tell its default index:\n{process.tail(done)}", "set pip's index-url")
         return url
 
     def probe(self, index: str) -> str | None:

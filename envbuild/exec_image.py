@@ -25,15 +25,7 @@ from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
-from envbuild.verify.own_runtime import (
-    EXTRACT,
-    START,
-    WAYS,
-    WayUnavailable,
-    extract,
-    forbidden,
-    spec_of,
-)
+from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
 from envbuild.verify.runtimes import OWN
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
@@ -119,11 +111,7 @@ def exec_image(
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
     image = open_image_file(path, accelerator=_accelerator_here())
-    shown = {
-        name: value
-        for name, value in environment.variables.items()
-        if name == "HOME" and _seen(value, binds)
-    }
+    shown = {name: value for name, value in environment.variables.items() if name == "HOME" and _seen(value, binds)}
     told = {
         "kind": image.kind,
         "program": command[0],
@@ -150,18 +138,13 @@ def exec_image(
 def _seen(path: str, binds: Sequence[Bind]) -> bool:
     """Return whether a bind shows `path` of the host at the same path in the image."""
     return any(
-        str(bind.host) == os.path.normpath(bind.place)
-        and PurePosixPath(path).is_relative_to(bind.host)
+        str(bind.host) == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host)
         for bind in binds
     )
 
 
 def _start(
-    image: ImageFile,
-    way: str,
-    told: Mapping[str, Any],
-    environment: Environment,
-    log: Callable[[str], None],
+    image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Callable[[str], None]
 ) -> int:
     """Run the program and return its wait status. Raises Refused when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
@@ -234,9 +217,6 @@ def _judge(line: bytes) -> None:
         case "bind":
             raise UsageError(f"--bind: {why}")
         case "folder":
-            raise UsageError(
-                f"there is no working folder in the image: {why}",
-                "bind it, or say another --workdir",
-            )
+            raise UsageError(f"there is no working folder in the image: {why}", "bind it, or say another --workdir")
         case "namespace":
             raise forbidden(why)

@@ -143,9 +143,7 @@ def find_fabric(name: str) -> Fabric:
 
 def adapter_of(provider: str) -> FabricAdapter | None:
     """Return the adapters that libfabric's `provider` needs, None when it needs none."""
-    return next(
-        (f.adapter for f in load_fabrics().values() if provider and f.provider == provider), None
-    )
+    return next((f.adapter for f in load_fabrics().values() if provider and f.provider == provider), None)
 
 
 def preflight_devices(provider: str) -> str:

@@ -45,9 +45,7 @@ def file_lock(
 
 
 @contextlib.contextmanager
-def folder_lock(
-    folder: Path, on_wait: Callable[[], None] | None = None, *, wait: bool = True
-) -> Iterator[bool]:
+def folder_lock(folder: Path, on_wait: Callable[[], None] | None = None, *, wait: bool = True) -> Iterator[bool]:
     """Hold an exclusive lock on `folder`, and yield whether its file system supports locks; leaves no file behind.
 
     `on_wait` is called when another process holds the lock. Raises OSError when the folder cannot be opened,
@@ -60,9 +58,7 @@ def folder_lock(
         os.close(handle)
 
 
-def _hold(
-    handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None
-) -> bool:
+def _hold(handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None) -> bool:
     told = False
     while True:
         # The first attempt does not block, so that `on_wait` can run; with `pause`, no attempt does.

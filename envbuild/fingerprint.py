@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterable
 
 # Files that an installer adds: they describe the installation, not the distribution.
-_INSTALLER_FILE = re.compile(
-    rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)"
-)
+_INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
 
 
 def record_digest(record: bytes) -> str:

@@ -20,9 +20,7 @@ Log = Callable[[str], None]
 PARTS = ("wheels", "image", "conda")
 
 
-def needed_locks(
-    loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS
-) -> list[LockKind[Any]]:
+def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = PARTS) -> list[LockKind[Any]]:
     """Return the locks in `parts` that builds of any kind need.
 
     Without a current one, a build resolves first, or fails if it runs with --locked.
@@ -62,9 +60,7 @@ def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
     return requested_layers(loaded, target).sources
 
 
-def check_locks(
-    work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log
-) -> None:
+def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:
     """Report each needed lock in `parts` that is current.
 
     Raises LockError that lists all locks that are not current, with the command that updates them, or that

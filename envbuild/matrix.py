@@ -122,11 +122,7 @@ def _kinds(one: SelectedRecipe, artifacts: Sequence[str]) -> list[str]:
 
 
 def _refusal(
-    one: SelectedRecipe,
-    environment: Environment,
-    runners: Mapping[str, str],
-    name: str,
-    artifact: str,
+    one: SelectedRecipe, environment: Environment, runners: Mapping[str, str], name: str, artifact: str
 ) -> EnvbuildError | None:
     """Return the error with which a job would end before it builds anything, None if it would build."""
     target = Target.parse(name)
@@ -150,9 +146,7 @@ def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) ->
         yield Omission(recipe, targets, kinds, refused[builds[0]])
 
 
-def _job(
-    one: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]
-) -> MatrixJob:
+def _job(one: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
     verify = _verifies(target, runners)
     words = ["envbuild", artifact, one.name, "--target", target.name, "--locked"]
     return MatrixJob(
@@ -180,9 +174,7 @@ def check_targets(recipes: Iterable[SelectedRecipe], targets: Iterable[str]) -> 
     for name in targets:
         Target.parse(name)
         if known and name not in known:
-            raise UsageError(
-                f"no recipe here has the target {name!r}{nearest(name, sorted(known))}"
-            )
+            raise UsageError(f"no recipe here has the target {name!r}{nearest(name, sorted(known))}")
 
 
 def _check_names(recipes: Iterable[SelectedRecipe]) -> None:
@@ -191,8 +183,7 @@ def _check_names(recipes: Iterable[SelectedRecipe]) -> None:
         other = seen.setdefault(one.loaded.recipe.name, one)
         if other is not one:
             raise UsageError(
-                f"two recipes are called {one.loaded.recipe.name!r}: "
-                f"{other.loaded.path} and {one.loaded.path}",
+                f"two recipes are called {one.loaded.recipe.name!r}: {other.loaded.path} and {one.loaded.path}",
                 hint="jobs are told apart by their recipe's name: rename one, or leave one out",
             )
 
@@ -206,10 +197,7 @@ def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[s
     for option in options:
         key, equals, label = option.partition("=")
         if not equals or not label.strip() or not label.isprintable():
-            raise UsageError(
-                f"--runner {option!r} is not ARCH=LABEL",
-                hint="such as --runner aarch64=my-arm-runner",
-            )
+            raise UsageError(f"--runner {option!r} is not ARCH=LABEL", hint="such as --runner aarch64=my-arm-runner")
         if key not in ARCHES and target_problem(key) is not None:
             raise UsageError(
                 f"--runner {option!r}: no architecture {key!r}{nearest(key, ARCHES)}",

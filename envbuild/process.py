@@ -101,15 +101,10 @@ def run(
         stop([child])
         raise
     done = subprocess.CompletedProcess(
-        [str(part) for part in command],
-        child.returncode,
-        out.decode(errors="replace"),
-        err.decode(errors="replace"),
+        [str(part) for part in command], child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
     )
     if check and done.returncode != 0:
-        raise failure(
-            f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}"
-        )
+        raise failure(f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}")
     return done
 
 

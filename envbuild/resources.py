@@ -35,9 +35,7 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
         whole, part = _natural(quota), _natural(period)
         if whole and part:
             found.append(-(-whole // part))
-    slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(
-        variables.get("SLURM_CPUS_ON_NODE")
-    )
+    slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE"))
     if slurm:
         found.append(slurm)
     return max(1, min(found))
@@ -60,9 +58,7 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
     if node:
         found.append(node)
     elif each:
-        count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(
-            variables.get("SLURM_CPUS_PER_TASK")
-        )
+        count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(variables.get("SLURM_CPUS_PER_TASK"))
         found.append(each * (count or 1))
     available = re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M)
     if available:

@@ -93,10 +93,7 @@ class Workers:
 
 
 def each(
-    items: Sequence[T],
-    work: Callable[[T, threading.Event], R],
-    count: int,
-    stop: threading.Event | None = None,
+    items: Sequence[T], work: Callable[[T, threading.Event], R], count: int, stop: threading.Event | None = None
 ) -> list[R]:
     """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
 

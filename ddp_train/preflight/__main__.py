@@ -46,23 +46,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises TrainError."""
     parser = _Parser(prog="python -m ddp_train.preflight", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--digest",
-        default="",
-        help="digest of the artifact that all nodes must use (environments in folders)",
-    )
+    add("--digest", default="", help="digest of the artifact that all nodes must use (environments in folders)")
     add("--gpus", type=int, default=0, help="GPUs that each node must offer")
     add("--provider", default="", help="libfabric provider that each node must have, such as efa")
     add("--arch", default="", help="x86_64 or aarch64")
     add("--shm", type=int, default=0, metavar="BYTES", help="least size of /dev/shm")
     add("--free", type=int, default=0, metavar="BYTES", help="least free space in the run's folder")
-    add(
-        "--wait",
-        type=float,
-        default=WAIT_S,
-        metavar="SECONDS",
-        help="how long nodes may take to answer (%(default)s)",
-    )
+    add("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long nodes may take to answer (%(default)s)")
     add("--json", action="store_true", help="the head prints one JSON object on standard output")
     found = parser.parse_args(argv)
     if not 0 < found.wait <= 3600:
@@ -88,9 +78,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 async def _part(place: Place, environ: Mapping[str, str], options: Any, started: float) -> int:
     task = asyncio.current_task()
     if task is not None:
-        with contextlib.suppress(
-            ValueError, NotImplementedError, RuntimeError
-        ):  # not in the main thread
+        with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         if place.node > 0:
@@ -102,9 +90,7 @@ async def _part(place: Place, environ: Mapping[str, str], options: Any, started:
         me = f"{place.hosts[place.node]} ({place.address})"
         _print([f"preflight: FAILED  {me}: {error.what}", f"    fix: {error.remedy}"])
         if place.node > 0:
-            await asyncio.sleep(
-                max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic())
-            )
+            await asyncio.sleep(max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic()))
         return RUNTIME
     wanted = Wanted(
         options.digest, options.gpus, options.provider, options.arch, options.shm, options.free,
@@ -169,11 +155,7 @@ def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) 
 
 def _node_as_json(node: Node) -> dict[str, Any]:
     facts = node.known
-    told = {
-        name: value
-        for name, value in vars(facts).items()
-        if name not in ("packages", "lines", "reverse")
-    }
+    told = {name: value for name, value in vars(facts).items() if name not in ("packages", "lines", "reverse")}
     return {
         "node": node.number,
         "host": node.host,
@@ -183,11 +165,7 @@ def _node_as_json(node: Node) -> dict[str, Any]:
         "clock_ahead_s": round(node.ahead_s, 6),
         "clock_error_s": round(node.error_s, 6),
         "pairs": {str(number): word for number, word in node.pairs.items()},
-        **(
-            {**told, "torch": torch_version(facts), "nccl": nccl_version(facts)}
-            if node.facts
-            else {}
-        ),
+        **({**told, "torch": torch_version(facts), "nccl": nccl_version(facts)} if node.facts else {}),
     }
 
 

@@ -41,9 +41,7 @@ def collect(
     devices = environ.get(DEVICES, "")
     jobs: dict[str, Callable[[], Any]] = {
         "gpus": lambda: this_host.gpus(environ),
-        "provider": lambda: (
-            this_host.missing_provider(provider, devices, state) if provider else ""
-        ),
+        "provider": lambda: this_host.missing_provider(provider, devices, state) if provider else "",
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
         **{f"reverse {one}": partial(this_host.name_of, one) for one in addresses},
     }

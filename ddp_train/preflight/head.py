@@ -38,9 +38,7 @@ class _Arrived:
 class Head:
     """The head's part of a preflight."""
 
-    def __init__(
-        self, place: Place, environ: Mapping[str, str], provider: str, wait_s: float
-    ) -> None:
+    def __init__(self, place: Place, environ: Mapping[str, str], provider: str, wait_s: float) -> None:
         self._place, self._environ, self._provider = place, environ, provider
         self._wait_s = wait_s
         self._arrived: dict[int, _Arrived] = {}
@@ -60,9 +58,7 @@ class Head:
                 # A node that connects later finds the port closed.
                 server.close()
                 self._over = True
-                own = replace(
-                    place.empty(0), interface=place.interface, facts=await facts, finished=True
-                )
+                own = replace(place.empty(0), interface=place.interface, facts=await facts, finished=True)
                 nodes = await self._consult(own, port)
             finally:
                 server.close()
@@ -83,9 +79,7 @@ class Head:
     async def _listen(self) -> asyncio.AbstractServer:
         place = self._place
         try:
-            return await asyncio.start_server(
-                self._hear, place.head, place.port, limit=LIMIT, backlog=4096
-            )
+            return await asyncio.start_server(self._hear, place.head, place.port, limit=LIMIT, backlog=4096)
         except OSError as error:
             where = f"cannot listen at {place.head}:{place.port}, where the rendezvous will be"
             if error.errno == errno.EADDRINUSE:
@@ -99,9 +93,7 @@ class Head:
                     f"{where}: that address is not this machine's",
                     "the first of the job's nodes must run as node 0: see how the launcher counts nodes",
                 ) from error
-            raise Unreached(
-                f"{where}: {(error.strerror or str(error)).lower()}", "read the reason"
-            ) from error
+            raise Unreached(f"{where}: {(error.strerror or str(error)).lower()}", "read the reason") from error
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection up to the node's facts; then it waits in `_arrived`."""
@@ -151,15 +143,12 @@ class Head:
                 file.write(content)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            own = replace(
-                own, shared=f"cannot write into the run's folder {place.folder}: {reason}"
-            )
+            own = replace(own, shared=f"cannot write into the run's folder {place.folder}: {reason}")
             path = ""
         table = {"ports": list(ports.items()), "path": path, "content": content}
         try:
             pairs, others = await asyncio.gather(
-                try_others(place, ports),
-                asyncio.gather(*(self._report(one, table) for one in self._arrived.values())),
+                try_others(place, ports), asyncio.gather(*(self._report(one, table) for one in self._arrived.values()))
             )
         finally:
             if path:

@@ -84,9 +84,7 @@ def missing_provider(name: str, devices: str, state: Mapping[str, Any]) -> str:
     return "" if found else f"no fi_info, and no {name} device ({pattern})"
 
 
-def at_once(
-    jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]
-) -> dict[str, Any]:
+def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Run all jobs in parallel and return the results of those that end in time.
 
     A job that hangs (a dead name server) is abandoned.

@@ -6,17 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from .peers import (
-    AGAIN_S,
-    FACTS_S,
-    PAIR_S,
-    SHARED_S,
-    Unreached,
-    collected,
-    look_for,
-    open_to_others,
-    try_others,
-)
+from .peers import AGAIN_S, FACTS_S, PAIR_S, SHARED_S, Unreached, collected, look_for, open_to_others, try_others
 from .place import Place
 from .rules_network import REMEDIES
 from .wire import REFUSED, Wire, WireError, connect, in_a_word
@@ -43,16 +33,14 @@ async def run_node(place: Place, environ: Mapping[str, str], provider: str, wait
             ports = {int(number): int(one) for number, one in table["ports"]}
             path = str(table["path"])
             pairs, shared = await asyncio.gather(
-                try_others(place, ports),
-                look_for(path, str(table["content"])) if path else _nothing(),
+                try_others(place, ports), look_for(path, str(table["content"])) if path else _nothing()
             )
             await wire.send({"pairs": [list(pair) for pair in pairs.items()], "shared": shared})
             verdict = await wire.receive(3 * PAIR_S + SHARED_S)
             return verdict.get("passed") is True
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise Unreached(
-                f"lost the head {place.hosts[0]} at {place.head}:{place.port}: {error}",
-                "see what the head prints",
+                f"lost the head {place.hosts[0]} at {place.head}:{place.port}: {error}", "see what the head prints"
             ) from error
         finally:
             wire.finish()

@@ -34,8 +34,7 @@ async def collected(place: Place, environ: Mapping[str, str], provider: str) -> 
     addresses = {place.address, place.head}
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(
-        None,
-        lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider),
+        None, lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider)
     )
 
 
@@ -65,9 +64,7 @@ async def open_to_others(place: Place) -> AsyncIterator[int]:
 async def try_others(place: Place, ports: Mapping[int, int]) -> dict[int, str]:
     """Return the results of connections to this node's partners; `ports` has the connected nodes."""
     others = [one for one in place.partners(place.node) if ports.get(one)]
-    words = await asyncio.gather(
-        *(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others)
-    )
+    words = await asyncio.gather(*(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others))
     return dict(zip(others, words))  # noqa: B905 - Python 3.10 has strict=
 
 

@@ -44,11 +44,7 @@ class Place:
         """Return the nodes that `node` tries: all others, or in large jobs its neighbours and a regular sample."""
         if self.nodes <= ALL_PAIRS:
             return [other for other in range(self.nodes) if other != node]
-        steps = {
-            1,
-            self.nodes - 1,
-            *(round(i * self.nodes / ALL_PAIRS) for i in range(1, ALL_PAIRS)),
-        }
+        steps = {1, self.nodes - 1, *(round(i * self.nodes / ALL_PAIRS) for i in range(1, ALL_PAIRS))}
         return sorted({(node + step) % self.nodes for step in steps} - {node})
 
 

@@ -46,9 +46,7 @@ def addresses(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         at, facts = (one.number,), one.known
         if is_loopback(one.address):
             remedy = "name an interface of a network that the nodes share in [fabric] interface of the site"
-            yield Finding(
-                FAIL, "address", at, "has a loopback address, which others cannot reach", remedy
-            )
+            yield Finding(FAIL, "address", at, "has a loopback address, which others cannot reach", remedy)
         twins = [n.number for n in nodes if n.address == one.address]
         if len(twins) > 1:
             remedy = "give each node its own; look for copied network settings"
@@ -107,9 +105,7 @@ def clocks(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             status = FAIL if off > _SKEW_FAIL_S else WARN
             side = "ahead of" if one.ahead_s > 0 else "behind"
             what = f"its clock is {abs(one.ahead_s):.0f} s {side} the head's"
-            yield Finding(
-                status, "clock", (one.number,), what, "let chrony or ntpd run on all nodes"
-            )
+            yield Finding(status, "clock", (one.number,), what, "let chrony or ntpd run on all nodes")
 
 
 def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
@@ -117,10 +113,7 @@ def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
     # All addresses of a host's interfaces are its own: a site may name nodes by one network and train over
     # another.
     own = {
-        one.host: {
-            one.address,
-            *(a for has in one.known.interfaces.values() for a in has if not is_loopback(a)),
-        }
+        one.host: {one.address, *(a for has in one.known.interfaces.values() for a in has if not is_loopback(a))}
         for one in nodes
     }
     by_name = "jobs of envbuild go by addresses; programs that use names"
@@ -136,18 +129,11 @@ def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             yield Finding(WARN, "names", at, f"{few(unknown)} {verb} no address", remedy)
         for host, found in names.items():
             where = one.known.lines.get(host, "")
-            told = f"{host} is {', '.join(found or ())}" + (
-                f" (/etc/hosts, {where})" if where else ""
-            )
+            told = f"{host} is {', '.join(found or ())}" + (f" (/etc/hosts, {where})" if where else "")
             if any(is_loopback(address) for address in found or ()):
                 remedy = f"{by_name} give it to others, who cannot reach it: give {host} its own address there"
                 yield Finding(WARN, "names", at, told, remedy)
-            elif (
-                found
-                and host in by_host
-                and by_host[host].known.interfaces
-                and not own[host] & set(found)
-            ):
+            elif found and host in by_host and by_host[host].known.interfaces and not own[host] & set(found):
                 remedy = f"{by_name} reach another machine: {host} has {by_host[host].address}"
                 yield Finding(WARN, "names", at, told, remedy)
         for address, name in one.known.reverse.items():

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from .model import (
-    FAIL,
-    SHOWN,
-    UNLIMITED,
-    WARN,
-    Facts,
-    Finding,
-    Node,
-    Wanted,
-    few,
-    is_nccl,
-    nccl_version,
-    torch_version,
-)
+from .model import FAIL, SHOWN, UNLIMITED, WARN, Facts, Finding, Node, Wanted, few, is_nccl, nccl_version, torch_version
 
 _LITTLE = 64 << 20
 _PAGE = 64 << 10
@@ -39,16 +26,13 @@ def shared(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
 def same(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
     here = [one for one in nodes if one.facts is not None]
 
-    def differ(
-        status: str, check: str, title: str, value: Callable[[Facts], str], remedy: str
-    ) -> Iterator[Finding]:
+    def differ(status: str, check: str, title: str, value: Callable[[Facts], str], remedy: str) -> Iterator[Finding]:
         groups: dict[str, list[int]] = {}
         for one in here:
             groups.setdefault(value(one.known), []).append(one.number)
         if len(groups) > 1:
             told = "; ".join(
-                f"{said or 'none'} on {few([nodes[n].host for n in numbers])}"
-                for said, numbers in groups.items()
+                f"{said or 'none'} on {few([nodes[n].host for n in numbers])}" for said, numbers in groups.items()
             )
             # The nodes outside the largest group are suspected; with two groups of equal size, none is.
             most = max(len(numbers) for numbers in groups.values())
@@ -85,15 +69,9 @@ def artifact(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             continue
         if wanted.arch and facts.arch != wanted.arch:
             what = f"is {facts.arch}, and the artifact is for {wanted.arch}"
-            yield Finding(
-                FAIL, "architecture", at, what, "choose other nodes, or build for this target"
-            )
+            yield Finding(FAIL, "architecture", at, what, "choose other nodes, or build for this target")
         # An image's digest is that of its file, which is unknown inside of the image.
-        if (
-            wanted.digest
-            and facts.artifact in ("", "venv", "conda")
-            and facts.digest != wanted.digest
-        ):
+        if wanted.digest and facts.artifact in ("", "venv", "conda") and facts.digest != wanted.digest:
             made = facts.digest[:19] or "what envbuild did not make"
             what = f"runs {made} ({facts.executable}), not {wanted.digest[:19]}"
             yield Finding(
@@ -117,13 +95,7 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             yield Finding(FAIL if wanted.shm else WARN, "shm", at, what, remedy)
         if 0 <= facts.run_free < max(wanted.free, _LITTLE):
             what = f"the run's folder has {_bytes(facts.run_free)} free"
-            yield Finding(
-                FAIL,
-                "space",
-                at,
-                what,
-                "snapshots and logs go there: make room, or use another folder",
-            )
+            yield Finding(FAIL, "space", at, what, "snapshots and logs go there: make room, or use another folder")
         if 0 <= facts.tmp_free < _LITTLE:
             what = f"the folder for temporary files has {_bytes(facts.tmp_free)} free"
             yield Finding(WARN, "space", at, what, "make room, or set [paths] scratch of the site")

@@ -64,9 +64,7 @@ def decode(line: bytes, run: str) -> dict[str, Any]:
 class Wire:
     """One connection of the preflight of `run`."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: str) -> None:
         self._reader, self._writer, self._run = reader, writer, run
 
     @property

@@ -10,16 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envbuild.artifacts.image_run import (
-    NAME,
-    Addition,
-    ProgramConfig,
-    file,
-    folder,
-    link,
-    quoted,
-    run_of,
-)
+from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, link, quoted, run_of
 from envbuild.image.model import canonical
 from envbuild.site.pip_config import redact
 
@@ -95,12 +86,8 @@ fi
 unset SING_USER_DEFINED_PREPEND_PATH SING_USER_DEFINED_APPEND_PATH SING_USER_DEFINED_PATH
 export PATH
 """
-_CUSTOM_ENV = (
-    "#!/bin/sh\n# What a definition file built on this image says in %environment comes here.\n"
-)
-_STARTSCRIPT = (
-    "#!/bin/sh\n# An instance of this image starts nothing; `instance run` starts its program.\n"
-)
+_CUSTOM_ENV = "#!/bin/sh\n# What a definition file built on this image says in %environment comes here.\n"
+_STARTSCRIPT = "#!/bin/sh\n# An instance of this image starts nothing; `instance run` starts its program.\n"
 _LINKS = {
     "singularity": f"{_HOME}/runscript",
     ".run": f"{_HOME}/actions/run",
@@ -109,9 +96,7 @@ _LINKS = {
     ".shell": f"{_HOME}/actions/shell",
     "environment": _OWN_ENV,
 }
-_PASSWD = (
-    "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
-)
+_PASSWD = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 # path → mode, parents first: folders that Apptainer's build creates, and mount points of other runtimes
 _FOLDERS = {
@@ -180,9 +165,7 @@ def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
     )
 
 
-def all_labels(
-    config: Mapping[str, Any], definition: str, labels: Mapping[str, str]
-) -> dict[str, str]:
+def all_labels(config: Mapping[str, Any], definition: str, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of an image as `apptainer inspect` prints them, sorted by name.
 
     They are the image's own, then those of Apptainer that do not depend on host or time, then `labels`.
@@ -198,19 +181,14 @@ def all_labels(
     return dict(sorted({**found, **labels}.items()))
 
 
-def inspect_metadata(
-    config: Mapping[str, Any], definition: str, labels: Mapping[str, str]
-) -> bytes:
+def inspect_metadata(config: Mapping[str, Any], definition: str, labels: Mapping[str, str]) -> bytes:
     """Return inspect-metadata.json of a SIF, which `apptainer inspect` reads instead of the file system.
 
     The JSON has the form that Apptainer's pkg/inspect writes; texts lose their final newlines, as there.
     """
     run = run_of(config)
     attributes = {
-        "environment": {
-            f"/{_DOCKER_ENV}": _environment(run).rstrip("\n"),
-            f"/{_OWN_ENV}": _CUSTOM_ENV.rstrip("\n"),
-        },
+        "environment": {f"/{_DOCKER_ENV}": _environment(run).rstrip("\n"), f"/{_OWN_ENV}": _CUSTOM_ENV.rstrip("\n")},
         "labels": all_labels(config, definition, labels),
         "runscript": _runscript(run).rstrip("\n"),
         "startscript": _STARTSCRIPT.rstrip("\n"),
@@ -247,9 +225,7 @@ def _runscript(run: ProgramConfig) -> str:
     given, so that a `$` in an argument has another result than under docker.
     """
     lines = ["#!/bin/sh"]
-    lines += (
-        ["if [ $# -eq 0 ]; then", f"    set -- {_line(run.default)}", "fi"] if run.default else []
-    )
+    lines += ["if [ $# -eq 0 ]; then", f"    set -- {_line(run.default)}", "fi"] if run.default else []
     lines += [f'exec {_line(run.entrypoint)} "$@"' if run.entrypoint else 'exec "$@"']
     return "\n".join(lines) + "\n"
 

@@ -49,14 +49,11 @@ def find_engine(variables: Mapping[str, str]) -> str:
             return os.path.abspath(found)
     raise HostError(
         "neither apptainer nor singularity is installed here",
-        "install Apptainer (apptainer.org), load its module, or build without it: "
-        "envbuild writes SIF files itself",
+        "install Apptainer (apptainer.org), load its module, or build without it: envbuild writes SIF files itself",
     )
 
 
-def build_with_apptainer(
-    source: str, out: Path, environment: Environment, log: Log, *, arch: str
-) -> None:
+def build_with_apptainer(source: str, out: Path, environment: Environment, log: Log, *, arch: str) -> None:
     """Build the SIF `out` from `source` (`docker-archive:FILE`, `oci:FOLDER`) for `arch` (x86_64, aarch64).
 
     The tool's own settings apply: APPTAINER_CACHEDIR, APPTAINER_TMPDIR, and the same with SINGULARITY. `out` is
@@ -108,22 +105,16 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
         remove(own)
 
 
-def _run(
-    engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], log: Log
-) -> None:
+def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], log: Log) -> None:
     """Let spython build. Raises BuildError with the tool's last lines when it fails."""
     code = folder / "code"
     script = folder / "bin/singularity"
     script.parent.mkdir()
-    script.write_text(
-        f'#!/bin/sh\n{quoted(engine)} "$@" 2>&1\ncode=$?\necho $code > {quoted(str(code))}\nexit $code\n'
-    )
+    script.write_text(f'#!/bin/sh\n{quoted(engine)} "$@" 2>&1\ncode=$?\necho $code > {quoted(str(code))}\nexit $code\n')
     script.chmod(0o755)
     path = f"{script.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
     child = process.start(
-        [sys.executable, "-P", "-c", _CHILD, *arguments],
-        env={**variables, "PATH": path},
-        stderr=subprocess.STDOUT,
+        [sys.executable, "-P", "-c", _CHILD, *arguments], env={**variables, "PATH": path}, stderr=subprocess.STDOUT
     )
     last: deque[str] = deque(maxlen=process.TAIL_LINES)
     try:
@@ -157,6 +148,4 @@ def _check(image: Path, arch: str) -> None:
     with image.open("rb") as stream:
         found = read_sif(stream, "what the tool made")
     if found.arch != arch:
-        raise BuildError(
-            f"the tool made an image for {found.arch or 'no architecture'}, not {arch}"
-        )
+        raise BuildError(f"the tool made an image for {found.arch or 'no architecture'}, not {arch}")

@@ -35,9 +35,7 @@ _CODEC = "zstd:1"
 _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
 
-def builder_file(
-    lock: ImageLock, folder: Path, environment: Environment, log: Log, *, offline: bool
-) -> Path:
+def builder_file(lock: ImageLock, folder: Path, environment: Environment, log: Log, *, offline: bool) -> Path:
     """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
 
     Raises BuildError when no source has a part of it, and when the store is not writable.
@@ -62,9 +60,7 @@ def _title(lock: ImageLock) -> str:
     return f"Debian {lock.base.suite} with compilers, {len(lock.base.packages)} packages"
 
 
-def _write(
-    lock: ImageLock, folder: Path, place: Path, environment: Environment, log: Log, offline: bool
-) -> None:
+def _write(lock: ImageLock, folder: Path, place: Path, environment: Environment, log: Log, offline: bool) -> None:
     codec, workers = codec_of(_CODEC), resources.workers(environment.variables)
     maker = SegmentCache(environment.store, codec, workers, log)
     arch = Target.parse(lock.target).arch

@@ -16,12 +16,7 @@ from envbuild import atomic, process, resources
 from envbuild.artifacts import installed
 from envbuild.artifacts.conda_activate import activated
 from envbuild.artifacts.conda_cache import Located
-from envbuild.artifacts.conda_survey import (
-    conda_packages,
-    owned_dist_infos,
-    quick_names,
-    read_records,
-)
+from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, read_records
 from envbuild.artifacts.folder import check_installed, interpreter, site_packages
 from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
 from envbuild.environment import Environment
@@ -115,9 +110,7 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
     """
     file = path.absolute() / "bin" / program
     line = [os.fspath(file), *arguments]
-    return (
-        line if _runs(file, path.absolute()) else [os.fspath(interpreter(path.absolute())), *line]
-    )
+    return line if _runs(file, path.absolute()) else [os.fspath(interpreter(path.absolute())), *line]
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
@@ -153,8 +146,7 @@ def _check_python(plan: Plan, staged: Path) -> None:
     version = _python_version(plan)
     if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
         raise BuildError(
-            f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
-            "lock again",
+            f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked", "lock again"
         )
 
 

@@ -141,9 +141,7 @@ def held(store: Store) -> Iterator[None]:
         yield
 
 
-def archives(
-    store: Store, packages: Sequence[CondaPackage], locate: Locate
-) -> dict[CondaPackage, Path]:
+def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> dict[CondaPackage, Path]:
     """Return the archives of `packages` after checking their digests, because rattler unpacks without a check.
 
     An archive that was damaged in the store is removed and located once more. Raises BuildError.
@@ -162,8 +160,7 @@ def archives(
         again = dict(locate(bad))
         if bad := _mismatched(store, again):
             raise BuildError(
-                f"{bad[0].file_name}: damaged again as soon as it was stored",
-                f"check the disk that holds {store.root}",
+                f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
             )
         found |= again
     return found

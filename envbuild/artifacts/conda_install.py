@@ -87,16 +87,12 @@ class _Work:
         return [package for package in self.facts if package not in self.new]
 
 
-def _prepared(
-    packages: Sequence[CondaPackage], store: Store, staged: Path, prefix: str, locate: Locate
-) -> _Work:
+def _prepared(packages: Sequence[CondaPackage], store: Store, staged: Path, prefix: str, locate: Locate) -> _Work:
     found = {package: conda_cache.known(store, package) for package in packages}
     missing = [package for package, row in found.items() if row is None]
     new = conda_cache.archives(store, missing, locate) if missing else {}
     facts = {
-        package: row
-        or conda_cache.facts(store, package)
-        or conda_cache.read_facts(store, package, new[package])
+        package: row or conda_cache.facts(store, package) or conda_cache.read_facts(store, package, new[package])
         for package, row in found.items()
     }
     _check_room(facts, prefix)

@@ -32,11 +32,7 @@ _RELOCATABLE = b"""#!/bin/sh
 
 
 def add_wheels(
-    plan: Plan,
-    trainer: Trainer,
-    wheels: Sequence[WheelFile],
-    environment: Environment,
-    staged: Path,
+    plan: Plan, trainer: Trainer, wheels: Sequence[WheelFile], environment: Environment, staged: Path
 ) -> None:
     """Install `wheels`, the plan's and the trainer's, into the conda environment in `staged`.
 

@@ -12,13 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import (
-    Distribution,
-    FileReport,
-    check_files,
-    digest_of,
-    distributions,
-)
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, digest_of, distributions
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 

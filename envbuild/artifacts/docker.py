@@ -92,9 +92,7 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
     return index
 
 
-def load_tagged(
-    image: AssembledImage, tag: str, environment: Environment, log: Log
-) -> dict[str, Any]:
+def load_tagged(image: AssembledImage, tag: str, environment: Environment, log: Log) -> dict[str, Any]:
     """Load the image into the daemon under the name `tag`, and return what `--json` prints about it."""
     from envbuild.image.daemon import connect
 
@@ -137,16 +135,10 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> 
     return done
 
 
-def write(
-    images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str, log: Log
-) -> None:
+def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str, log: Log) -> None:
     """Write the layout or archive beside its final path, then replace that atomically."""
     path = out.path.absolute()
-    with (
-        atomic.exclusive(path, log),
-        atomic.writing(path.parent),
-        atomic.staged(path) as staged,
-    ):
+    with atomic.exclusive(path, log), atomic.writing(path.parent), atomic.staged(path) as staged:
         if out.form == "oci":
             root = images[0].descriptor
             if index is not None:
@@ -190,9 +182,7 @@ def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[Assembled
     return [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
 
 
-def push(
-    images: Sequence[AssembledImage], tag: str, environment: Environment, log: Log
-) -> dict[str, Any]:
+def push(images: Sequence[AssembledImage], tag: str, environment: Environment, log: Log) -> dict[str, Any]:
     """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
     index = index_of(images) if len(images) > 1 else None

@@ -94,9 +94,7 @@ def read_dockerfile(target: Target) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise BuildError(
-            f"{file} cannot be read: {error.strerror}", "reinstall envbuild"
-        ) from error
+        raise BuildError(f"{file} cannot be read: {error.strerror}", "reinstall envbuild") from error
 
 
 def default_base(target: Target, argument: str = "BASE") -> str:
@@ -289,11 +287,7 @@ def explain(lines: Sequence[str]) -> str:
     """
     steps = [(match[1], match[2]) for line in lines if (match := _STEP_OUTPUT.fullmatch(line))]
     failed = next((number for number, text in steps if text.startswith("ERROR: ")), None)
-    said = [
-        match[1]
-        for line in lines
-        if failed and (match := re.fullmatch(rf"#{failed} \d+\.\d+ (.*)", line))
-    ]
+    said = [match[1] for line in lines if failed and (match := re.fullmatch(rf"#{failed} \d+\.\d+ (.*)", line))]
     errors = [text for number, text in steps if number == failed and text.startswith("ERROR: ")]
     shown = said or errors or [line for line in lines if line]
     return "\n".join("  " + line for line in shown[-process.TAIL_LINES :])

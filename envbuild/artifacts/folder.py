@@ -62,9 +62,7 @@ def site_packages(path: Path, python: str) -> Path:
     return path / "lib" / f"python{python}" / "site-packages"
 
 
-def check_installed(
-    plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]
-) -> None:
+def check_installed(plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:
     """Raise BuildError when the distributions `found` (name → version) are not those of plan, layers and trainer."""
     wanted = {package.name: package.version for package in plan.packages}
     wanted |= {name: version for layer in layers for name, version in layer.distributions}

@@ -31,14 +31,7 @@ from envbuild.image.model import (
 )
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import (
-    PREFIX,
-    LayerRequest,
-    WheelFile,
-    alone,
-    environment_part,
-    wheel_parts,
-)
+from envbuild.layers.compose import PREFIX, LayerRequest, WheelFile, alone, environment_part, wheel_parts
 from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
@@ -115,9 +108,7 @@ def assemble(
     manifest = _manifest(config, [made.layer for made in filled.layers])
     for data in (config, manifest.raw):
         blobs.add(data)
-    return AssembledImage(
-        manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs
-    )
+    return AssembledImage(manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs)
 
 
 def fill(
@@ -169,9 +160,7 @@ def _say_scripts(shared: Shared, log: Log) -> None:
     """Report the packages with scripts of conda's that nothing runs in an image."""
     if shared.activated:
         names = ", ".join(shared.activated)
-        log(
-            f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env"
-        )
+        log(f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env")
     if shared.linked:
         log(f"  link scripts are not run: {', '.join(shared.linked)}")
 
@@ -248,8 +237,7 @@ def _created(plan: Plan) -> str:
 def _config(plan: Plan, filled: Filled[CachedLayer], arch: str) -> dict[str, Any]:
     created = _created(plan)
     history = [
-        {"created": created, "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
-        for layer in filled.layers
+        {"created": created, "created_by": f"envbuild: {layer.title}", "comment": "envbuild"} for layer in filled.layers
     ]
     return {
         "created": created,

@@ -28,9 +28,7 @@ class Distribution:
     record: str
 
 
-def distributions(
-    site_packages: Path, without: Collection[str] = frozenset()
-) -> dict[str, Distribution]:
+def distributions(site_packages: Path, without: Collection[str] = frozenset()) -> dict[str, Distribution]:
     """Return every distribution in `site_packages` by normalized name, except .dist-info folders in `without`.
 
     A second distribution with the same name is returned as "name (second)": otherwise one of them would be
@@ -82,9 +80,7 @@ class FileReport:
 
 
 def check_files(
-    site_packages: Path,
-    without: Collection[str] = frozenset(),
-    others: Collection[str] = frozenset(),
+    site_packages: Path, without: Collection[str] = frozenset(), others: Collection[str] = frozenset()
 ) -> FileReport:
     """Read every file that a RECORD names and compare size and sha256; list files that no RECORD names.
 

@@ -59,15 +59,7 @@ def explain_missing(wanted: str, environment: Environment, said: str) -> HostErr
 def installed_pythons(environment: Environment) -> list[tuple[str, str]]:
     """Return (version, path) of every interpreter that uv finds, newest first; [] when uv fails."""
     done = process.run(
-        [
-            environment.uv,
-            "python",
-            "list",
-            "--only-installed",
-            "--output-format",
-            "json",
-            "--no-config",
-        ],
+        [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"],
         env=environment.uv_environment(),
         check=False,
     )

@@ -14,14 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.layer_files import (
-    LayerFile,
-    LayerList,
-    licences_of,
-    list_files,
-    list_path,
-    parse_list,
-)
+from envbuild.artifacts.layer_files import LayerFile, LayerList, licences_of, list_files, list_path, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
@@ -130,11 +123,7 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
 
 
 def check_paths(
-    layers: Sequence[LayerFolder],
-    wheels: Sequence[WheelFile],
-    conda: Sequence[CondaFile],
-    scheme: Scheme,
-    store: Store,
+    layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme, store: Store
 ) -> None:
     """Raise BuildError when a layer and a package of an image have the same path.
 
@@ -233,7 +222,5 @@ def _owners(root: Path, path: str) -> Iterator[str]:
         for file in sorted(root.glob("lib/python*/site-packages/*.dist-info/RECORD")):
             packages = file.parents[1]
             for line in file.read_text(encoding="utf-8").splitlines():
-                if os.path.normpath(packages / line.partition(",")[0]) == os.path.normpath(
-                    root / path
-                ):
+                if os.path.normpath(packages / line.partition(",")[0]) == os.path.normpath(root / path):
                     yield file.parent.name.removesuffix(".dist-info").replace("-", " ", 1)

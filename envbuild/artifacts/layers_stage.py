@@ -68,9 +68,7 @@ def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
         return []
     wanted = dict.fromkeys([*(one for layer in layers for one in layer.packages), *_ALWAYS])
     done = subprocess.run(
-        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", *wanted],
-        capture_output=True,
-        text=True,
+        ["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", *wanted], capture_output=True, text=True
     )  # exits with 1 if it does not know one of them
     there = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("installed ")}
     return [one for one in wanted if one not in there and shutil.which(one) is None]

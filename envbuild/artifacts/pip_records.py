@@ -82,10 +82,7 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     finally:
         if container is not None:
             container.remove(force=True, v=True)
-    records, layers = (
-        {name: text.encode("utf-8", "surrogateescape") for name, text in one.items()}
-        for one in texts
-    )
+    records, layers = ({name: text.encode("utf-8", "surrogateescape") for name, text in one.items()} for one in texts)
     return PipEnvironment(version, interpreter, records, layers)
 
 
@@ -109,8 +106,7 @@ def check_installed(
         wrong += [f"{key[0]} {key[1]}: {line}" for line in differences[:_SHOWN]]
     if wrong:
         raise BuildError(
-            "the image's packages differ from the lock:\n"
-            + "\n".join(f"  {line}" for line in wrong),
+            "the image's packages differ from the lock:\n" + "\n".join(f"  {line}" for line in wrong),
             "its base image may install packages into /opt/env, or change what pip does (PIP_* "
             "variables, pip.conf): choose another base",
         )

@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.artifacts.apptainer import (
-    apptainer_files,
-    inspect_metadata,
-    mount_points,
-    oci_config,
-)
+from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.disk_space import reserve
 from envbuild.image.entry import FILE, HARDLINK
@@ -127,9 +122,7 @@ def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None
     out.truncate(size)
 
 
-def write_sif(
-    root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None
-) -> None:
+def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> None:
     """Write the SIF to `out`, a new file; `squashfs` is that of `root` if it was written already.
 
     Raises BuildError (too little disk space) and OSError.
@@ -150,9 +143,7 @@ def write_sif(
 
 
 def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
-    return write_image(
-        root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, on_progress
-    )
+    return write_image(root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, on_progress)
 
 
 def _copy(source: Path, out: BinaryIO, offset: int) -> int:

@@ -64,12 +64,7 @@ class State:
     @property
     def digest(self) -> str:
         """sha256 over kind, target, interpreter version, and the recorded content of every package and layer."""
-        content: list[Any] = [
-            self.artifact,
-            self.target,
-            self.python_version,
-            [list(p) for p in self.packages],
-        ]
+        content: list[Any] = [self.artifact, self.target, self.python_version, [list(p) for p in self.packages]]
         if self.layers:  # the digest of environments without layers must not change
             content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -149,14 +144,10 @@ def parse_state(text: bytes, where: str) -> State:
         data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
         return State(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BuildError(
-            f"{where}: cannot be understood: {error}", "build the environment again"
-        ) from error
+        raise BuildError(f"{where}: cannot be understood: {error}", "build the environment again") from error
 
 
-def _layer(
-    name: str, version: str, files: str, path: str = "", check: Iterable[str] = ()
-) -> BuiltLayer:
+def _layer(name: str, version: str, files: str, path: str = "", check: Iterable[str] = ()) -> BuiltLayer:
     return BuiltLayer(str(name), str(version), str(files), str(path), tuple(map(str, check)))
 
 

@@ -73,11 +73,7 @@ def read_survey(text: str) -> Survey:
     return Survey(
         {name: Distribution(**found) for name, found in data["distributions"].items()},
         FileReport(**data["files"]),
-        ElfReport(
-            dict(elf["counts"]),
-            [(path, machine) for path, machine in elf["foreign"]],
-            elf["torch"],
-        ),
+        ElfReport(dict(elf["counts"]), [(path, machine) for path, machine in elf["foreign"]], elf["torch"]),
         dict(data.get("layers", {})),
     )
 

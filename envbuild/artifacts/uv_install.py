@@ -45,10 +45,7 @@ def install_wheels(
     command += [option for option in options if option is not None]
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
-        raise BuildError(
-            f"uv could not install the locked wheels:\n{process.tail(done)}",
-            tool_hint(done.stderr),
-        )
+        raise BuildError(f"uv could not install the locked wheels:\n{process.tail(done)}", tool_hint(done.stderr))
     wanted.unlink()
 
 

@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 from envbuild import atomic, process
 from envbuild.artifacts import installed
 from envbuild.artifacts.folder import check_installed, interpreter, site_packages
-from envbuild.artifacts.interpreter import (
-    explain_missing,
-    known_interpreter,
-    remember_interpreter,
-)
+from envbuild.artifacts.interpreter import explain_missing, known_interpreter, remember_interpreter
 from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
 from envbuild.artifacts.uv_install import install_wheels, tool_hint
 from envbuild.environment import Environment
@@ -43,9 +39,7 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
         found = installed.names_and_versions(site_packages(path, state.python))
     except OSError:
         return False
-    return found == {name: version for name, version, _ in state.packages} and has_layers(
-        path, state
-    )
+    return found == {name: version for name, version, _ in state.packages} and has_layers(path, state)
 
 
 def build(
@@ -114,22 +108,14 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a program in the venv, as after `activate`, without a caller's Python settings."""
-    dropped = (
-        "PYTHONHOME",
-        "PYTHONPATH",
-        "PYTHONSTARTUP",
-        "PYTHONDONTWRITEBYTECODE",
-        "__PYVENV_LAUNCHER__",
-    )
+    dropped = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__")
     result = {name: value for name, value in env.items() if name not in dropped}
     result["VIRTUAL_ENV"] = os.fspath(path.absolute())
     result["PATH"] = f"{path.absolute() / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     return result
 
 
-def _finish_venv(
-    creating: subprocess.Popen[bytes], plan: Plan, python: str | None, environment: Environment
-) -> None:
+def _finish_venv(creating: subprocess.Popen[bytes], plan: Plan, python: str | None, environment: Environment) -> None:
     try:
         _, stderr = creating.communicate()
     except BaseException:

@@ -144,9 +144,7 @@ class Download:
                 if start != 0:
                     if useless:
                         return False
-                    raise RequestFailed(
-                        "it does not send the rest of the file", transient=True, answered=True
-                    )
+                    raise RequestFailed("it does not send the rest of the file", transient=True, answered=True)
             if (
                 self.size is not None
                 and total is not None

@@ -69,14 +69,8 @@ class HttpClient:
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestFailed("it names an address that is neither http nor https")
-        if (
-            parts.scheme == "http"
-            and not self.plain
-            and not self.transport.is_insecure(parts.netloc)
-        ):
-            raise RequestFailed(
-                f"it leads to plain HTTP at {parts.netloc}, which is not named insecure"
-            )
+        if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
+            raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
         answered = False
         try:
             response = self._opened().request(

@@ -44,9 +44,7 @@ class Transport:
         return False
 
 
-def transport_of(
-    pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()
-) -> Transport:
+def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()) -> Transport:
     """Return the transport that pip's configuration and the environment describe."""
     return Transport(
         verify=ca_bundle(pip, env) or True,

@@ -21,13 +21,7 @@ from envbuild.cli.squash import Choices, from_option, make, with_choices
     help="apptainer: `apptainer build` of the same layers by the installed tool.",
 )  # fmt: skip
 @with_choices
-def apptainer_command(
-    recipe: str | None,
-    source: str | None,
-    out: Path | None,
-    engine: str,
-    choices: Choices,
-) -> None:
+def apptainer_command(recipe: str | None, source: str | None, out: Path | None, engine: str, choices: Choices) -> None:
     """Build the SIF of RECIPE (default: pt_cpu) for Apptainer and Singularity, and prove it by training in it.
 
     Needs neither Apptainer, root, nor a docker daemon, and writes for any architecture. What an unprivileged

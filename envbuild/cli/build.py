@@ -15,11 +15,7 @@ from envbuild.kinds import kinds_of
     help="enroot, apptainer or both: the squashfs in them is then made once.",
 )  # fmt: skip
 @with_choices
-def build_command(
-    recipe: str | None,
-    artifacts: str,
-    choices: Choices,
-) -> None:
+def build_command(recipe: str | None, artifacts: str, choices: Choices) -> None:
     """Build several artifacts of RECIPE (default: pt_cpu) in one go, each verified, below build/.
 
     Every kind has a command of its own, with more to choose: see `envbuild enroot --help`.

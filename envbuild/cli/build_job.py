@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from envbuild.cli.common import (
-    FolderOptions,
-    check_out,
-    finish,
-    log,
-    own_command,
-    packed,
-    print_json,
-    show_plan,
-)
+from envbuild.cli.common import FolderOptions, check_out, finish, log, own_command, packed, print_json, show_plan
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -144,15 +135,7 @@ def _build_by_job(
 
         tools = tools_python(loaded)
         if not how.dry_run:
-            make_bundle(
-                loaded,
-                target,
-                environment,
-                as_job.bundle,
-                log,
-                kinds=(kind.name,),
-                offline=how.offline,
-            )
+            make_bundle(loaded, target, environment, as_job.bundle, log, kinds=(kind.name,), offline=how.offline)
     flags = [
         ("--faults", how.faults),
         ("--no-verify", how.no_verify),
@@ -178,9 +161,7 @@ def _build_by_job(
         script = script or default_script(job, Path(job.work))
         named = as_job.script is not None
         number = submit_script(job, text, script, environment.variables, hint, named=named)
-        log(
-            f"submitted {script} to {job.scheduler}; {place} appears when it is built and has passed"
-        )
+        log(f"submitted {script} to {job.scheduler}; {place} appears when it is built and has passed")
     elif script is not None:
         write_script(text, script, hint)
     if how.as_json:

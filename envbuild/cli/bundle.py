@@ -27,12 +27,7 @@ from envbuild.kinds import kinds_of
     "--kind", "kinds", type=click.Choice(kinds_of("folder")), multiple=True, default=("venv",), show_default=True,
     help="What is to be built from it; repeatable.",
 )  # fmt: skip
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Default: build/RECIPE/TARGET/bundle.",
-)
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: build/RECIPE/TARGET/bundle.")
 @click.option("--no-tools", is_flag=True, help="Leave envbuild itself out: the nodes have it.")
 @offline_option
 @json_option
@@ -63,9 +58,7 @@ def bundle_command(
     loaded = open_recipe(recipe, environment)
     wanted = open_target(loaded, target, environment)
     path = out or Path("build") / loaded.recipe.name / wanted.name / "bundle"
-    about = make_bundle(
-        loaded, wanted, environment, path, log, kinds=kinds, tools=not no_tools, offline=offline
-    )
+    about = make_bundle(loaded, wanted, environment, path, log, kinds=kinds, tools=not no_tools, offline=offline)
     if as_json:
         print_json({"path": str(path.absolute()), **about})
     else:

@@ -66,12 +66,8 @@ offline_option = click.option(
 
 
 no_verify_option = click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
-faults_option = click.option(
-    "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-)
-no_bytecode_option = click.option(
-    "--no-bytecode", is_flag=True, help="Leave compiled modules out of the image."
-)
+faults_option = click.option("--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot.")
+no_bytecode_option = click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 
 

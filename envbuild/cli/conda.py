@@ -7,14 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.build_job import AsJob, build_folder, job_options
-from envbuild.cli.common import (
-    FolderOptions,
-    check_out,
-    folder_options,
-    open_recipe,
-    open_target,
-    target_option,
-)
+from envbuild.cli.common import FolderOptions, check_out, folder_options, open_recipe, open_target, target_option
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 
@@ -40,12 +33,7 @@ from envbuild.errors import UsageError
 @job_options
 @folder_options
 def conda_command(
-    recipe: str,
-    target: str | None,
-    out: Path | None,
-    name: str | None,
-    as_job: AsJob,
-    how: FolderOptions,
+    recipe: str, target: str | None, out: Path | None, name: str | None, as_job: AsJob, how: FolderOptions
 ) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 

@@ -63,9 +63,7 @@ def _show(found: Diagnosis, everything: bool) -> None:
             click.echo(f"     … and {len(one.evidence) - _EVIDENCE} more")
         click.echo(click.style("   do: ", fg="green") + one.hint)
     if hidden:
-        click.echo(
-            f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True
-        )
+        click.echo(f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True)
     if not found.findings:
         click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
     if found.exception:

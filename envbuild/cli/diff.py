@@ -31,14 +31,10 @@ _WHAT = {
 @click.argument("a")
 @click.argument("b")
 @click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
-@click.option(
-    "--files/--no-files", default=True, help="Compare every file (default), or packages alone."
-)
+@click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @json_option
-def diff_command(
-    a: str, b: str, target: str | None, files: bool, everything: bool, as_json: bool
-) -> None:
+def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, as_json: bool) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
     A and B are paths of venvs, conda environments, OCI layouts, image archives, squashfs images or SIFs,

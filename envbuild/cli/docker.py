@@ -38,18 +38,12 @@ from envbuild.environment import load_environment
     "--format", "form", type=click.Choice(["oci", "docker"]), default="oci", show_default=True,
     help="Media types of what --push sends. docker: for `enroot import`, which asks for Docker's alone.",
 )  # fmt: skip
-@click.option(
-    "--out", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon."
-)
+@click.option("--out", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon.")
 @click.option(
     "--builder", type=click.Choice(["native", "dockerfile"]), default="native", show_default=True,
     help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
 )  # fmt: skip
-@click.option(
-    "--base",
-    metavar="IMAGE",
-    help="For --builder dockerfile: the image to build on, with Python and venv.",
-)
+@click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
 @packed(
     ImageBuildOptions, "how", no_verify_option, faults_option, no_bytecode_option, dry_run_option,
     locked_option, offline_option, json_option,
@@ -81,11 +75,7 @@ def docker_command(
     """
     from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
     from envbuild.errors import UsageError
-    from envbuild.kinds.dockerfile import (
-        check_dockerfile,
-        make_by_dockerfile,
-        prepare_dockerfile,
-    )
+    from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
     from envbuild.verify.needs_torch import check_torch
 
@@ -94,9 +84,7 @@ def docker_command(
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
     if form != "oci" and not push:
-        raise UsageError(
-            f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out"
-        )
+        raise UsageError(f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out")
     environment = load_environment()
     loaded = open_recipe(recipe, environment)
     wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
@@ -106,9 +94,7 @@ def docker_command(
     if builder == "dockerfile":
         prepare = partial(prepare_dockerfile, base=base)
     elif base:
-        raise UsageError(
-            "--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]"
-        )
+        raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
     prepared = [
         prepare(
             loaded, target, environment, locked=how.locked, offline=how.offline,

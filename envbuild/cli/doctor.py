@@ -57,16 +57,13 @@ def doctor_command(offline: bool, as_json: bool) -> None:
 
 
 def _as_json(
-    areas: Mapping[str, Sequence[HostFinding]],
-    verdicts: Mapping[str, Mapping[str, StepVerdict]],
-    useless: bool,
+    areas: Mapping[str, Sequence[HostFinding]], verdicts: Mapping[str, Mapping[str, StepVerdict]], useless: bool
 ) -> dict[str, Any]:
     return {
         "usable": not useless,
         "areas": {area: [f.as_json() for f in findings] for area, findings in areas.items()},
         "artifacts": {
-            kind: {step: verdict.as_json() for step, verdict in steps.items()}
-            for kind, steps in verdicts.items()
+            kind: {step: verdict.as_json() for step, verdict in steps.items()} for kind, steps in verdicts.items()
         },
     }
 
@@ -118,10 +115,7 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
             if verdict.hint and verdict.status != "ok":
                 remedies.setdefault(_printable(verdict.hint), []).append(f"{kind} {step}")
         table.add_row(*rows[-1])
-    if (
-        console.measure(table, options=console.options.update(width=layout.NO_LIMIT)).maximum
-        > console.width
-    ):
+    if console.measure(table, options=console.options.update(width=layout.NO_LIMIT)).maximum > console.width:
         table = _narrow(verdicts, rows)
     with console.capture() as captured:
         console.print(table)
@@ -132,9 +126,7 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
     _echo(captured.get())
 
 
-def _narrow(
-    verdicts: Mapping[str, Mapping[str, StepVerdict]], rows: Sequence[Sequence[Any]]
-) -> Any:
+def _narrow(verdicts: Mapping[str, Mapping[str, StepVerdict]], rows: Sequence[Sequence[Any]]) -> Any:
     """Return a table with a row for each step of each artifact, for a terminal that is too narrow for wider rows."""
     from rich.table import Table
 

@@ -17,12 +17,7 @@ from envbuild.cli.squash import Choices, from_option, make, with_choices
     help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sqsh; with --from as `enroot import` names it.",
 )  # fmt: skip
 @with_choices
-def enroot_command(
-    recipe: str | None,
-    source: str | None,
-    out: Path | None,
-    choices: Choices,
-) -> None:
+def enroot_command(recipe: str | None, source: str | None, out: Path | None, choices: Choices) -> None:
     """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
 
     Needs neither enroot, root, nor a docker daemon, and writes for any architecture. What an unprivileged user

@@ -26,12 +26,8 @@ _INDENT = " " * 21
 
 @click.command("explain")
 @click.argument("recipe")
-@click.option(
-    "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all."
-)
-@click.option(
-    "--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it."
-)
+@click.option("--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.")
+@click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @json_option
 def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
     """Say whether what RECIPE is made of goes together, link by link, each with its source.
@@ -76,9 +72,7 @@ def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
     return stack_of(loaded, target, None), f"as the recipe pins it: {fault}"
 
 
-def _locked(
-    loaded: LoadedRecipe, target: Target, conda: bool
-) -> tuple[str, Mapping[str, str] | None]:
+def _locked(loaded: LoadedRecipe, target: Target, conda: bool) -> tuple[str, Mapping[str, str] | None]:
     """Return name → version of the current lock, or the reason why there is none."""
     from envbuild.errors import LockError
 
@@ -105,13 +99,9 @@ def _verdict(findings: list[CompatFinding]) -> str:
     return next((one for one in ("bad", "unknown") if one in statuses), "good")
 
 
-def _as_json(
-    target: Target, stack: Stack, basis: str, findings: list[CompatFinding]
-) -> dict[str, Any]:
+def _as_json(target: Target, stack: Stack, basis: str, findings: list[CompatFinding]) -> dict[str, Any]:
     # `rocm` is shown only for targets that have it, so that the output for others does not change.
-    names = [
-        name for name in stack.__slots__ if name != "packages" and (name != "rocm" or stack.rocm)
-    ]
+    names = [name for name in stack.__slots__ if name != "packages" and (name != "rocm" or stack.rocm)]
     return {
         "target": target.name,
         "basis": basis,
@@ -121,9 +111,7 @@ def _as_json(
     }
 
 
-def _print(
-    loaded: LoadedRecipe, target: Target, basis: str, findings: list[CompatFinding], *, first: bool
-) -> None:
+def _print(loaded: LoadedRecipe, target: Target, basis: str, findings: list[CompatFinding], *, first: bool) -> None:
     if not first:
         click.echo()
     click.echo(click.style(f"{loaded.recipe.name} for {target.name}", bold=True) + f", {basis}")
@@ -137,16 +125,12 @@ def _print(
             _say("fix: ", finding.fix)
         if finding.source:
             _say("source: ", f"{finding.source} ({finding.date})")
-    bad, unknown = (
-        sum(finding.status == status for finding in findings) for status in ("bad", "unknown")
-    )
+    bad, unknown = (sum(finding.status == status for finding in findings) for status in ("bad", "unknown"))
     click.echo(_summary(bad, unknown, len(findings)))
 
 
 def _say(label: str, text: str) -> None:
-    for line in wrap(
-        label + text, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False
-    ):
+    for line in wrap(label + text, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False):
         click.echo(_INDENT + click.style(line, dim=True))
 
 

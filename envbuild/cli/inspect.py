@@ -17,17 +17,10 @@ from envbuild.progress import human_size
 @click.option("--target", metavar="TARGET", help="Platform of a multi-platform image.")
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
-@click.option(
-    "--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6."
-)
+@click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
 @json_option
 def inspect_command(
-    artifact: str,
-    target: str | None,
-    packages: bool,
-    layers: bool,
-    sbom: str | None,
-    as_json: bool,
+    artifact: str, target: str | None, packages: bool, layers: bool, sbom: str | None, as_json: bool
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
@@ -73,9 +66,7 @@ def inspect_command(
         _table("layers", _layers(found), named=not layers)
     if contents and (packages or not layers):
         built = [[p["name"], p["version"], _where(p)] for p in found["source_built"]]
-        built += [
-            [p["name"], p["version"], f"the nodes' {p['path']}"] for p in found["host_layers"]
-        ]
+        built += [[p["name"], p["version"], f"the nodes' {p['path']}"] for p in found["host_layers"]]
         _table(f"source-built layers ({len(built)})", built)
         _table(f"conda packages ({len(found['conda_packages'])})", _conda(found))
         rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
@@ -156,8 +147,7 @@ def _conda(found: Mapping[str, Any]) -> list[list[str]]:
     from envbuild.inspect.conda_meta import channel_name
 
     return [
-        [p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)]
-        for p in found["conda_packages"]
+        [p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)] for p in found["conda_packages"]
     ]
 
 

@@ -36,15 +36,9 @@ class _WithScript(click.Command):
 @click.command("job", cls=_WithScript)
 @click.argument("named", metavar="RECIPE|ARTIFACT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
-)
+@click.option("--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force.")
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
-@click.option(
-    "--nproc-per-node",
-    type=_COUNT,
-    help="Ranks of each node. Default: its GPUs, or the recipe's [verify].",
-)
+@click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: its GPUs, or the recipe's [verify].")
 @click.option(
     "--script", metavar="TRAIN.py",
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
@@ -56,39 +50,22 @@ class _WithScript(click.Command):
 )  # fmt: skip
 @click.option("--name", metavar="NAME", help="The job's name. Default: the recipe's.")
 @click.option("--time", metavar="HH:MM:SS", help="Time limit. Default: the site's.")
-@click.option(
-    "--work",
-    metavar="DIR",
-    help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.",
-)
+@click.option("--work", metavar="DIR", help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.")
 @click.option(
     "--launcher", type=click.Choice(LAUNCHER_NAMES),
     help="What starts the processes of each node. Default: the site's.",
 )  # fmt: skip
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0, 1000),
-    help="Restarts of failed ranks by torchrun. Default: 3.",
-)
+@click.option("--max-restarts", type=click.IntRange(0, 1000), help="Restarts of failed ranks by torchrun. Default: 3.")
 @click.option(
     "--rendezvous", type=click.Choice(["c10d", "etcd-v2"]), default="c10d", show_default=True,
     help="Where agents meet: at the head node, or at an etcd server.",
 )  # fmt: skip
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
-@click.option(
-    "--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`."
-)
+@click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
 @click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 @target_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write it there. Default: print it.",
-)
-@click.option(
-    "--explain", is_flag=True, help="Show every value and who decided it, on standard error."
-)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write it there. Default: print it.")
+@click.option("--explain", is_flag=True, help="Show every value and who decided it, on standard error.")
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
 @json_option
 def job_command(
@@ -131,9 +108,7 @@ def job_command(
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     nobody = request.scheduler is None and where.scheduler.kind == "none"
     # Without a scheduler, the job runs on this host, without a docker daemon.
-    kinds = (
-        kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
-    )
+    kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
     if nobody:
         raise no_scheduler_error(request, opened, where)
@@ -155,9 +130,7 @@ def job_command(
         click.echo(text, nl=False)
 
 
-def _hand_over(
-    plan: JobPlan, text: str, out: Path | None, submit: bool
-) -> tuple[Path | None, str | None]:
+def _hand_over(plan: JobPlan, text: str, out: Path | None, submit: bool) -> tuple[Path | None, str | None]:
     """Write or submit the script, if requested.
 
     Returns its path, None if it is to be printed, and the job's number, None if it was not submitted.
@@ -171,9 +144,7 @@ def _hand_over(
     if not submit and out is not None:
         write_script(text, out, hint)
         return out, None
-    path = out or default_script(
-        plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work)
-    )
+    path = out or default_script(plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work))
     number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
     log(f"submitted {path} to {plan.scheduler}")
     return path, number
@@ -195,8 +166,6 @@ def _as_json(plan: JobPlan, text: str, path: Path | None, number: str | None) ->
         "scheduler": plan.scheduler,
         "site": plan.site.name,
         "artifact": asdict(plan.artifact),
-        "values": {
-            name: {"value": value, "origin": origin} for name, value, origin in explained(plan)
-        },
+        "values": {name: {"value": value, "origin": origin} for name, value, origin in explained(plan)},
         "script": text,
     }

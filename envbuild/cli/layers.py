@@ -28,9 +28,7 @@ from envbuild.environment import load_environment
 @locked_option
 @offline_option
 @json_option
-def layers_command(
-    recipe: str, target: str | None, place: str, locked: bool, offline: bool, as_json: bool
-) -> None:
+def layers_command(recipe: str, target: str | None, place: str, locked: bool, offline: bool, as_json: bool) -> None:
     """Build the source-built layers of RECIPE ([layers]) alone, into the store, and print their folders.
 
     Builds of artifacts do this by themselves. Layers for another architecture are built on a node that has it; where

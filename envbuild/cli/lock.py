@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from envbuild.cli.common import log, offline_option, open_recipe, open_target
-from envbuild.cli.lock_conda import (
-    EXPORTS,
-    SOLVERS,
-    CondaWork,
-    lock_conda,
-    upgrades_of_wheels,
-    write_exports,
-)
+from envbuild.cli.lock_conda import EXPORTS, SOLVERS, CondaWork, lock_conda, upgrades_of_wheels, write_exports
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError, UsageError
 from envbuild.recipe.load import LoadedRecipe
@@ -33,9 +26,7 @@ _ALL = "*"
 
 @click.command("lock")
 @click.argument("recipes", nargs=-1, metavar="RECIPE…")
-@click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
-)
+@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
 @click.option(
     "--upgrade", "upgrades", multiple=True, is_flag=False, flag_value=_ALL, metavar="[PKG]",
     help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
@@ -51,9 +42,7 @@ _ALL = "*"
     help="What solves conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
     "(or in ENVBUILD_CONDA).",
 )  # fmt: skip
-@click.option(
-    "--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale."
-)
+@click.option("--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale.")
 @click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
 @click.option(
     "--export", type=click.Choice(["pylock", *EXPORTS]),
@@ -103,11 +92,7 @@ def lock_command(
     from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
 
     if not recipes:
-        taken = (
-            f"; --upgrade took {upgrades[-1]!r} as a package: write --upgrade last"
-            if upgrades
-            else ""
-        )
+        taken = f"; --upgrade took {upgrades[-1]!r} as a package: write --upgrade last" if upgrades else ""
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
     parts = tuple(chosen) or PARTS
@@ -169,19 +154,14 @@ class _Failures:
             raise LockError("\n".join(messages), "\n".join(hints) or None)
 
 
-def _targets(
-    loaded: LoadedRecipe, names: tuple[str, ...], environment: Environment
-) -> list[Target]:
+def _targets(loaded: LoadedRecipe, names: tuple[str, ...], environment: Environment) -> list[Target]:
     if names:
         return [open_target(loaded, name, environment) for name in names]
     return [Target.parse(name) for name in loaded.recipe.targets]
 
 
 def _check_parts(
-    work: list[tuple[LoadedRecipe, Target]],
-    chosen: list[str],
-    parts: tuple[str, ...],
-    export: str | None,
+    work: list[tuple[LoadedRecipe, Target]], chosen: list[str], parts: tuple[str, ...], export: str | None
 ) -> None:
     """Raise UsageError for --conda with a recipe without conda packages, or an export of a lock that is not made."""
     from envbuild.lock.conda_kind import check_has_conda
@@ -191,9 +171,7 @@ def _check_parts(
             check_has_conda(loaded)
     needed = "conda" if export in EXPORTS else "wheels"
     if export and needed not in parts:
-        raise UsageError(
-            f"--export {export} writes a lock that is not made here", f"add --{needed}"
-        )
+        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{needed}")
 
 
 def _lock_wheels(
@@ -216,9 +194,7 @@ def _lock_wheels(
     return update(kind, environment, upgrade=upgrade, offline=offline, log=log, write=write).pylock
 
 
-def _renew(
-    kind: LockKind[ImageLock], environment: Environment, upgrade: bool, offline: bool, write: bool
-) -> None:
+def _renew(kind: LockKind[ImageLock], environment: Environment, upgrade: bool, offline: bool, write: bool) -> None:
     """Update a lock of an image if it is missing, stale or to be upgraded.
 
     Raises LockError if it is missing or stale and --offline forbids to resolve it.
@@ -237,17 +213,13 @@ def _renew(
         update(kind, environment, upgrade=None, offline=offline, log=log, write=write)
 
 
-def _export(
-    pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment
-) -> Path:
+def _export(pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment) -> Path:
     """Write a PEP 751 file. Unlike the lock, it contains the URLs to which this site resolved."""
     from envbuild.atomic import write_atomically, writing
     from envbuild.lock.export import without_credentials
 
     # PEP 751: pylock.NAME.toml, without dots in NAME.
-    name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace(
-        "pylock-", "pylock.", 1
-    )
+    name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace("pylock-", "pylock.", 1)
     path = folder / (name.removesuffix("-toml") + ".toml")
     with writing(folder, LockError):
         write_atomically(path, without_credentials(pylock))

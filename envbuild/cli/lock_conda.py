@@ -48,9 +48,7 @@ class CondaWork:
     exports: dict[Path, list[Exported]] = field(default_factory=dict)
 
 
-def upgrades_of_wheels(
-    loaded: LoadedRecipe, target: Target, old: Lock | None, names: Sequence[str]
-) -> list[str]:
+def upgrades_of_wheels(loaded: LoadedRecipe, target: Target, old: Lock | None, names: Sequence[str]) -> list[str]:
     """Return those of `names` that concern the wheel lock: all except those that only the conda lock contains."""
     from envbuild.locks import has_conda
 
@@ -67,9 +65,7 @@ def upgrades_of_wheels(
     ]  # fmt: skip
 
 
-def lock_conda(
-    loaded: LoadedRecipe, target: Target, environment: Environment, work: CondaWork
-) -> None:
+def lock_conda(loaded: LoadedRecipe, target: Target, environment: Environment, work: CondaWork) -> None:
     """Update the conda lock of `target` if it is missing, stale or to be upgraded, and export it.
 
     Raises LockError when it cannot be made.
@@ -88,9 +84,7 @@ def lock_conda(
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
     if due:
         log(f"{loaded.recipe.name} {target.name}: solving conda packages …")
-        lock = update(
-            kind, environment, upgrade=upgrade, offline=work.offline, log=log, write=work.write
-        ).lock
+        lock = update(kind, environment, upgrade=upgrade, offline=work.offline, log=log, write=work.write).lock
     if work.export and lock is not None:
         _export(loaded, target, environment, lock, work)
 
@@ -103,13 +97,7 @@ def _solver(name: str) -> Solver | None:
     return solve_by_conda_lock
 
 
-def _export(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    lock: CondaLock,
-    work: CondaWork,
-) -> None:
+def _export(loaded: LoadedRecipe, target: Target, environment: Environment, lock: CondaLock, work: CondaWork) -> None:
     """Collect one target's part of the file that `write_exports` writes."""
     from envbuild.lock import conda_export
     from envbuild.lock.conda_pip import resolve_pip
@@ -117,9 +105,7 @@ def _export(
     pip: tuple[PipFile, ...] = ()
     if lock.pip.packages and work.export == "conda-lock":
         # The lock contains no URLs, so uv resolves the locked packages again.
-        again = resolve_pip(
-            loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline
-        )
+        again = resolve_pip(loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline)
         pip = conda_export.pip_files(lock, again.pylock)
     path = work.folder / conda_export.file_name(work.export or "", lock.recipe, target)
     work.exports.setdefault(path, []).append(Exported(lock, loaded.recipe.conda.channels, pip))

@@ -33,9 +33,7 @@ class _Runners:
     "--artifact", "artifacts", multiple=True, metavar="KIND",
     help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
 )  # fmt: skip
-@click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable."
-)
+@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
 @click.option(
     "--format", "form", type=click.Choice(["github", "gitlab", "json"]), default="json",
     show_default=True, help="A matrix for GitHub, a child pipeline for GitLab, or an array.",
@@ -48,9 +46,7 @@ class _Runners:
     "--runner", "runners", multiple=True, metavar="ARCH=LABEL",
     help="Runner of an architecture, or of one TARGET whose GPUs it has; repeatable.",
 )  # fmt: skip
-@click.option(
-    "--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock."
-)
+@click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
     recipes: tuple[str, ...],
     artifacts: tuple[str, ...],
@@ -72,14 +68,7 @@ def matrix_command(
       envbuild matrix --changed-since origin/main --format gitlab > child.yml
       envbuild matrix --runner aarch64=my-arm --runner cu126-x86_64=my-gpu
     """
-    from envbuild.matrix import (
-        as_github,
-        as_gitlab,
-        as_json,
-        check_targets,
-        make_jobs,
-        parse_runners,
-    )
+    from envbuild.matrix import as_github, as_gitlab, as_json, check_targets, make_jobs, parse_runners
     from envbuild.toml import decode, nearest, read
 
     for name in artifacts:
@@ -116,9 +105,7 @@ def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRe
             errors.append(error)
     if errors:
         hints = dict.fromkeys(error.hint for error in errors if error.hint)
-        raise RecipeError(
-            "\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None
-        )
+        raise RecipeError("\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None)
     if not chosen:
         raise UsageError("there are no recipes", "name a recipe, or write recipes/NAME/recipe.toml")
     return chosen

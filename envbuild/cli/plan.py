@@ -21,19 +21,12 @@ from envbuild.kinds import ARTIFACTS, plan_of
 @click.command("plan")
 @click.argument("recipe")
 @target_option
-@click.option(
-    "--artifact",
-    type=click.Choice(list(ARTIFACTS)),
-    default="venv",
-    show_default=True,
-)
+@click.option("--artifact", type=click.Choice(list(ARTIFACTS)), default="venv", show_default=True)
 @click.option(
     "--elsewhere", is_flag=True,
     help="Plan a build on another host: accept what this one cannot build, such as a venv of another architecture.",
 )  # fmt: skip
-@click.option(
-    "--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch."
-)
+@click.option("--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch.")
 @locked_option
 @offline_option
 @json_option

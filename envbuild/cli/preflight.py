@@ -15,20 +15,14 @@ from envbuild.site.schedulers import LAUNCHER_NAMES
 
 @click.command("preflight")
 @click.argument("named", metavar="RECIPE|ARTIFACT")
-@click.option(
-    "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
-)
-@click.option(
-    "--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler."
-)
+@click.option("--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force.")
+@click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
 @click.option("--nproc-per-node", type=click.IntRange(1, 100_000), help="GPUs wanted of each node.")
 @click.option(
     "--launcher", type=click.Choice(LAUNCHER_NAMES),
     help="What starts the processes of each node. Default: the site's.",
 )  # fmt: skip
-@click.option(
-    "--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here."
-)
+@click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
 @click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 @target_option
 def preflight_command(

@@ -150,11 +150,7 @@ def show_command(recipe: str, as_json: bool) -> None:
 
 def _states(locks: Mapping[str, LockState[Any]]) -> dict[str, dict[str, Any]]:
     return {
-        name: {
-            "path": str(state.path),
-            "current": state.fault is None,
-            "fault": state.fault,
-        }
+        name: {"path": str(state.path), "current": state.fault is None, "fault": state.fault}
         for name, state in locks.items()
     }
 

@@ -64,9 +64,7 @@ def init_command(out: Path | None, force: bool) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise HostError(
-            f"{path} cannot be written: {error.strerror}", "choose another --out"
-        ) from error
+        raise HostError(f"{path} cannot be written: {error.strerror}", "choose another --out") from error
     log(f"read it through, then: envbuild site check {path}")
     click.echo(path)
 
@@ -91,10 +89,7 @@ def show_command(site: str | None, everything: bool, as_json: bool) -> None:
             {
                 "name": found.name,
                 "files": [str(file) for file in found.files],
-                "values": [
-                    {"table": v.table, "key": v.key, "value": v.value, "origin": v.origin}
-                    for v in values
-                ],
+                "values": [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values],
             }
         )
         return
@@ -114,10 +109,7 @@ def _print(values: Sequence[EffectiveSetting]) -> None:
             name = f"registries.{_key(table[11:])}" if table.startswith("registries.") else table
             click.echo(f"\n[{name}]")
         # TOML has no null: a value that nobody set is a comment.
-        texts = [
-            f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}"
-            for row in rows
-        ]
+        texts = [f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}" for row in rows]
         width = min(60, max(map(len, texts)))
         for text, row in zip(texts, rows, strict=True):
             click.echo(f"{text:<{width}}  # {row.origin}")
@@ -130,11 +122,7 @@ def _key(text: str) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return (
-            f"{{ {', '.join(f'{_key(k)} = {_toml(v)}' for k, v in value.items())} }}"
-            if value
-            else "{}"
-        )
+        return f"{{ {', '.join(f'{_key(k)} = {_toml(v)}' for k, v in value.items())} }}" if value else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -100,9 +100,7 @@ def make(
 
     def wish(file: Callable[[str], OutputFile]) -> ImageFileOptions:
         files = tuple(OutputFile(kind, out) if out else file(kind) for kind in kinds)
-        return ImageFileOptions(
-            files, codec, not choices.no_verify, choices.faults, choices.runtime, engine
-        )
+        return ImageFileOptions(files, codec, not choices.no_verify, choices.faults, choices.runtime, engine)
 
     if source is not None:
         image = parse_source(source)
@@ -126,9 +124,7 @@ def make(
     )  # fmt: skip
     plan = one.plan
     check_torch(loaded, plan, verify=not choices.no_verify)
-    of_recipe = wish(
-        lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
-    )
+    of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
     if choices.dry_run:
         check_files(of_recipe)
         show_plan(plan, choices.as_json)

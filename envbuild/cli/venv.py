@@ -7,14 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.build_job import AsJob, build_folder, job_options
-from envbuild.cli.common import (
-    FolderOptions,
-    check_out,
-    folder_options,
-    open_recipe,
-    open_target,
-    target_option,
-)
+from envbuild.cli.common import FolderOptions, check_out, folder_options, open_recipe, open_target, target_option
 from envbuild.environment import load_environment
 
 
@@ -27,18 +20,11 @@ from envbuild.environment import load_environment
     metavar="DIR",
     help="Default: build/RECIPE/TARGET/venv, with --job in [paths] shared of the site.",
 )
-@click.option(
-    "--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."
-)
+@click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version.")
 @job_options
 @folder_options
 def venv_command(
-    recipe: str,
-    target: str | None,
-    out: Path | None,
-    python: str | None,
-    as_job: AsJob,
-    how: FolderOptions,
+    recipe: str, target: str | None, out: Path | None, python: str | None, as_job: AsJob, how: FolderOptions
 ) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 

@@ -15,19 +15,9 @@ from envbuild.errors import VerificationError
 @click.command("verify")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--nodes", type=click.IntRange(1, 64), help="Simulated nodes. Default: the recipe's.")
-@click.option(
-    "--nproc-per-node",
-    type=click.IntRange(1, 64),
-    help="Ranks of each node. Default: the recipe's.",
-)
-@click.option(
-    "--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's."
-)
-@click.option(
-    "--faults",
-    is_flag=True,
-    help="Kill a rank mid-training; the job must finish from its snapshot.",
-)
+@click.option("--nproc-per-node", type=click.IntRange(1, 64), help="Ranks of each node. Default: the recipe's.")
+@click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
+@click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
 @runtime_option
 @json_option
 def verify_command(
@@ -55,12 +45,7 @@ def verify_command(
     from envbuild.verify.explain import failures_in, lines
     from envbuild.verify.receipt import receipt_path
 
-    overrides = {
-        "nodes": nodes,
-        "nproc_per_node": nproc_per_node,
-        "epochs": epochs,
-        "faults": faults,
-    }
+    overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
     state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
     for line in lines(receipt["checks"]):
         log(line)

@@ -65,9 +65,7 @@ def torch_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         return
     if stack.torch is None:
         if stack.base:
-            text = (
-                "torch, its NCCL and CUDA are what the base image has; envbuild does not know them"
-            )
+            text = "torch, its NCCL and CUDA are what the base image has; envbuild does not know them"
             yield CompatFinding("note", "torch", text)
         else:
             text = "no torch is pinned or locked: which build it will be is not known"
@@ -93,11 +91,7 @@ def torch_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         )  # fmt: skip
         return
     text = f"{what} is built for CUDA {built} on {stack.arch}"
-    if (
-        row.complete
-        and stack.torch_origin == "lock"
-        and f"+cu{stack.cuda.replace('.', '')}" in stack.torch
-    ):
+    if row.complete and stack.torch_origin == "lock" and f"+cu{stack.cuda.replace('.', '')}" in stack.torch:
         text = f"PyTorch's {text}; the locked one for {stack.cuda} is another build"
         yield CompatFinding("unknown", "torch", text, "", row.source, row.date)
     elif row.complete:

@@ -59,9 +59,7 @@ def impossible_pins(loaded: LoadedRecipe, target: Target) -> str:
     from envbuild.compat.stack import stack_of
 
     findings = judge(stack_of(loaded, target, None))
-    return _lines(
-        [one for one in findings if one.status == "bad" and one.subject in _OF_RESOLUTION]
-    )
+    return _lines([one for one in findings if one.status == "bad" and one.subject in _OF_RESOLUTION])
 
 
 def _lines(findings: list[CompatFinding]) -> str:

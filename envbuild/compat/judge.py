@@ -31,9 +31,7 @@ def rule_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         if applies(rule, stack):
             status: Status = "unknown" if rule.status == "unknown" else "bad"
             has = ", ".join(_said(name, stack) for name in rule.when)
-            yield CompatFinding(
-                status, rule.subject, f"{rule.reason} ({has})", rule.fix, rule.source, rule.date
-            )
+            yield CompatFinding(status, rule.subject, f"{rule.reason} ({has})", rule.fix, rule.source, rule.date)
 
 
 def applies(rule: CompatRule, stack: Stack) -> bool:
@@ -48,13 +46,7 @@ def applies(rule: CompatRule, stack: Stack) -> bool:
 
 
 def _said(name: str, stack: Stack) -> str:
-    names = {
-        "plugin": "aws-ofi-nccl",
-        "cuda": "CUDA",
-        "rocm": "ROCm",
-        "python": "Python",
-        "nccl": "NCCL",
-    }
+    names = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "rocm": "ROCm", "python": "Python", "nccl": "NCCL"}
     words = {
         "provider": f"provider {stack.provider}",
         "plugin_aws": "built for AWS",

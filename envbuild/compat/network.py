@@ -18,21 +18,15 @@ def net_api_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
     plugin = data.plugin_row(rows, stack.plugin)
     what = f"aws-ofi-nccl {stack.plugin}"
     if plugin is None:
-        yield CompatFinding(
-            "unknown", "plugin", f"no row says which net APIs {what} has", LOOK_IT_UP
-        )
+        yield CompatFinding("unknown", "plugin", f"no row says which net APIs {what} has", LOOK_IT_UP)
         return
     if stack.nccl is None:
         text = f"{what} has net API {_span(plugin.apis)}; which NCCL opens it is not known"
-        yield CompatFinding(
-            "unknown", "plugin", text, "pin torch, or make the lock with `envbuild lock`"
-        )
+        yield CompatFinding("unknown", "plugin", text, "pin torch, or make the lock with `envbuild lock`")
         return
     nccl = data.nccl_row(rows, stack.nccl)
     if nccl is None:
-        text = (
-            f"no row says which net APIs NCCL {stack.nccl} speaks; {what} has {_span(plugin.apis)}"
-        )
+        text = f"no row says which net APIs NCCL {stack.nccl} speaks; {what} has {_span(plugin.apis)}"
         yield CompatFinding("unknown", "plugin", text, LOOK_IT_UP)
         return
     both = set(nccl.apis) & set(plugin.apis)
@@ -43,9 +37,7 @@ def net_api_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         text = f"{speak}: v{max(both)} is used, from {library}"
         yield CompatFinding("good", "plugin", text, "", source, date)
     else:
-        newest = max(
-            (row.versions for row in rows.plugins if set(row.apis) & set(nccl.apis)), default=""
-        )
+        newest = max((row.versions for row in rows.plugins if set(row.apis) & set(nccl.apis)), default="")
         fix = f"take aws-ofi-nccl {newest}" if newest else "take another aws-ofi-nccl"
         text = f"{speak}: they have none in common, and NCCL falls back to sockets"
         yield CompatFinding("bad", "plugin", text, f"{fix}, or another NCCL", source, date)
@@ -94,9 +86,7 @@ def libfabric_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
 def provider_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
     fabric = load_fabrics().get(stack.fabric)
     if fabric is None:
-        yield CompatFinding(
-            "unknown", "fabric", f"no row says what fabric {stack.fabric!r} needs", LOOK_IT_UP
-        )
+        yield CompatFinding("unknown", "fabric", f"no row says what fabric {stack.fabric!r} needs", LOOK_IT_UP)
         return
     if not fabric.provider:
         if stack.plugin is None and fabric.nccl_net and stack.gpus:
@@ -125,6 +115,4 @@ def provider_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
     have = [one.versions for one in rows.libfabric if fabric.provider in one.providers]
     fix = f"take libfabric {have[0]} or newer" if have else "set another fabric"
     text = f"{needs}, which libfabric {stack.libfabric} does not have"
-    yield CompatFinding(
-        "bad", "fabric", text, f"{fix} ([layers.libfabric] version)", row.source, row.date
-    )
+    yield CompatFinding("bad", "fabric", text, f"{fix} ([layers.libfabric] version)", row.source, row.date)

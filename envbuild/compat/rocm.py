@@ -22,9 +22,7 @@ def rocm_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
         return
     what = f"torch {stack.torch}"
     if stack.torch_origin == "conda":
-        yield CompatFinding(
-            "note", "torch", f"{what} comes from conda, whose solver matched its build"
-        )
+        yield CompatFinding("note", "torch", f"{what} comes from conda, whose solver matched its build")
         return
     row = data.torch_rocm_row(rows, stack.torch)
     if row is None or stack.rocm not in row.rocm:

@@ -67,20 +67,8 @@ class Stack:
 
 
 # Fields that rules may name; those in EXACT are compared as text, the others as versions.
-EXACT = frozenset(
-    {"arch", "fabric", "provider", "plugin_aws", "libfabric_origin", "nccl_origin", "nccl_in"}
-)
-_FIELDS = EXACT | {
-    "python",
-    "glibc",
-    "cuda",
-    "rocm",
-    "driver",
-    "torch",
-    "nccl",
-    "plugin",
-    "libfabric",
-}
+EXACT = frozenset({"arch", "fabric", "provider", "plugin_aws", "libfabric_origin", "nccl_origin", "nccl_in"})
+_FIELDS = EXACT | {"python", "glibc", "cuda", "rocm", "driver", "torch", "nccl", "plugin", "libfabric"}
 
 
 def stack_of(
@@ -116,9 +104,7 @@ def stack_of(
         torch=torch,
         torch_origin=origin if torch else "",
         base=recipe.image.base != "debian",
-        packages=()
-        if conda
-        else tuple(sorted({**dict(_pins(recipe.constraints)), **found}.items())),
+        packages=() if conda else tuple(sorted({**dict(_pins(recipe.constraints)), **found}.items())),
     )
     if conda:
         stack = _of_conda(stack, found)
@@ -149,9 +135,7 @@ def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Row
     """Return `stack` with torch's own NCCL: the locked wheel, else the version that torch's release is known to pin."""
     if stack.rocm is not None and stack.torch is not None and stack.torch_origin != "conda":
         rccl = rccl_row(rows, stack.rocm)
-        return (
-            replace(stack, nccl=rccl.nccl, nccl_origin="pin", nccl_in="inside") if rccl else stack
-        )
+        return replace(stack, nccl=rccl.nccl, nccl_origin="pin", nccl_in="inside") if rccl else stack
     if stack.cuda is None or stack.torch is None or stack.torch_origin == "conda":
         return stack
     build = torch_build(rows, stack.torch, stack.arch)

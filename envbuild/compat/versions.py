@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 
 _RELEASE = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(.*)", re.DOTALL | re.IGNORECASE)
-_BEFORE = re.compile(
-    r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)[-_.]?[0-9]*(?![a-z])", re.IGNORECASE
-)
+_BEFORE = re.compile(r"[-_.]?(a|b|c|rc|alpha|beta|pre|preview|dev)[-_.]?[0-9]*(?![a-z])", re.IGNORECASE)
 _CLAUSE = re.compile(r"\s*(==|!=|>=|<=|>|<)\s*(\S+)\s*")
 
 # Release numbers without trailing zeros; 0 for a pre-release, else 1.

@@ -65,12 +65,8 @@ def _add_first(
             release = fetch_release(archive, client, keys)
             _say_if_old(release)
             for component in archive.components:
-                with transfer(
-                    f"package list of {archive} {component} for {arch}", None
-                ) as on_progress:
-                    path, form = fetch_packages(
-                        release, component, arch, client, blobs, on_progress
-                    )
+                with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
+                    path, form = fetch_packages(release, component, arch, client, blobs, on_progress)
                 index.add(path, form, archive.kind)
         except NotFound:
             answers.append(f"{archive}: not there")
@@ -93,10 +89,7 @@ def _say_if_old(release: DebianRelease) -> None:
 
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     if release.valid_until and release.valid_until < now and "snapshot" not in release.archive.url:
-        log(
-            f"{release.archive} has not been renewed since {release.date}: newer security fixes "
-            "may be missing"
-        )
+        log(f"{release.archive} has not been renewed since {release.date}: newer security fixes may be missing")
 
 
 def _locked(package: Package) -> LockedDeb:

@@ -15,11 +15,9 @@ from envbuild.errors import LockError
 _NAME = r"[a-z0-9][a-z0-9+.\-]*"
 _RELATION = re.compile(
     rf"(?P<name>{_NAME})(?::(?P<qualifier>[a-z0-9\-]+))?"
-    r"\s*(?:\(\s*(?P<operator><<|<=|=|>=|>>)\s*(?P<version>[^\s()]+)\s*\))?",
+    r"\s*(?:\(\s*(?P<operator><<|<=|=|>=|>>)\s*(?P<version>[^\s()]+)\s*\))?"
 )
-_VERSION = re.compile(
-    r"(?:(?P<epoch>[0-9]+):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?"
-)
+_VERSION = re.compile(r"(?:(?P<epoch>[0-9]+):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?")
 _FIELD = re.compile(r"([!-9;-~]+):[ \t]*(.*)")
 
 

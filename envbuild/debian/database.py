@@ -26,10 +26,7 @@ class InstalledPackage:
 def database(installed: Sequence[InstalledPackage]) -> Iterator[tuple[Entry, bytes]]:
     """Yield the files of the database. Maintainer scripts are left out, because they were not run."""
     by_name = sorted(installed, key=lambda package: package.control.fields["package"])
-    yield (
-        Entry(f"{_FOLDER}/status"),
-        "\n".join(map(_stanza, by_name)).encode("utf-8", "surrogateescape"),
-    )
+    yield (Entry(f"{_FOLDER}/status"), "\n".join(map(_stanza, by_name)).encode("utf-8", "surrogateescape"))
     yield Entry(f"{_FOLDER}/info/format"), b"1\n"
     for package in by_name:
         fields = package.control.fields

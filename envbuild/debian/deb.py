@@ -93,9 +93,7 @@ def _members(path: Path, name: str, part: str) -> Tree:
         member, stream = _find(file, name, part)
         source = _decompressed(member, stream, name)
         # An explicit encoding: the locale of the builder must not matter.
-        with tarfile.open(
-            fileobj=source, mode="r|", encoding="utf-8", errors="surrogateescape"
-        ) as archive:
+        with tarfile.open(fileobj=source, mode="r|", encoding="utf-8", errors="surrogateescape") as archive:
             for item in archive:
                 content = archive.extractfile(item) if item.isreg() else None
                 yield _entry(item, name), _CheckedContent(content, name) if content else None

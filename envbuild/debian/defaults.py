@@ -40,9 +40,7 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
     data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))
-        raise RecipeError(
-            f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}"
-        )
+        raise RecipeError(f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}")
     own = data["suites"][suite]["python"] if python else []
     return tuple(sorted(data["base"]["packages"] + own))
 

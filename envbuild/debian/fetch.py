@@ -19,9 +19,7 @@ from envbuild.workers import each
 _PARALLEL = 6
 
 
-def fetch_debs(
-    lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client
-) -> list[Path]:
+def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client) -> list[Path]:
     """Return a file for each package of `lock`, in its order; files in `blobs` are not downloaded again.
 
     `archives` are tried in order; none means offline. Raises BuildError that names every package that no

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.debian.control import (
-    Relation,
-    compare_versions,
-    parse_control,
-    parse_relations,
-)
+from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
 from envbuild.errors import LockError
 
 _CHUNK = 1 << 20
@@ -41,11 +36,7 @@ class Package:
     def relations(self, *names: str) -> tuple[tuple[Relation, ...], ...]:
         """Return the groups of the relationship fields `names`, in that order."""
         fields = self.fields()
-        return tuple(
-            group
-            for name in names
-            for group in parse_relations(fields.get(name, ""), f"{self.name}: {name}")
-        )
+        return tuple(group for name in names for group in parse_relations(fields.get(name, ""), f"{self.name}: {name}"))
 
 
 @dataclass(slots=True)
@@ -78,8 +69,7 @@ class PackageIndex:
         found = [
             package
             for package in self._providing.values()
-            if needle in package.raw
-            and any(map(relation.admits, provided(package).get(relation.name, ())))
+            if needle in package.raw and any(map(relation.admits, provided(package).get(relation.name, ())))
         ]
         return sorted(found, key=lambda package: package.name)
 

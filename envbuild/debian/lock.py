@@ -63,10 +63,7 @@ class DebianLock:
         return {
             "suite": self.suite,
             "date": self.date,
-            "package": [
-                {field: getattr(deb, field) for field in LockedDeb.__slots__}
-                for deb in self.packages
-            ],
+            "package": [{field: getattr(deb, field) for field in LockedDeb.__slots__} for deb in self.packages],
         }
 
 

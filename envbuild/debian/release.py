@@ -141,11 +141,7 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
     if not date or not files:
         raise LockError(f"{archive}: the Release file has no {'Date' if files else 'SHA256'}")
     return DebianRelease(
-        archive,
-        date,
-        _iso(fields.get("valid-until", "")),
-        fields.get("acquire-by-hash") == "yes",
-        files,
+        archive, date, _iso(fields.get("valid-until", "")), fields.get("acquire-by-hash") == "yes", files
     )
 
 

@@ -51,9 +51,7 @@ class _Selection:
         return text
 
 
-def resolve(
-    index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str
-) -> list[Package]:
+def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str) -> list[Package]:
     """Return `wanted` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
 
     A package in `without` is left out even if others need it, together with what only it needs; a wanted
@@ -116,15 +114,9 @@ def _check_conflicts(selection: _Selection) -> None:
                             )
 
 
-def _unmet(
-    index: PackageIndex, selection: _Selection, package: Package, group: _Group
-) -> LockError:
+def _unmet(index: PackageIndex, selection: _Selection, package: Package, group: _Group) -> LockError:
     needs = " | ".join(map(str, group))
-    has = [
-        f"{relation.name} is {found.version}"
-        for relation in group
-        if (found := index.packages.get(relation.name))
-    ]
+    has = [f"{relation.name} is {found.version}" for relation in group if (found := index.packages.get(relation.name))]
     return LockError(
         f"nothing meets {needs}, needed by {selection.chain(package.name)}"
         + (f"; {', '.join(has)}" if has else "; no package has that name or provides it"),

@@ -64,8 +64,7 @@ def _checked(deb: LockedDeb, path: Path) -> Control:
     has = (control.fields.get("version"), control.fields.get("architecture"))
     if has != (deb.version, deb.arch):
         raise BuildError(
-            f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
-            "remove the file and fetch it again",
+            f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked", "remove the file and fetch it again"
         )
     return control
 
@@ -108,9 +107,7 @@ class _Merge:
         if entry.path in _ALIASES:
             real = _ALIASES[entry.path]
             if entry.kind != DIR and (entry.kind, entry.target.lstrip("/")) != (SYMLINK, real):
-                raise BuildError(
-                    f"{self.name}: its /{entry.path} is neither a folder nor a link to {real}"
-                )
+                raise BuildError(f"{self.name}: its /{entry.path} is neither a folder nor a link to {real}")
             yield from self.alias(entry.path)
             return
         path = merged(entry.path)
@@ -122,16 +119,13 @@ class _Merge:
             if entry.kind == known[0] == DIR:
                 return
             raise BuildError(
-                f"{known[1]} and {self.name} both have /{path}",
-                "leave one of the two packages out of the base",
+                f"{known[1]} and {self.name} both have /{path}", "leave one of the two packages out of the base"
             )
         target = entry.target
         if entry.kind == HARDLINK:
             target = merged(target)
             if self.seen.get(target, ("",))[0] not in (FILE, HARDLINK):
-                raise BuildError(
-                    f"{self.name}: /{path} is a hard link to /{target}, which is no file"
-                )
+                raise BuildError(f"{self.name}: /{path} is a hard link to /{target}, which is no file")
         if alias := next((a for a in _ALIASES if entry.path.startswith(a + "/")), ""):
             yield from self.alias(alias)
         yield from self._parents(path)
@@ -145,10 +139,7 @@ class _Merge:
             yield from self._parents(entry.path)
             self.seen[entry.path] = (entry.kind, self.name)
             size = len(data) if data is not None else 0
-            yield (
-                replace(entry, size=size, mtime=self.mtime),
-                io.BytesIO(data) if data is not None else None,
-            )
+            yield (replace(entry, size=size, mtime=self.mtime), io.BytesIO(data) if data is not None else None)
 
     def alias(self, alias: str) -> Tree:
         """Yield the link `alias`, once, after the folder that it names; links in /var come later, from made.py."""
@@ -167,8 +158,7 @@ class _Merge:
                 yield Entry(parent, DIR, 0o755, mtime=self.mtime), None
             elif kind != DIR:
                 raise BuildError(
-                    f"{self.name}: /{path} lies below /{parent}, which is no folder but a {kind} "
-                    f"of {owner}"
+                    f"{self.name}: /{path} lies below /{parent}, which is no folder but a {kind} of {owner}"
                 )
 
     def _dropped(self, path: str, kind: str) -> bool:

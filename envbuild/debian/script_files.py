@@ -69,10 +69,7 @@ def _accounts(sources: Mapping[str, bytes], mtime: int) -> Made:
     if groups is not None:
         names, shadowed = _shadowed(groups)
         yield Entry("etc/group"), shadowed
-        yield (
-            Entry("etc/gshadow", mode=0o640, gid=_SHADOW_GID),
-            _lines([f"{name}:*::" for name in names]),
-        )
+        yield (Entry("etc/gshadow", mode=0o640, gid=_SHADOW_GID), _lines([f"{name}:*::" for name in names]))
 
 
 def _shadowed(master: bytes) -> tuple[list[str], bytes]:

@@ -54,12 +54,7 @@ def suites(suite: str) -> tuple[str, str, str]:
 
 
 def archives(
-    suite: str,
-    date: str,
-    *,
-    mirror: str | None = None,
-    security_mirror: str | None = None,
-    etc: Path = _ETC_APT,
+    suite: str, date: str, *, mirror: str | None = None, security_mirror: str | None = None, etc: Path = _ETC_APT
 ) -> list[DebianSuite]:
     """Return all archives to try, in order: the site's mirror, the host's apt sources, snapshots of `date`.
 

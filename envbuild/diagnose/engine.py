@@ -17,15 +17,7 @@ from itertools import zip_longest
 from envbuild.diagnose.exception import Exceptions
 from envbuild.diagnose.model import Diagnosis, DiagnosisFinding, Evidence
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.diagnose.rules import (
-    KINDS,
-    Count,
-    DiagnosisRule,
-    LinePattern,
-    Place,
-    load_rules,
-    tells,
-)
+from envbuild.diagnose.rules import KINDS, Count, DiagnosisRule, LinePattern, Place, load_rules, tells
 from envbuild.site.pip_config import redact
 
 _KEPT = 4  # lines of evidence per pattern
@@ -37,9 +29,7 @@ _ROOT = 45  # up to this rank, a cause does not explain its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_FAILURE = re.compile(
-    r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b"
-)
+_FAILURE = re.compile(r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b")
 
 
 @dataclass(slots=True)
@@ -85,9 +75,7 @@ class _Course:
         return self.trained[0] > order
 
 
-def diagnose(
-    logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]
-) -> Diagnosis:
+def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]) -> Diagnosis:
     """Return the diagnosis of the `logs`, given as (name, lines), by `rules`."""
     seen: dict[LinePattern, _Seen] = {}
     last: deque[Evidence] = deque(maxlen=6)

@@ -89,9 +89,7 @@ def _line(row: Mapping[str, Any]) -> NcclLine:
     cause = row.get("cause", "")
     cause = _data()["causes"][cause[1:]] if cause.startswith("=") else cause
     regex, texts = re.compile(row["regex"]), tuple(row.get("texts", ()))
-    return NcclLine(
-        **{**row, "regex": regex, "texts": texts, "cause": cause, "date": str(row["date"])}
-    )
+    return NcclLine(**{**row, "regex": regex, "texts": texts, "cause": cause, "date": str(row["date"])})
 
 
 @functools.cache

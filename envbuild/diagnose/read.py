@@ -21,9 +21,7 @@ _LONGEST = 1 << 16
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
 _NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
-_OF_NODES = re.compile(
-    r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE
-)
+_OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE)
 # In a name that is not a scheduler's, a shorter number may have any meaning.
 _LONG = 4
 

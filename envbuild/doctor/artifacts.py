@@ -12,11 +12,7 @@ from envbuild.kinds.base import Artifact
 
 STEPS = ("build", "verify", "run")
 # Content of the store that replaces an unprobed source.
-_HELD = {
-    "package index": "wheels",
-    "conda-forge": "conda packages",
-    "Debian's archive": "image blobs",
-}
+_HELD = {"package index": "wheels", "conda-forge": "conda packages", "Debian's archive": "image blobs"}
 _LEAST_MEMORY = 1_500_000_000
 
 
@@ -40,11 +36,7 @@ class StepVerdict:
 def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
     """Return kind → step → verdict; `found` maps names to findings."""
     return {
-        name: {
-            "build": _build(kind, found),
-            "verify": _verify(kind, found),
-            "run": _run(kind, found),
-        }
+        name: {"build": _build(kind, found), "verify": _verify(kind, found), "run": _run(kind, found)}
         for name, kind in ARTIFACTS.items()
     }
 
@@ -81,9 +73,7 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
 def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     usable = _facts(found, "memory").get("usable")
     if usable is not None and usable < _LEAST_MEMORY:
-        return StepVerdict(
-            "warn", f"too little memory: {found['memory'].what}", found["memory"].hint
-        )
+        return StepVerdict("warn", f"too little memory: {found['memory'].what}", found["memory"].hint)
     only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
     if kind.form == "registry":
         if not _facts(found, "docker daemon").get("answers"):
@@ -114,9 +104,7 @@ def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
         if engines:
             return StepVerdict("ok", f"by {', '.join(engines)}")
         return StepVerdict(
-            "warn",
-            "no: no engine for images",
-            "push it (--push) and run it where one is, or build enroot or apptainer",
+            "warn", "no: no engine for images", "push it (--push) and run it where one is, or build enroot or apptainer"
         )
     how = _launchers(kind, found)
     if "pyxis" in kind.containers and _facts(found, "pyxis").get("there"):
@@ -129,9 +117,7 @@ def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
 def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     finding = found.get("own launch")
     if finding is None or not finding.hint:
-        return StepVerdict(
-            "warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}"
-        )
+        return StepVerdict("warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}")
     return StepVerdict("warn", f"no: no {kind.name}, and our own launch is forbidden", finding.hint)
 
 

@@ -26,11 +26,7 @@ def slurm(host: Host) -> Iterator[HostFinding]:
         facts["answers"] = False
         what = f"{version}, but its controller does not answer: {first_line(said)}"
         yield HostFinding(
-            "Slurm",
-            "info",
-            what,
-            "on a cluster: ask its administrator; else only its tools are installed",
-            facts,
+            "Slurm", "info", what, "on a cluster: ask its administrator; else only its tools are installed", facts
         )
         return
     found = queues("slurm", host.variables) or []
@@ -102,9 +98,7 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
     if tool is None:
         return
     if host.offline:
-        yield HostFinding(
-            "Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool}
-        )
+        yield HostFinding("Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool})
         return
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
     code, said = run_probe(command, host.variables)
@@ -112,15 +106,9 @@ def kubernetes(host: Host) -> Iterator[HostFinding]:
         # kubectl prints its log first, its message to the user last.
         why = first_line(said.splitlines()[-1]) if said else "nothing is said"
         what = f"kubectl is here, and no cluster answers: {why}"
-        yield HostFinding(
-            "Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool}
-        )
+        yield HostFinding("Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool})
         return
-    kinds = [
-        k
-        for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org")
-        if k in said.split()
-    ]
+    kinds = [k for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org") if k in said.split()]
     hint = "" if kinds else "install Kubeflow's training operator or Trainer"
     yield HostFinding(
         "Kubernetes", "ok" if kinds else "warn", f"answers; training jobs: {', '.join(kinds) or 'none'}", hint,

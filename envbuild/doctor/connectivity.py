@@ -87,29 +87,19 @@ def package_index(host: Host) -> Iterator[HostFinding]:
     lost = [link for link in links if not Path(link).exists()]
     if lost:
         yield HostFinding(
-            "find-links",
-            "warn",
-            f"no such place: {', '.join(map(redact, lost))}",
-            "correct pip's configuration",
+            "find-links", "warn", f"no such place: {', '.join(map(redact, lost))}", "correct pip's configuration"
         )
     local = len(links) - len(lost)
     if host.offline or pip.no_index:
         why = "--offline" if host.offline else "pip's no-index"
         yield HostFinding(
-            "package index",
-            "info",
-            f"not asked ({why}); {local} find-links",
-            facts={"asked": False, "local": local},
+            "package index", "info", f"not asked ({why}); {local} find-links", facts={"asked": False, "local": local}
         )
         return
     urls = [pip.index_url or _default_index(environment), *pip.extra_index_urls]
     answers = ask_all([Probe(url, "pip/") for url in urls], environment)
     yield _judged(
-        "package index",
-        urls,
-        answers,
-        "set pip's index-url, proxy or cert (docs/reference/site.md)",
-        local=local,
+        "package index", urls, answers, "set pip's index-url, proxy or cert (docs/reference/site.md)", local=local
     )
 
 
@@ -120,21 +110,11 @@ def _default_index(environment: Environment) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         env = uv_environment(environment.pip, environment.variables, Path(folder))
-        command = [
-            environment.uv,
-            "pip",
-            "compile",
-            os.devnull,
-            "--emit-index-url",
-            "--no-header",
-            "--no-config",
-        ]
+        command = [environment.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config"]
         _, said = run_probe([*command, "--offline", "--quiet", "--python", sys.executable], env)
     option, _, url = said.partition(" ")
     if option != "--index-url":
-        raise HostError(
-            f"uv does not tell its default index: {first_line(said)}", "set pip's index-url"
-        )
+        raise HostError(f"uv does not tell its default index: {first_line(said)}", "set pip's index-url")
     return url
 
 
@@ -149,15 +129,9 @@ def sources(host: Host) -> Iterator[HostFinding]:
         return
     site = environment.site
     rows: list[tuple[str, list[Probe], str]] = []
+    rows.append(("PyTorch's index", [Probe(u, "torch/") for u in site.mirrored(_PYTORCH)], "[mirrors]"))
     rows.append(
-        ("PyTorch's index", [Probe(u, "torch/") for u in site.mirrored(_PYTORCH)], "[mirrors]")
-    )
-    rows.append(
-        (
-            "conda-forge",
-            [Probe(u, "noarch/repodata_shards.msgpack.zst") for u in site.mirrored(_CHANNEL)],
-            "[mirrors]",
-        )
+        ("conda-forge", [Probe(u, "noarch/repodata_shards.msgpack.zst") for u in site.mirrored(_CHANNEL)], "[mirrors]")
     )
     rows.append(("Debian's archive", _debian(environment), "[debian] mirror"))
     docker = site.registry("docker.io")
@@ -182,10 +156,7 @@ def _debian(environment: Environment) -> list[Probe]:
 
     debian = environment.site.debian
     listed = archives(
-        _SUITE,
-        "2026-01-01T00:00:00Z",
-        mirror=debian.mirror or None,
-        security_mirror=debian.security_mirror or None,
+        _SUITE, "2026-01-01T00:00:00Z", mirror=debian.mirror or None, security_mirror=debian.security_mirror or None
     )
     urls = dict.fromkeys(a.url for a in listed if a.suite == _SUITE and "/archive/" not in a.url)
     return [Probe(url, f"dists/{_SUITE}/InRelease") for url in urls] or [
@@ -199,23 +170,12 @@ def _judged(
     """Return one finding for several URLs, of which one that answers is enough."""
     good = [url for url, answer in zip(urls, answers, strict=True) if answer is None]
     bad = [f"{redact(u)}: {a}" for u, a in zip(urls, answers, strict=True) if a is not None]
-    facts = {
-        "asked": True,
-        "reached": [redact(url) for url in good],
-        "refused": bad,
-        "local": local,
-    }
+    facts = {"asked": True, "reached": [redact(url) for url in good], "refused": bad, "local": local}
     if good and not bad:
         return HostFinding(name, "ok", ", ".join(map(redact, good)), facts=facts)
     if good:
         return HostFinding(name, "info", f"{redact(good[0])}; not {'; '.join(bad)}", facts=facts)
-    return HostFinding(
-        name,
-        "warn" if needed and not local else "info",
-        "; ".join(bad) or "none is named",
-        hint,
-        facts,
-    )
+    return HostFinding(name, "warn" if needed and not local else "info", "; ".join(bad) or "none is named", hint, facts)
 
 
 def certificates(host: Host) -> Iterator[HostFinding]:
@@ -224,9 +184,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
     named = ca_bundle(pip, host.variables)
     if named is None:
         yield HostFinding(
-            "authorities",
-            "ok",
-            "those of Python's certifi package; neither pip's cert nor a variable names others",
+            "authorities", "ok", "those of Python's certifi package; neither pip's cert nor a variable names others"
         )
         return
     hint = "correct pip's cert, REQUESTS_CA_BUNDLE or SSL_CERT_FILE, whichever names it"
@@ -237,11 +195,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
     try:
         context.load_verify_locations(named)
     except OSError as error:  # includes ssl.SSLError
-        why = (
-            error.strerror
-            if error.errno and not isinstance(error, ssl.SSLError)
-            else "holds no certificate"
-        )
+        why = error.strerror if error.errno and not isinstance(error, ssl.SSLError) else "holds no certificate"
         yield HostFinding("authorities", "fail", f"{named}: {why}", hint, {"path": named})
         return
     held = context.get_ca_certs()
@@ -249,13 +203,7 @@ def certificates(host: Host) -> Iterator[HostFinding]:
     old = [c for c in held if ssl.cert_time_to_seconds(str(c["notAfter"])) < now]
     facts = {"path": named, "count": len(held), "expired": len(old)}
     if held and len(old) == len(held):
-        yield HostFinding(
-            "authorities",
-            "fail",
-            f"{named}: all {len(held)} certificates have expired",
-            hint,
-            facts,
-        )
+        yield HostFinding("authorities", "fail", f"{named}: all {len(held)} certificates have expired", hint, facts)
     elif old and len(held) < 10:
         yield HostFinding(
             "authorities",
@@ -287,11 +235,7 @@ def proxies(host: Host) -> Iterator[HostFinding]:
     bare = [n for n, v in found.items() if n != "no_proxy" and "://" not in v]
     if bare:
         yield HostFinding(
-            "proxies",
-            "warn",
-            f"{', '.join(bare)}: no scheme in {found[bare[0]]}",
-            "write http://HOST:PORT",
-            found,
+            "proxies", "warn", f"{', '.join(bare)}: no scheme in {found[bare[0]]}", "write http://HOST:PORT", found
         )
         return
     text = ", ".join(f"{name} {value}" for name, value in found.items())

@@ -82,20 +82,11 @@ def network(host: Host) -> Iterator[HostFinding]:
     """Check the interfaces that lead to other nodes."""
     found = interfaces(host.root)
     outer = [one for one in found if one.up and one.addresses and not one.inner]
-    facts = {
-        "interfaces": [
-            {"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in found
-        ]
-    }
-    texts = [
-        f"{i.name} {i.addresses[0]}" + (f" ({i.speed / 1000:g} Gbit/s)" if i.speed else "")
-        for i in outer
-    ]
+    facts = {"interfaces": [{"name": i.name, "up": i.up, "addresses": i.addresses, "speed": i.speed} for i in found]}
+    texts = [f"{i.name} {i.addresses[0]}" + (f" ({i.speed / 1000:g} Gbit/s)" if i.speed else "") for i in outer]
     if not outer:
         hint = "jobs of several nodes need an interface with an address; one node works without"
-        yield HostFinding(
-            "interfaces", "info", "only the loopback interface has an address", hint, facts
-        )
+        yield HostFinding("interfaces", "info", "only the loopback interface has an address", hint, facts)
     else:
         more = len(outer) > 1
         hint = "name the one that joins the nodes: site.toml, [fabric] interface" if more else ""
@@ -136,9 +127,7 @@ def adapters(host: Host) -> Iterator[HostFinding]:
         yield HostFinding("adapters", "info", text, facts=facts)
     elif down:
         hint = "see ibstat, or let the administrator look at cable and switch"
-        yield HostFinding(
-            "adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", hint, facts
-        )
+        yield HostFinding("adapters", "warn", f"{', '.join(rows)}; not active: {', '.join(down)}", hint, facts)
     else:
         absent = ", ".join(sorted(f for f in mounted if not (host.root / f.lstrip("/")).is_dir()))
         hint = f"pass {absent} into this container" if absent else ""
@@ -152,16 +141,10 @@ def libfabric(host: Host) -> Iterator[HostFinding]:
     vendors = [fabric.fi_info for fabric in load_fabrics().values() if fabric.fi_info]
     tool = find("fi_info", host.variables, ":".join(["/usr/sbin", "/sbin", *vendors]))
     if tool is None:
-        yield HostFinding(
-            "libfabric",
-            "info",
-            "no fi_info; artifacts bring their own libfabric, but for Slingshot",
-        )
+        yield HostFinding("libfabric", "info", "no fi_info; artifacts bring their own libfabric, but for Slingshot")
         return
     code, said = run_probe([tool, "-l"], host.variables)
-    providers = [
-        line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")
-    ]
+    providers = [line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")]
     if code != 0:
         yield HostFinding("libfabric", "warn", f"{tool}: {first_line(said)}")
         return

@@ -43,18 +43,11 @@ def shared_memory(host: Host) -> Iterator[HostFinding]:
     try:
         about = os.statvfs(host.root / "dev/shm")
     except OSError as error:
-        yield HostFinding(
-            "/dev/shm",
-            "warn",
-            f"{error.strerror}",
-            "mount a tmpfs there: loaders with workers need it",
-        )
+        yield HostFinding("/dev/shm", "warn", f"{error.strerror}", "mount a tmpfs there: loaders with workers need it")
         return
     size = about.f_blocks * about.f_frsize
     if not size or not os.access(host.root / "dev/shm", os.W_OK):
-        yield HostFinding(
-            "/dev/shm", "warn", "cannot be written", "loaders of data and NCCL need it: mode 1777"
-        )
+        yield HostFinding("/dev/shm", "warn", "cannot be written", "loaders of data and NCCL need it: mode 1777")
         return
     small = size < _ENOUGH_SHM
     yield HostFinding(
@@ -83,14 +76,10 @@ def gpus(host: Host) -> Iterator[HostFinding]:
         "devices": devices, "libcuda": library,
     }  # fmt: skip
     if listed:
-        names = ", ".join(
-            f"{sum(r[0] == n for r in listed)} × {n}" for n in dict.fromkeys(r[0] for r in listed)
-        )
+        names = ", ".join(f"{sum(r[0] == n for r in listed)} × {n}" for n in dict.fromkeys(r[0] for r in listed))
         facts["cuda"], text = _cuda(facts["driver"])
         if library:
-            yield HostFinding(
-                "GPU", "ok", f"{names}, driver {facts['driver']}{text}, {library}", facts=facts
-            )
+            yield HostFinding("GPU", "ok", f"{names}, driver {facts['driver']}{text}, {library}", facts=facts)
         else:
             hint = "install the driver's libraries, or pass them into this container (--gpus all, --nv)"
             yield HostFinding("GPU", "warn", f"{names}, but libcuda.so.1 is not found", hint, facts)

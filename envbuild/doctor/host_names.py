@@ -49,9 +49,7 @@ def own_name(host: Host) -> Iterator[HostFinding]:
         hint = f"give {name} its own address in /etc/hosts or DNS"
         yield HostFinding("own name", "warn", f"{name} means {', '.join(found)} alone", hint, facts)
         return
-    yield HostFinding(
-        "own name", "ok", f"{name} means {', '.join(found)}", facts={**facts, "addresses": found}
-    )
+    yield HostFinding("own name", "ok", f"{name} means {', '.join(found)}", facts={**facts, "addresses": found})
 
 
 def _loopback(address: str) -> bool:
@@ -63,9 +61,7 @@ def _loopback(address: str) -> bool:
 
 def clock(host: Host) -> Iterator[HostFinding]:
     """Check whether the clock is plausible and synchronised."""
-    newest = max(
-        (path.stat().st_mtime for path in Path(envbuild.__file__).parent.glob("*.py")), default=0.0
-    )
+    newest = max((path.stat().st_mtime for path in Path(envbuild.__file__).parent.glob("*.py")), default=0.0)
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     if time.time() < newest - 86400:
         hint = "set the clock (chrony, ntpd): certificates are refused and builds are dated wrongly"
@@ -78,11 +74,7 @@ def clock(host: Host) -> Iterator[HostFinding]:
     if state == _TIME_ERROR:
         hint = "on cluster nodes let chrony or ntpd run; in a virtual machine its host may do it"
         yield HostFinding(
-            "clock",
-            "info",
-            f"{now}; the kernel does not report a synchronised clock",
-            hint,
-            {"synchronised": False},
+            "clock", "info", f"{now}; the kernel does not report a synchronised clock", hint, {"synchronised": False}
         )
         return
     yield HostFinding("clock", "ok", now, facts={"synchronised": state is not None and state >= 0})
@@ -90,16 +82,11 @@ def clock(host: Host) -> Iterator[HostFinding]:
 
 def locale(host: Host) -> Iterator[HostFinding]:
     """Check whether file names and output use UTF-8, and whether the configured locale exists."""
-    named = next(
-        (host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), ""
-    )
+    named = next((host.variables[n] for n in ("LC_ALL", "LC_CTYPE", "LANG") if host.variables.get(n)), "")
     encoding = sys.getfilesystemencoding()
     if encoding.lower() != "utf-8":
         yield HostFinding(
-            "locale",
-            "warn",
-            f"{named or 'none'}: names of files are {encoding}",
-            "export LC_ALL=C.UTF-8",
+            "locale", "warn", f"{named or 'none'}: names of files are {encoding}", "export LC_ALL=C.UTF-8"
         )
         return
     tool = find("locale", host.variables)
@@ -130,8 +117,5 @@ def who(host: Host) -> Iterator[HostFinding]:
     """Report the current user."""
     root = os.geteuid() == 0
     yield HostFinding(
-        "user",
-        "ok",
-        "root" if root else f"user {os.getuid()}; nothing here needs root",
-        facts={"uid": os.getuid()},
+        "user", "ok", "root" if root else f"user {os.getuid()}; nothing here needs root", facts={"uid": os.getuid()}
     )

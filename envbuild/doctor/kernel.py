@@ -35,15 +35,11 @@ _SETTINGS = (
 
 def launching(host: Host) -> Iterator[HostFinding]:
     """Check envbuild's own launch: squashfs mounts by the kernel, squashfuse, extraction."""
-    with tempfile.TemporaryDirectory(
-        prefix="envbuild-doctor-", ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="envbuild-doctor-", ignore_cleanup_errors=True) as folder:
         _, trouble = run_probe([*START, folder], host.variables, _TRIALS_S)
         answers = _answers(Path(folder))
     if EXTRACTED not in answers:
-        yield HostFinding(
-            "own launch", "warn", f"could not be tried: {first_line(trouble)}", "", {"ways": []}
-        )
+        yield HostFinding("own launch", "warn", f"could not be tried: {first_line(trouble)}", "", {"ways": []})
         yield from _configured(host, "not tried")
         return
     works, why, hint = answers[EXTRACTED]
@@ -59,9 +55,7 @@ def launching(host: Host) -> Iterator[HostFinding]:
     alone = len(ways) == 1
     slow = "install squashfuse, and let users open /dev/fuse: unpacking is slower"
     what = f"works by {', '.join(ways)}"
-    yield HostFinding(
-        "own launch", "info" if alone else "ok", what, slow if alone else "", {"ways": ways}
-    )
+    yield HostFinding("own launch", "info" if alone else "ok", what, slow if alone else "", {"ways": ways})
     if mounted:
         lacking = [name for name in COMPRESSORS if name not in mounted]
         what = f"Linux {platform.release()} mounts {', '.join(mounted)}"
@@ -89,18 +83,14 @@ def _configured(host: Host, why: str) -> Iterator[HostFinding]:
     """Report the kernel configuration of squashfs when mounts could not be tested."""
     text = _kernel_config(host.root)
     if text is None:
-        yield HostFinding(
-            "squashfs", "info", f"not known ({why}; the kernel's configuration is not here)"
-        )
+        yield HostFinding("squashfs", "info", f"not known ({why}; the kernel's configuration is not here)")
         return
     on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
     there = [n for n, option in _CONFIGURED.items() if f"CONFIG_SQUASHFS_{option}" in on]
     if "CONFIG_SQUASHFS" not in on:
         there = []
     what = f"Linux {platform.release()} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
-    yield HostFinding(
-        "squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"}
-    )
+    yield HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
 
 
 def _kernel_config(root: Path) -> str | None:
@@ -135,12 +125,7 @@ def fuse(host: Host) -> Iterator[HostFinding]:
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
-        yield HostFinding(
-            "/dev/fuse",
-            "info",
-            f"{error.strerror}",
-            "let the administrator run `chmod 0666 /dev/fuse`",
-        )
+        yield HostFinding("/dev/fuse", "info", f"{error.strerror}", "let the administrator run `chmod 0666 /dev/fuse`")
         return
     yield HostFinding("/dev/fuse", "ok", "can be opened", facts={"opens": True})
 
@@ -170,9 +155,4 @@ def subordinate_ids(host: Host) -> Iterator[HostFinding]:
         hint = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
         yield HostFinding("subuid", "info", "; ".join(parts), hint, {"there": False})
         return
-    yield HostFinding(
-        "subuid",
-        "ok",
-        "numbers for this user, newuidmap and newgidmap are here",
-        facts={"there": True},
-    )
+    yield HostFinding("subuid", "ok", "numbers for this user, newuidmap and newgidmap are here", facts={"there": True})

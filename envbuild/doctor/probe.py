@@ -21,10 +21,7 @@ def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbi
 
 
 def run_probe(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    patience_s: float = PATIENCE_S,
-    cwd: Path | None = None,
+    command: Sequence[str], variables: Mapping[str, str], patience_s: float = PATIENCE_S, cwd: Path | None = None
 ) -> tuple[int | None, str]:
     """Return (exit status, stdout and stderr) of `command`.
 

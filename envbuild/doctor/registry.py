@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import (
-    batch,
-    connectivity,
-    fabric,
-    hardware,
-    host_names,
-    kernel,
-    storage,
-    tools,
-)
+from envbuild.doctor import batch, connectivity, fabric, hardware, host_names, kernel, storage, tools
 from envbuild.doctor.model import Host, HostProbe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
@@ -74,6 +65,4 @@ def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
     # Defaults, so that the other checks can run.
     fallback = Path(variables.get("ENVBUILD_STORE") or "/nonexistent/envbuild")
     environment = Environment(variables, Site(fallback, ()), PipConfig(), Store(fallback))
-    return Host(
-        variables, environment if "ENVBUILD_STORE" in variables else None, problem, hint, offline
-    )
+    return Host(variables, environment if "ENVBUILD_STORE" in variables else None, problem, hint, offline)

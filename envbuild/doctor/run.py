@@ -69,9 +69,7 @@ def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def facts_of(
-    results: Sequence[tuple[HostProbe, Sequence[HostFinding]]],
-) -> Mapping[str, HostFinding]:
+def facts_of(results: Sequence[tuple[HostProbe, Sequence[HostFinding]]]) -> Mapping[str, HostFinding]:
     """Return the findings by name; the first of several with one name."""
     found: dict[str, HostFinding] = {}
     for _, findings in results:
@@ -85,9 +83,7 @@ def _crashed(check: HostProbe, error: Exception) -> HostFinding:
     from envbuild.site.pip_config import redact
 
     if isinstance(error, EnvbuildError):
-        return HostFinding(
-            check.name, "warn", redact(error.message.splitlines()[0]), error.hint or ""
-        )
+        return HostFinding(check.name, "warn", redact(error.message.splitlines()[0]), error.hint or "")
     text = redact(str(error).splitlines()[0] if str(error) else "")
     what = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
     return HostFinding(check.name, "warn", what, "", {"crashed": True})

@@ -65,9 +65,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
     here = on_site(site, variables)
     bash = find("bash", variables)
     if table.init and not Path(table.init).is_file():
-        yield missing(
-            "[modules] init", f"{table.init} does not exist", here, "find it with `envbuild doctor`"
-        )
+        yield missing("[modules] init", f"{table.init} does not exist", here, "find it with `envbuild doctor`")
         return
     if bash is None:
         yield elsewhere("[modules]", "bash is not on this host")
@@ -83,17 +81,12 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
     for key, names in (("run", table.run), ("build", table.build)):
         if not names or (key == "build" and names == table.run):
             continue
-        code, said = run_probe(
-            [bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S
-        )
+        code, said = run_probe([bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S)
         # Old versions of Environment Modules report an error and exit with 0.
         wrong = code != 0 or "ERROR" in said or "Unable to locate" in said
         if wrong:
             yield missing(
-                f"[modules] {key}",
-                f"{' '.join(names)}: {_why(said)}",
-                here,
-                "module avail, or module spider NAME",
+                f"[modules] {key}", f"{' '.join(names)}: {_why(said)}", here, "module avail, or module spider NAME"
             )
         else:
             yield HostFinding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
@@ -101,9 +94,7 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
 
 def _why(said: str) -> str:
     lines = [line.strip() for line in said.splitlines()]
-    told = [
-        line for line in lines if "nable to locate" in line or "unknown" in line or "ERROR" in line
-    ]
+    told = [line for line in lines if "nable to locate" in line or "unknown" in line or "ERROR" in line]
     return first_line("\n".join(told or lines)) or "cannot be loaded"
 
 
@@ -136,24 +127,14 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
         mount = storage.mount_at(there)
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
             hint = "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
-            yield HostFinding(
-                name,
-                "warn",
-                f"{path} lies on {mount.kind}, a file system that only this host has",
-                hint,
-            )
+            yield HostFinding(name, "warn", f"{path} lies on {mount.kind}, a file system that only this host has", hint)
         elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):
             yield HostFinding(
-                name,
-                "warn",
-                f"{path} is in the home folder, where quotas are small",
-                "a folder on scratch",
+                name, "warn", f"{path} is in the home folder, where quotas are small", "a folder on scratch"
             )
         else:
             kind = mount.kind if mount else "unknown file system"
-            yield HostFinding(
-                name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made")
-            )
+            yield HostFinding(name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made"))
 
 
 def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
@@ -173,9 +154,7 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFind
         if path:
             yield HostFinding("[container] runtime", "ok", path)
         else:
-            yield HostFinding(
-                "[container] runtime", "info", f"{runtime} is not on this host; nodes must have it"
-            )
+            yield HostFinding("[container] runtime", "info", f"{runtime} is not on this host; nodes must have it")
     for mount in site.container.mounts:
         source = mount.split(":")[0]
         if not Path(source).exists():
@@ -202,16 +181,11 @@ def _interface(site: JobSite) -> Iterator[HostFinding]:
             )
         elif name == "lo":
             yield HostFinding(
-                "[fabric] interface",
-                "fail",
-                "lo leads to no other node",
-                f"this host has {', '.join(known)}",
+                "[fabric] interface", "fail", "lo leads to no other node", f"this host has {', '.join(known)}"
             )
         elif name not in known:
             what = f"{name} is not on this host, which has {', '.join(known)}; nodes must have it"
-            yield HostFinding(
-                "[fabric] interface", "info", what, "envbuild preflight on the nodes tells"
-            )
+            yield HostFinding("[fabric] interface", "info", what, "envbuild preflight on the nodes tells")
         else:
             yield HostFinding("[fabric] interface", "ok", name)
 
@@ -222,21 +196,15 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
         settings = decode(read(file), SiteFile)
         for url, mirrors in settings.mirrors.items():
             page = "torch/" if "/whl" in url or "/simple" in url else ""
-            rows += [
-                (f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors
-            ]
+            rows += [(f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors]
         for name, table in settings.registries.items():
-            rows += [
-                (f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors
-            ]
+            rows += [(f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors]
         if settings.debian.mirror:
             rows.append(("[debian] mirror", connectivity.Probe(settings.debian.mirror, "dists/")))
     if not rows:
         return
     if host.offline or host.environment is None:
-        yield HostFinding(
-            "[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else "")
-        )
+        yield HostFinding("[mirrors]", "info", "not asked" + (" (--offline)" if host.offline else ""))
         return
     answers = connectivity.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
@@ -244,8 +212,5 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
         good = answer is None or answer.startswith("it answers")
         what = redact(probe.url) + ("" if good else f": {answer}")
         yield HostFinding(
-            name,
-            "ok" if good else "fail",
-            what,
-            "" if good else "correct or remove it; it is tried first",
+            name, "ok" if good else "fail", what, "" if good else "correct or remove it; it is tried first"
         )

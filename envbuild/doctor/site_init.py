@@ -100,9 +100,7 @@ def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
     """Yield [scheduler] for the scheduler `name` with the queues `found`."""
-    names = ", ".join(
-        f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in found
-    )
+    names = ", ".join(f"{one.name} ({one.nodes} nodes, {one.time})" if one.nodes else one.name for one in found)
     yield _said("kind", name, f"its {facts.queue}s: {names or 'none'}"[:200])
     chosen = _chosen(found)
     if chosen:
@@ -110,9 +108,7 @@ def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
         yield _said("partition", chosen.name, default)
     for key, value, why in facts.examples:
         if key == "launcher":
-            yield _said(
-                "time", "01:00:00", f"at most {chosen.time}" if chosen and chosen.time else ""
-            )
+            yield _said("time", "01:00:00", f"at most {chosen.time}" if chosen and chosen.time else "")
         yield _said(key, value, why, off=True)
 
 
@@ -120,12 +116,7 @@ def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue
     """Return the first scheduler that answers on this host, and its queues."""
     known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
     return next(
-        (
-            (name, facts, found)
-            for name, facts in known
-            if (found := batch.queues(name, variables)) is not None
-        ),
-        None,
+        ((name, facts, found) for name, facts in known if (found := batch.queues(name, variables)) is not None), None
     )
 
 
@@ -145,9 +136,7 @@ def _modules(host: Host) -> Iterator[str]:
         yield "# This host has neither Lmod nor Environment Modules."
     yield _said("purge", True, "unload what a login shell loaded")
     loaded = [
-        name
-        for name in host.variables.get("LOADEDMODULES", "").split(":")
-        if name.strip() and name.isprintable()
+        name for name in host.variables.get("LOADEDMODULES", "").split(":") if name.strip() and name.isprintable()
     ]
     why = "loaded now" if loaded else "exact versions, the same for building and running"
     yield _said("build", loaded or ["python/3.11"], why, off=not loaded)
@@ -182,28 +171,15 @@ def _paths(host: Host) -> Iterator[str]:
     shared.sort(key=lambda row: row[0] == "/home")  # the home folder last
     if shared:
         place, kind = shared[0]
-        mine = (
-            f"{place}/{{user}}"
-            if (user and (Path(place) / user).is_dir()) or place != "/home"
-            else place
-        )
+        mine = f"{place}/{{user}}" if (user and (Path(place) / user).is_dir()) or place != "/home" else place
         yield _said(
-            "shared",
-            mine,
-            f"{kind}, seen by other hosts; all of them: {', '.join(p for p, _ in shared)}"[:160],
+            "shared", mine, f"{kind}, seen by other hosts; all of them: {', '.join(p for p, _ in shared)}"[:160]
         )
         yield _said("cache", f"{mine}/.cache", "caches off $HOME")
     else:
         yield _said("shared", "/fsx/{user}", "no file system here is one over a network", off=True)
         yield _said("cache", "/fsx/{user}/.cache", "caches off $HOME", off=True)
-    scratch = next(
-        (
-            p
-            for p in ("/local_scratch", "/localscratch", "/scratch/local", "/nvme")
-            if os.path.isdir(p)
-        ),
-        "",
-    )
+    scratch = next((p for p in ("/local_scratch", "/localscratch", "/scratch/local", "/nvme") if os.path.isdir(p)), "")
     yield _said("scratch", scratch or "/tmp", "a node's own disk", off=not scratch)
     yield _said("logs", "logs")
 
@@ -233,9 +209,7 @@ def _node(host: Host) -> Iterator[str]:
     answering = _answering(host.variables)
     chosen = _chosen(answering[2]) if answering else None
     if answering and chosen and chosen.gpus is not None and chosen.cpus is not None:
-        yield _said(
-            "gpus", chosen.gpus, f"of a node in {chosen.name}, by {answering[1].list_queues[0]}"
-        )
+        yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by {answering[1].list_queues[0]}")
         yield _said("cpus", chosen.cpus, "0: not said")
     else:
         yield _said("gpus", gpus, "of this host")

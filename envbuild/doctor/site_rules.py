@@ -23,11 +23,7 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
     runtime = site.container.runtime
     launcher = site.scheduler.launcher
     if runtime == "pyxis" and "srun" not in LAUNCHERS.get(kind, ()):
-        yield _bad(
-            "[container] runtime",
-            "pyxis is a part of Slurm",
-            f'"enroot", "apptainer" or "none" with {kind}',
-        )
+        yield _bad("[container] runtime", "pyxis is a part of Slurm", f'"enroot", "apptainer" or "none" with {kind}')
     if runtime == "pyxis" and launcher not in (None, "srun"):
         yield _bad(
             "[container] runtime",
@@ -35,18 +31,14 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
             'launcher = "srun", or runtime = "enroot"',
         )
     if pods and runtime != "none":
-        yield _odd(
-            "[container] runtime", "pods bring their own; it is not used", 'runtime = "none"'
-        )
+        yield _odd("[container] runtime", "pods bring their own; it is not used", 'runtime = "none"')
     if pods and (site.modules.run or site.modules.build):
         yield _odd("[modules]", "pods have no modules; they are not used", "leave the table out")
     if not pods:
         table = site.kubernetes
         if table.claim or table.resources or table.node_selector or table.pull_secret:
             yield _odd(
-                "[kubernetes]",
-                f"is not used with the scheduler {kind}",
-                'leave the table out, or kind = "kubernetes"',
+                "[kubernetes]", f"is not used with the scheduler {kind}", 'leave the table out, or kind = "kubernetes"'
             )
     for one in gpu_families():
         if one.kubernetes in site.kubernetes.resources:
@@ -73,11 +65,7 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
             'claim = "NAME of a persistent volume claim"',
         )
     if site.modules.init and not (site.modules.run or site.modules.build):
-        yield _odd(
-            "[modules] init",
-            "no module is loaded after it",
-            "name modules in run and build, or remove it",
-        )
+        yield _odd("[modules] init", "no module is loaded after it", "name modules in run and build, or remove it")
     if site.modules.build != site.modules.run and site.modules.run:
         yield HostFinding(
             "[modules] build",
@@ -92,19 +80,9 @@ def _scheduler(site: JobSite) -> Iterator[HostFinding]:
     scheduler, kind = site.scheduler, site.scheduler.kind
     if scheduler.launcher is not None and scheduler.launcher not in LAUNCHERS.get(kind, ()):
         known = ", ".join(LAUNCHERS.get(kind, ())) or "none"
-        yield _bad(
-            "[scheduler] launcher",
-            f"{scheduler.launcher} does not go with {kind}",
-            f"of {kind}: {known}",
-        )
-    if scheduler.auto_resume and (
-        "srun" not in LAUNCHERS.get(kind, ()) or scheduler.launcher not in (None, "srun")
-    ):
-        yield _bad(
-            "[scheduler] auto_resume",
-            "is an option of srun on SageMaker HyperPod",
-            "auto_resume = false",
-        )
+        yield _bad("[scheduler] launcher", f"{scheduler.launcher} does not go with {kind}", f"of {kind}: {known}")
+    if scheduler.auto_resume and ("srun" not in LAUNCHERS.get(kind, ()) or scheduler.launcher not in (None, "srun")):
+        yield _bad("[scheduler] auto_resume", "is an option of srun on SageMaker HyperPod", "auto_resume = false")
     used = SCHEDULERS[kind].site_keys if kind in SCHEDULERS else frozenset()
     for key in ("qos", "constraint", "partition", "account", "directives"):
         if getattr(scheduler, key) and key not in used:
@@ -120,9 +98,7 @@ def _directives(site: JobSite) -> Iterator[HostFinding]:
     for text in site.scheduler.directives:
         if text.startswith("#"):
             yield _bad(
-                "[scheduler] directives",
-                f"{text!r}: {listed(markers, 'and')} are added to each",
-                "leave them out",
+                "[scheduler] directives", f"{text!r}: {listed(markers, 'and')} are added to each", "leave them out"
             )
         elif chosen and (option := chosen.own_option(text)):
             yield _odd(
@@ -136,16 +112,10 @@ def _environment(site: JobSite) -> Iterator[HostFinding]:
     named = site.environment
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in named:
-            yield _bad(
-                f"[environment] {name}", "is for torchrun to set, on each node anew", "remove it"
-            )
+            yield _bad(f"[environment] {name}", "is for torchrun to set, on each node anew", "remove it")
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if name in named and site.fabric.interface:
-            yield _odd(
-                f"[environment] {name}",
-                "goes against [fabric] interface",
-                "keep the interface alone",
-            )
+            yield _odd(f"[environment] {name}", "goes against [fabric] interface", "keep the interface alone")
     for name in ("NCCL_DEBUG", "NCCL_IB_GID_INDEX"):
         if name in named and name in site.fabric.variables:
             yield _odd(f"[environment] {name}", "is in [fabric] variables too", "keep that one")

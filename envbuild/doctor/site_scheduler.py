@@ -30,10 +30,7 @@ def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[Hos
     kind = site.scheduler.kind
     if kind not in SCHEDULERS:
         yield HostFinding(
-            "[scheduler] kind",
-            "info",
-            "none: `envbuild job` needs --scheduler",
-            f"name {listed(SCHEDULER_NAMES)}",
+            "[scheduler] kind", "info", "none: `envbuild job` needs --scheduler", f"name {listed(SCHEDULER_NAMES)}"
         )
     elif facts := SCHEDULERS[kind].host:
         found = batch.queues(kind, variables)
@@ -54,10 +51,7 @@ def _queue(site: JobSite, word: str, found: list[Queue]) -> Iterator[HostFinding
         return
     if chosen is None and any(one.default is not None for one in found):
         yield HostFinding(
-            "[scheduler] partition",
-            "fail",
-            f"is not said, and {title} has no default",
-            f"one of {', '.join(names)}",
+            "[scheduler] partition", "fail", f"is not said, and {title} has no default", f"one of {', '.join(names)}"
         )
         return
     if chosen is None or chosen.default is None:
@@ -103,13 +97,7 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
     if tool is None:
         yield elsewhere("[scheduler] kind", "kubectl is not on this host")
         return
-    base = [
-        tool,
-        "--request-timeout=2s",
-        f"--namespace={site.kubernetes.namespace}",
-        "get",
-        "--output=name",
-    ]
+    base = [tool, "--request-timeout=2s", f"--namespace={site.kubernetes.namespace}", "get", "--output=name"]
     code, said = run_probe([*base, f"namespace/{site.kubernetes.namespace}"], variables)
     if code != 0 and "NotFound" not in said:
         yield elsewhere("[scheduler] kind", "no cluster answers to kubectl")
@@ -124,9 +112,7 @@ def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFin
         code, said = run_probe([*base, f"persistentvolumeclaim/{claim}"], variables)
         lost = code != 0 and "NotFound" in said
         what = f"there is no claim {claim} in {site.kubernetes.namespace}" if lost else claim
-        yield HostFinding(
-            "[kubernetes] claim", "fail" if lost else "ok", what, "kubectl get pvc" if lost else ""
-        )
+        yield HostFinding("[kubernetes] claim", "fail" if lost else "ok", what, "kubectl get pvc" if lost else "")
 
 
 def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
@@ -136,9 +122,7 @@ def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
     """
     if here:
         return HostFinding(name, "fail", what, hint)
-    return HostFinding(
-        name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint
-    )
+    return HostFinding(name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint)
 
 
 def elsewhere(name: str, why: str) -> HostFinding:

@@ -58,9 +58,7 @@ def home(host: Host) -> Iterator[HostFinding]:
     """Check $HOME, and its quota if `quota` or Lustre reports one."""
     named = host.variables.get("HOME")
     if not named:
-        yield HostFinding(
-            "home", "warn", "$HOME is not set", "export HOME=…: tools look for their settings there"
-        )
+        yield HostFinding("home", "warn", "$HOME is not set", "export HOME=…: tools look for their settings there")
         return
     yield from _place("home", Path(named), host)
     yield from _quota(Path(named), host)
@@ -72,10 +70,7 @@ def temporary(host: Host) -> Iterator[HostFinding]:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
         yield HostFinding(
-            "tmp",
-            "fail",
-            "no folder for temporary files can be written",
-            "export TMPDIR=… with free disk space",
+            "tmp", "fail", "no folder for temporary files can be written", "export TMPDIR=… with free disk space"
         )
         return
     yield from _place("tmp", Path(folder), host)
@@ -86,9 +81,7 @@ def current(host: Host) -> Iterator[HostFinding]:
     try:
         folder = Path.cwd()
     except OSError:
-        yield HostFinding(
-            "current folder", "fail", "it does not exist any more", "cd to one that does"
-        )
+        yield HostFinding("current folder", "fail", "it does not exist any more", "cd to one that does")
         return
     yield from _place("current folder", folder, host, heavy=True)
 
@@ -132,11 +125,7 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
     if heavy and facts["noexec"]:
         return "warn", "programs on it cannot be run (noexec)", f"{elsewhere} elsewhere"
     if free is not None and free < (_SMALL if heavy else _LITTLE):
-        return (
-            "warn",
-            "too little for torch" if heavy else "little",
-            f"free disk space, or {elsewhere} with more",
-        )
+        return ("warn", "too little for torch" if heavy else "little", f"free disk space, or {elsewhere} with more")
     if inodes is not None and inodes < _INODES:
         what = f"{inodes} inodes left, and an environment has 15,000 files and more"
         return "warn", what, f"free disk space, or {elsewhere} elsewhere"
@@ -162,10 +151,7 @@ def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
         yield HostFinding("quota", "info", f"{tool}: {said}")
     elif "*" in said:
         yield HostFinding(
-            "quota",
-            "warn",
-            f"over quota: {_row(said)}",
-            "set ENVBUILD_STORE and caches to another file system",
+            "quota", "warn", f"over quota: {_row(said)}", "set ENVBUILD_STORE and caches to another file system"
         )
     elif row := _row(said):
         yield HostFinding("quota", "info", row)

@@ -78,10 +78,7 @@ def configuration(host: Host) -> Iterator[HostFinding]:
     """Check whether site.toml and pip's configuration are readable."""
     if host.problem:
         yield HostFinding(
-            "configuration",
-            "fail",
-            host.problem,
-            host.hint or "correct the file; every command reads it",
+            "configuration", "fail", host.problem, host.hint or "correct the file; every command reads it"
         )
         return
     there = [str(path) for path in site_files(host.variables) if path.is_file()]
@@ -145,25 +142,17 @@ def modules(host: Host) -> Iterator[HostFinding]:
     login = code == 0 and "function" in said.split()
     facts = {"here": here, "login": login, "init": init}
     if not (here or login or init):
-        yield HostFinding(
-            "modules", "info", "none (neither Lmod nor Environment Modules)", facts=facts
-        )
+        yield HostFinding("modules", "info", "none (neither Lmod nor Environment Modules)", facts=facts)
         return
     shells = "all shells" if here else "login shells" if login else "no shell by itself"
     hint = "" if here or not init else f'[modules] init = "{init}" for batch jobs'
-    yield HostFinding(
-        "modules", "ok", f"defined in {shells}; {init or 'its file was not found'}", hint, facts
-    )
+    yield HostFinding("modules", "ok", f"defined in {shells}; {init or 'its file was not found'}", hint, facts)
 
 
 def module_init(host: Host) -> str:
     """Return the file that defines `module`, or "" if none is found."""
     variables, root = host.variables, host.root
-    places = [
-        f"{variables[name]}/init/bash"
-        for name in ("LMOD_PKG", "MODULESHOME")
-        if variables.get(name)
-    ]
+    places = [f"{variables[name]}/init/bash" for name in ("LMOD_PKG", "MODULESHOME") if variables.get(name)]
     named = ("lmod", "z00_lmod", "modules", "00-modulepath", "z01_lmod", "cray-lmod", "Zlmod")
     places += [f"/etc/profile.d/{name}.sh" for name in named]
     places += [

@@ -59,9 +59,7 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
         return read_stream(stream, str(path), blobs, tag, arch)
 
 
-def read_daemon(
-    reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None
-) -> Pulled:
+def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None) -> Pulled:
     """Read the image `reference`, a name or an ID, from a Docker daemon. Raises BuildError."""
     import docker.errors
     import requests
@@ -71,16 +69,12 @@ def read_daemon(
         chunks = client.images.get(reference).save(chunk_size=_CHUNK)
         return read_stream(cast(BinaryIO, Chunks(chunks)), where, blobs, None, arch)
     except docker.errors.ImageNotFound:
-        raise BuildError(
-            f"{where}: the daemon does not have it", "pull or build it first, or check its name"
-        ) from None
+        raise BuildError(f"{where}: the daemon does not have it", "pull or build it first, or check its name") from None
     except (docker.errors.DockerException, requests.RequestException) as error:
         raise BuildError(f"{where}: {error}") from error
 
 
-def read_stream(
-    stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None
-) -> Pulled:
+def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
     """Read an image from a stream that need not be seekable, as `read_archive` does; `where` names it in messages."""
     found = ArchiveContents(where, blobs)
     source = PositionedStream(decompressed(stream, where), where)
@@ -133,9 +127,7 @@ def write_archive(
     stream.write(bytes(1024))
 
 
-def _write_layer(
-    stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, path: Path, unpack: bool
-) -> None:
+def _write_layer(stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, path: Path, unpack: bool) -> None:
     size = layer.size
     if not path.exists():
         raise BuildError(f"{path}: the blob of a layer is missing")
@@ -234,9 +226,7 @@ def pick_image(images: list[ManifestItem], where: str, tag: str | None) -> Manif
 
     Raises BuildError, listing the archive's tags, when no image or more than one matches.
     """
-    meant = [
-        image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)
-    ]
+    meant = [image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)]
     # An image that was saved under two names is listed twice.
     if len({image.config for image in meant}) == 1:
         return meant[0]
@@ -244,15 +234,12 @@ def pick_image(images: list[ManifestItem], where: str, tag: str | None) -> Manif
     if tag is not None and not meant:
         raise BuildError(f"{where}: no image with the tag {tag!r}; it has {has}", _TAG_HINT)
     raise BuildError(
-        f"{where}: {len(meant) or 'no'} images, where one is needed; it has {has}",
-        _TAG_HINT if meant else None,
+        f"{where}: {len(meant) or 'no'} images, where one is needed; it has {has}", _TAG_HINT if meant else None
     )
 
 
 def _check_diff_ids(pulled: Pulled, where: str) -> None:
-    for layer, diff_id in zip(
-        pulled.manifest.layers, pulled.config["rootfs"]["diff_ids"], strict=True
-    ):
+    for layer, diff_id in zip(pulled.manifest.layers, pulled.config["rootfs"]["diff_ids"], strict=True):
         if layer.digest == diff_id:
             continue
         name = f"{where}: layer {layer.digest}"

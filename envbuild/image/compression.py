@@ -131,11 +131,7 @@ class _Decompressed(io.RawIOBase):
         self._ready = b""
         self._used = 0
         self._decoder: _Decoder | None = None
-        self._step: Callable[[bytes], bytes] = {
-            "none": self._copy,
-            "gzip": self._gunzip,
-            "zstd": self._unzstd,
-        }[kind]
+        self._step: Callable[[bytes], bytes] = {"none": self._copy, "gzip": self._gunzip, "zstd": self._unzstd}[kind]
 
     def readable(self) -> bool:
         return True

@@ -11,13 +11,7 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
-from envbuild.image.model import (
-    MAX_MANIFEST,
-    OCI_LAYER,
-    OCI_LAYER_GZIP,
-    OCI_LAYER_ZSTD,
-    Descriptor,
-)
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
 from envbuild.image.tar_stream import Member, PositionedStream
 
 _CHUNK = 1 << 20

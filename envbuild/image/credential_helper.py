@@ -24,9 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NONE = ("credentials not found", "no credentials", "not found in native keychain")
 
 
-def ask_helper(
-    name: str, server: str, env: Mapping[str, str], named_by: Path
-) -> tuple[str, str] | None:
+def ask_helper(name: str, server: str, env: Mapping[str, str], named_by: Path) -> tuple[str, str] | None:
     """Return the (user, secret) that the helper `name` has for `server`, or None when it has none or is not installed.
 
     `named_by` is the file that names the helper. Raises RecipeError, naming that file, when `name` is not a valid
@@ -70,8 +68,7 @@ def _run(program: str, server: str, env: Mapping[str, str]) -> tuple[int, str]:
         out, _ = child.communicate(server.encode(), timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise HostError(
-            f"{program} get did not answer within {_TIMEOUT_S:g} s",
-            "it may wait for a keyring that is locked",
+            f"{program} get did not answer within {_TIMEOUT_S:g} s", "it may wait for a keyring that is locked"
         ) from None
     finally:
         if child.poll() is None:  # also kill its children, which may hold our pipe open

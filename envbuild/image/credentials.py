@@ -105,9 +105,7 @@ def _load(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         # Not str(error) of a decoding error: it quotes bytes, which may be part of a secret.
         where = f":{error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
-        raise RecipeError(
-            f"{path}{where}: not JSON", "correct it, or make it again with docker login"
-        ) from None
+        raise RecipeError(f"{path}{where}: not JSON", "correct it, or make it again with docker login") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: not a JSON object", "make it again with docker login")
     return data
@@ -125,9 +123,7 @@ def _entry(table: Mapping[str, Any], registry: str) -> Any:
     if registry in table:
         return table[registry]
     for key, value in table.items():
-        host, _, path = (
-            key.partition("://")[2].partition("/") if "://" in key else key.partition("/")
-        )
+        host, _, path = key.partition("://")[2].partition("/") if "://" in key else key.partition("/")
         if path.strip("/") in ("", "v1", "v2") and same_registry(host, registry):
             return value
     return None
@@ -135,12 +131,10 @@ def _entry(table: Mapping[str, Any], registry: str) -> Any:
 
 def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
     if not isinstance(entry, dict) or not all(
-        isinstance(entry.get(key) or "", str)
-        for key in ("auth", "identitytoken", "username", "password")
+        isinstance(entry.get(key) or "", str) for key in ("auth", "identitytoken", "username", "password")
     ):
         raise RecipeError(
-            f"{path}: the entry for {registry} is not what docker login writes",
-            f"docker login {registry}",
+            f"{path}: the entry for {registry} is not what docker login writes", f"docker login {registry}"
         )
     user, password = entry.get("username") or "", entry.get("password") or ""
     if coded := entry.get("auth"):
@@ -152,8 +146,7 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
         user, colon, password = text.partition(":")
         if not colon:
             raise RecipeError(
-                f"{path}: 'auth' of {registry} is not base64 of user:password",
-                f"docker login {registry}",
+                f"{path}: 'auth' of {registry} is not base64 of user:password", f"docker login {registry}"
             )
     token = entry.get("identitytoken") or ""
     return Credentials(user, password, token, str(path)) if token or password else None

@@ -86,18 +86,14 @@ def load(
     sent: list[Layer] = []
     total = 0
     if not present:
-        known = (
-            0 if _uses_containerd(client) else _known_prefix(client, [i.diff_id for i in layers])
-        )
+        known = 0 if _uses_containerd(client) else _known_prefix(client, [i.diff_id for i in layers])
         sent = list(layers[known:])
         total = sum(layer.blob.size for layer in sent)
         archive = _archive(config, image_id, layers, sent, blobs, on_progress)
         try:
             said = list(client.api.load_image(archive))
         except (APIError, OSError) as error:
-            raise BuildError(
-                f"the docker daemon refused the image: {_text(error)}", _hint(str(error))
-            ) from error
+            raise BuildError(f"the docker daemon refused the image: {_text(error)}", _hint(str(error))) from error
         faults = [str(line["error"]) for line in said if isinstance(line, dict) and "error" in line]
         if faults:
             raise BuildError(f"the docker daemon refused the image: {faults[0]}", _hint(faults[0]))
@@ -148,12 +144,7 @@ def _uses_containerd(client: Any) -> bool:
 
 
 def _archive(
-    config: bytes,
-    image_id: str,
-    layers: Sequence[Layer],
-    sent: Sequence[Layer],
-    blobs: Blobs,
-    on_progress: OnProgress,
+    config: bytes, image_id: str, layers: Sequence[Layer], sent: Sequence[Layer], blobs: Blobs, on_progress: OnProgress
 ) -> Iterator[bytes]:
     """Yield the load archive: the configuration, the layers in `sent`, manifest.json."""
     name = f"{image_id.partition(':')[2]}.json"
@@ -185,10 +176,7 @@ def _readable(layer: Layer, blobs: Blobs) -> Path:
     plain = blobs.path(layer.diff_id)
     if not plain.exists():
         digest = hashlib.sha256()
-        with (
-            open_layer(blobs.path(layer.blob.digest), layer.blob.digest) as source,
-            blobs.new() as (stream, place),
-        ):
+        with open_layer(blobs.path(layer.blob.digest), layer.blob.digest) as source, blobs.new() as (stream, place):
             while data := source.read(_PIECE):
                 stream.write(data)
                 digest.update(data)

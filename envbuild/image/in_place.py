@@ -43,9 +43,7 @@ def of_pulled(pulled: Pulled) -> ImageAt:
     """Return the `ImageAt` of an image whose blobs exist locally."""
     ids = pulled.config["rootfs"]["diff_ids"]
     paths = [pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers]
-    layers = tuple(
-        LayerAt(diff_id, partial(opened, path)) for diff_id, path in zip(ids, paths, strict=True)
-    )
+    layers = tuple(LayerAt(diff_id, partial(opened, path)) for diff_id, path in zip(ids, paths, strict=True))
     return ImageAt(pulled.manifest.config.digest, pulled.config, layers)
 
 
@@ -82,9 +80,7 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
             if "manifest.json" not in found.ranges:
                 return None
             where = f"{path}: manifest.json"
-            image = pick_image(
-                listed_images(found.small(stream, "manifest.json"), where), where, None
-            )
+            image = pick_image(listed_images(found.small(stream, "manifest.json"), where), where, None)
             raw = found.small(stream, image.config)
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from error

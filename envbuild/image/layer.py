@@ -18,19 +18,7 @@ from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.entry import (
-    BLOCK,
-    CHAR,
-    DIR,
-    FIFO,
-    FILE,
-    HARDLINK,
-    SYMLINK,
-    Entry,
-    Readable,
-    Tree,
-    closing,
-)
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree, closing
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
 from envbuild.workers import Answer, Workers
 
@@ -100,8 +88,7 @@ def header(entry: Entry) -> bytes:
     info.linkname = entry.target
     info.devmajor, info.devminor = entry.device
     info.pax_headers = {
-        f"SCHILY.xattr.{name}": value.decode("utf-8", "surrogateescape")
-        for name, value in entry.xattrs
+        f"SCHILY.xattr.{name}": value.decode("utf-8", "surrogateescape") for name, value in entry.xattrs
     }
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 

@@ -60,9 +60,7 @@ def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -
     return from_index(raw, str(folder), blobs, bring, tag, arch)
 
 
-def from_index(
-    raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None
-) -> Pulled:
+def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None) -> Pulled:
     """Return the image with `tag` in an `index.json` with the bytes `raw`. Raises BuildError."""
     index = parse(raw, f"{where}: index.json", OCI_INDEX)
     if not isinstance(index, ImageIndex):
@@ -78,18 +76,14 @@ def from_index(
             check_image(manifest, config, arch, where)
             for layer in manifest.layers:
                 if layer.media_type not in COMPRESSION and "tar" not in layer.media_type:
-                    raise BuildError(
-                        f"{where}: not a container image: a layer is {layer.media_type}"
-                    )
+                    raise BuildError(f"{where}: not a container image: a layer is {layer.media_type}")
                 bring(layer)
             return Pulled(manifest, config, blobs)
         found = _of_arch(manifest, where, arch)
     raise BuildError(f"{where}: indexes within indexes, more than {_DEPTH} deep")
 
 
-def fill_layout(
-    folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, str | None]]
-) -> None:
+def fill_layout(folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, str | None]]) -> None:
     """Turn the empty `folder` into a layout of `images`: manifests or indexes in `blobs`, with their tags.
 
     Blobs are hard links if the file system allows, else copies. The caller creates the folder beside its destination
@@ -100,14 +94,8 @@ def fill_layout(
     for image, tag in images:
         _link_all(folder, blobs, image)
         notes = {**image.annotations, REF_NAME: tag} if tag else image.annotations
-        listed.append(
-            Descriptor(image.media_type, image.digest, image.size, image.arch, image.os, notes)
-        )
-    index = {
-        "schemaVersion": 2,
-        "mediaType": OCI_INDEX,
-        "manifests": [item.as_json() for item in listed],
-    }
+        listed.append(Descriptor(image.media_type, image.digest, image.size, image.arch, image.os, notes))
+    index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item.as_json() for item in listed]}
     (folder / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     (folder / "oci-layout").write_bytes(canonical({"imageLayoutVersion": _VERSION}))
     (folder / "index.json").write_bytes(canonical(index))
@@ -165,9 +153,7 @@ def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
 
 def _bring_small(blob: Descriptor, where: str, bring: Bring) -> None:
     if blob.size > MAX_MANIFEST:
-        raise BuildError(
-            f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes"
-        )
+        raise BuildError(f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes")
     bring(blob)
 
 
@@ -176,9 +162,7 @@ def _small_file(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_MANIFEST + 1)
     except OSError as error:
-        raise BuildError(
-            f"{path}: {error.strerror}", "give the folder of an OCI image layout"
-        ) from error
+        raise BuildError(f"{path}: {error.strerror}", "give the folder of an OCI image layout") from error
     if len(data) > MAX_MANIFEST:
         raise BuildError(f"{path}: larger than {MAX_MANIFEST} bytes")
     return data

@@ -66,11 +66,7 @@ class Descriptor:
 
     def as_json(self) -> dict[str, Any]:
         """Return the descriptor as JSON for an OCI manifest or index."""
-        data: dict[str, Any] = {
-            "mediaType": self.media_type,
-            "digest": self.digest,
-            "size": self.size,
-        }
+        data: dict[str, Any] = {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
         if self.annotations:
             data["annotations"] = self.annotations
         if self.arch:
@@ -150,9 +146,7 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
         return ImageManifest(raw, kind, _descriptor(data.get("config"), where), layers)
     hint = None
     if "schemaVersion" in data and data["schemaVersion"] == 1:
-        hint = (
-            "Docker schema 1 images are long out of use; push the image again with a current tool"
-        )
+        hint = "Docker schema 1 images are long out of use; push the image again with a current tool"
     raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
 
 

@@ -19,9 +19,7 @@ class Pulled:
     blobs: Blobs
 
 
-def check_image(
-    manifest: ImageManifest, config: dict[str, Any], arch: str | None, where: str
-) -> None:
+def check_image(manifest: ImageManifest, config: dict[str, Any], arch: str | None, where: str) -> None:
     """Raise BuildError when the image does not match `arch` or itself.
 
     `arch` is x86_64 or aarch64, None for any. The configuration must list as many layers as the manifest.

@@ -63,8 +63,7 @@ def parse_reference(text: str) -> Reference:
     path, colon, tag = path.partition(":")
     if colon and not _TAG.fullmatch(tag):
         raise UsageError(
-            f"image {text!r}: {tag!r} is no tag",
-            "a tag is up to 128 letters, digits, dots, dashes and underscores",
+            f"image {text!r}: {tag!r} is no tag", "a tag is up to 128 letters, digits, dots, dashes and underscores"
         )
     if not _HOST.fullmatch(host):
         raise UsageError(f"image {text!r}: {host!r} is no host", _EXAMPLE)
@@ -104,9 +103,7 @@ def _check_path(path: str, text: str) -> None:
         if _PART.fullmatch(part):
             continue
         if part and _PART.fullmatch(part.lower()):
-            raise UsageError(
-                f"image {text!r}: {part!r} has upper case", "a repository is in lower case"
-            )
+            raise UsageError(f"image {text!r}: {part!r} has upper case", "a repository is in lower case")
         raise UsageError(f"image {text!r}: {part!r} is no part of a name", _EXAMPLE)
     if re.fullmatch(r"library/[0-9a-f]{64}", path):
         raise UsageError(f"image {text!r}: an id of an image here, not a name", _EXAMPLE)

@@ -72,9 +72,7 @@ class Registry:
         """
         return self._fetch(blob, threading.Event(), blobs=blobs, on_progress=on_progress)
 
-    def fetch_blobs(
-        self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress
-    ) -> list[Path]:
+    def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress) -> list[Path]:
         """Download several blobs in parallel, and return their paths; `on_progress` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
         each(unique, partial(self._fetch, blobs=blobs, on_progress=on_progress), _WORKERS)
@@ -91,14 +89,10 @@ class Registry:
             stop = threading.Event()
             return registry_push.mount(self.endpoint, digest, from_repository, stop)
 
-    def push_blob(
-        self, blob: Descriptor, path: Path, on_progress: OnProgress, chunk: int = CHUNK
-    ) -> None:
+    def push_blob(self, blob: Descriptor, path: Path, on_progress: OnProgress, chunk: int = CHUNK) -> None:
         """Upload one blob without asking whether the registry has it. `on_progress` is called as by `fetch_blob`."""
         with _told(self, f"{self.reference.name}: pushing blob {blob.digest}"):
-            registry_upload.push_blob(
-                self.endpoint, blob, path, on_progress, threading.Event(), chunk
-            )
+            registry_upload.push_blob(self.endpoint, blob, path, on_progress, threading.Event(), chunk)
 
     def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> str:
         """Publish a manifest or index whose blobs the registry has, and return its digest."""
@@ -123,9 +117,7 @@ class Registry:
         several in parallel. `on_progress` is called with the size of every blob, uploaded or not.
         """
         what = f"pushing {self._named(pointer)}"
-        pushed = registry_push.push(
-            self.endpoint, blobs, descriptors, mount_from, on_progress, what
-        )
+        pushed = registry_push.push(self.endpoint, blobs, descriptors, mount_from, on_progress, what)
         self.put_manifest(manifest, media_type, pointer)
         return pushed
 
@@ -138,9 +130,7 @@ class Registry:
     def _sources(self) -> tuple[Endpoint, ...]:
         return (*self.mirrors, self.endpoint)
 
-    def _fetch(
-        self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, on_progress: OnProgress
-    ) -> Path:
+    def _fetch(self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, on_progress: OnProgress) -> Path:
         what = self.reference.name
         return registry_pull.fetch_blob(self._sources, blob, blobs, on_progress, stop, what)
 
@@ -158,10 +148,7 @@ def _told(registry: Registry, what: str) -> Iterator[None]:
 
 
 def open_registry(
-    image: Reference | str,
-    transport: Transport,
-    env: Mapping[str, str],
-    mirrors: Sequence[str] = (),
+    image: Reference | str, transport: Transport, env: Mapping[str, str], mirrors: Sequence[str] = ()
 ) -> Registry:
     """Return the repository of `image`; no request is sent yet.
 
@@ -188,9 +175,7 @@ def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, 
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         shown = text.rpartition("@")[2]  # the user part may contain a password
-        raise UsageError(
-            f"mirror {shown!r}: neither a host nor a URL", "https://mirror.site/prefix"
-        )
+        raise UsageError(f"mirror {shown!r}: neither a host nor a URL", "https://mirror.site/prefix")
     user, at, netloc = parts.netloc.rpartition("@")
     prefix = parts.path.strip("/")
     if prefix == "v2" or prefix.startswith("v2/"):
@@ -211,12 +196,7 @@ def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, 
 
 
 def _endpoint(
-    name: str,
-    base: str,
-    repository: str,
-    transport: Transport,
-    find: Callable[[], Credentials | None],
-    retries: int,
+    name: str, base: str, repository: str, transport: Transport, find: Callable[[], Credentials | None], retries: int
 ) -> Endpoint:
     http = HttpClient(transport, plain=base.startswith("http:"))
     return Endpoint(name, base, repository, http, Login(find, http, retries), retries)

@@ -95,9 +95,7 @@ class Login:
 
         Returns whether another attempt may succeed.
         """
-        challenges = {
-            challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))
-        }
+        challenges = {challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))}
         with self._lock:
             if bearer := challenges.get("bearer"):
                 self._bearer = bearer
@@ -107,9 +105,7 @@ class Login:
                 self._bearer, self._basic = None, _basic(known)
             return self._basic is not None and self._basic != header
 
-    def _ask_for_token(
-        self, challenge: Challenge, scopes: tuple[str, ...], stop: threading.Event
-    ) -> tuple[str, float]:
+    def _ask_for_token(self, challenge: Challenge, scopes: tuple[str, ...], stop: threading.Event) -> tuple[str, float]:
         realm = challenge.parameters.get("realm", "")
         server = realm.partition("?")[0]
         known = self.credentials
@@ -123,23 +119,16 @@ class Login:
                 data = with_retries(lambda: self._post(realm, fields, stop), self.retries, stop)
             else:
                 fields += [("scope", scope) for scope in scopes]
-                data = with_retries(
-                    lambda: self._get(realm, fields, known, stop), self.retries, stop
-                )
+                data = with_retries(lambda: self._get(realm, fields, known, stop), self.retries, stop)
         except RequestFailed as error:
             who = f" with the credentials from {known.source}" if known else ""
             raise RequestFailed(
-                f"no token from {server or 'a server that it does not name'}{who}: {error}",
-                status=error.status,
+                f"no token from {server or 'a server that it does not name'}{who}: {error}", status=error.status
             ) from None
         return _token(data, server)
 
     def _get(
-        self,
-        realm: str,
-        fields: list[tuple[str, str]],
-        known: Credentials | None,
-        stop: threading.Event,
+        self, realm: str, fields: list[tuple[str, str]], known: Credentials | None, stop: threading.Event
     ) -> bytes:
         parts = split(realm)
         if known and known.username:

@@ -16,14 +16,7 @@ from envbuild.cache.http import read_all
 from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import (
-    INDEXES,
-    MANIFESTS,
-    MAX_MANIFEST,
-    Descriptor,
-    digest_of,
-    is_digest,
-)
+from envbuild.image.model import INDEXES, MANIFESTS, MAX_MANIFEST, Descriptor, digest_of, is_digest
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.progress import OnProgress
 
@@ -100,9 +93,7 @@ def _download(source: Endpoint, blob: Descriptor, download: Download, stop: thre
     url, scopes = source.url(f"blobs/{blob.digest}"), (source.scope("pull"),)
 
     def ask(headers: Mapping[str, str]) -> requests.Response:
-        return source.request(
-            "GET", url, stop, scopes=scopes, ok=ANSWERS, headers=headers, retries=0
-        )
+        return source.request("GET", url, stop, scopes=scopes, ok=ANSWERS, headers=headers, retries=0)
 
     return download.run(ask, source.retries)
 

@@ -58,9 +58,7 @@ def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -
     return False
 
 
-def put_manifest(
-    endpoint: Endpoint, raw: bytes, media_type: str, pointer: str, stop: threading.Event
-) -> str:
+def put_manifest(endpoint: Endpoint, raw: bytes, media_type: str, pointer: str, stop: threading.Event) -> str:
     """Publish a manifest or index under the tag or digest `pointer`, and return its digest.
 
     Raises RequestFailed.

@@ -39,12 +39,7 @@ def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
 
 
 def push_blob(
-    endpoint: Endpoint,
-    blob: Descriptor,
-    path: Path,
-    on_progress: OnProgress,
-    stop: threading.Event,
-    chunk: int = CHUNK,
+    endpoint: Endpoint, blob: Descriptor, path: Path, on_progress: OnProgress, stop: threading.Event, chunk: int = CHUNK
 ) -> None:
     """Upload the file `path` with the content `blob`, in chunks of `chunk` bytes.
 
@@ -161,9 +156,7 @@ class _Upload:
             offset = _received(answer.headers.get("Range"), end)
             self._moved_to(answer)
         if not start < offset <= end:
-            raise RequestFailed(
-                f"it says that it has {offset} bytes after {end} were sent", transient=True
-            )
+            raise RequestFailed(f"it says that it has {offset} bytes after {end} were sent", transient=True)
         self.offset = offset
         self._tell(offset)
 

@@ -85,9 +85,7 @@ def is_sif(head: bytes) -> bool:
     return head[_MAGIC_AT : _MAGIC_AT + len(_MAGIC)] == _MAGIC
 
 
-def write_sif_front(
-    out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str
-) -> int:
+def write_sif_front(out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str) -> int:
     """Write the objects before the partition into the empty file `out`.
 
     These are the definition and each of `jsons`, (name, content). `finish_sif` writes the header and the descriptors.
@@ -165,18 +163,12 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
         _object(row, size, where) for row in _DESCRIPTOR.iter_unpack(raw) if row[1]
     ]  # fmt: skip
     if len(found) != total - free:
-        raise BuildError(
-            f"{where}: damaged: {len(found)} objects where {total - free} are announced"
-        )
+        raise BuildError(f"{where}: damaged: {len(found)} objects where {total - free} are announced")
     roots = [item for item in found if item.primary]
     if len(roots) != 1:
         raise BuildError(f"{where}: a SIF with {len(roots)} primary partitions instead of one")
     if roots[0].fs != "squashfs":
-        hint = (
-            "an encrypted image can only be read by Apptainer"
-            if "encrypted" in roots[0].fs
-            else None
-        )
+        hint = "an encrypted image can only be read by Apptainer" if "encrypted" in roots[0].fs else None
         raise BuildError(f"{where}: its root is {roots[0].fs}, not squashfs", hint)
     said = _ARCHITECTURES.get(_text(code), "")
     if said and roots[0].arch and said != roots[0].arch:
@@ -205,9 +197,7 @@ def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object
     return found
 
 
-def _identifier(
-    definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int
-) -> uuid.UUID:
+def _identifier(definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int) -> uuid.UUID:
     parts = [b"definition", definition, arch.encode(), str(size).encode()]
     for name, content in jsons:
         parts += [name.encode(), content]

@@ -126,9 +126,7 @@ def _of_registry(rest: str, text: str) -> ImageSource:
     if hash_:
         rest = f"{registry}/{image}" if registry else image
         if registry and "." not in registry and ":" not in registry and registry != "localhost":
-            raise UsageError(
-                f"--from {text!r}: {registry!r} before # is no registry's host", f"write {_HINT}"
-            )
+            raise UsageError(f"--from {text!r}: {registry!r} before # is no registry's host", f"write {_HINT}")
     try:
         parse_reference(rest)
     except UsageError as error:

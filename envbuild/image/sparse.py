@@ -12,18 +12,13 @@ from envbuild.image.entry import Readable
 from envbuild.image.tar_stream import Member, Pieces, PositionedStream
 
 _MAX_PIECES = 1 << 20
-_MAX_SIZE = (
-    16 << 40
-)  # ext4's largest file; a bound is needed because holes take no space in an archive
+_MAX_SIZE = 16 << 40  # ext4's largest file; a bound is needed because holes take no space in an archive
 _DIGITS = 18
 _CHUNK = 1 << 20
 
 
 def gnu_pieces(
-    block: bytes,
-    source: PositionedStream,
-    name: str,
-    number: Callable[[bytes, PositionedStream], int],
+    block: bytes, source: PositionedStream, name: str, number: Callable[[bytes, PositionedStream], int]
 ) -> tuple[int, Pieces]:
     """Return the real size and the map of an S member; the map may continue in the blocks that follow."""
     size = number(block[483:495], source)
@@ -34,10 +29,7 @@ def gnu_pieces(
         for at in range(0, len(table) - 23, 24):
             if table[at] == 0:
                 break
-            numbers += (
-                number(table[at : at + 12], source),
-                number(table[at + 12 : at + 24], source),
-            )
+            numbers += (number(table[at : at + 12], source), number(table[at + 12 : at + 24], source))
         if not more:
             return size, _checked(numbers, size, stored, source, name)
         if len(numbers) > 2 * _MAX_PIECES:
@@ -46,9 +38,7 @@ def gnu_pieces(
         table, more = following[:504], following[504]
 
 
-def pax_pieces(
-    member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream, name: str
-) -> bytes | None:
+def pax_pieces(member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream, name: str) -> bytes | None:
     """Set the map and the real size of `member` from its pax records, and return its real name if they contain one."""
     values = dict(pairs)
     major, minor = values.get("GNU.sparse.major"), values.get("GNU.sparse.minor")
@@ -143,9 +133,7 @@ def _stored_map(stored: int, source: PositionedStream, name: str) -> tuple[list[
     return numbers[1:], taken
 
 
-def _checked(
-    numbers: list[int], size: int, stored: int, source: PositionedStream, name: str
-) -> Pieces:
+def _checked(numbers: list[int], size: int, stored: int, source: PositionedStream, name: str) -> Pieces:
     pieces = tuple(zip(numbers[::2], numbers[1::2], strict=False))
     position = total = 0
     for offset, length in pieces:

@@ -230,7 +230,5 @@ def _clean(name: str) -> list[str]:
 def _check(folder: list[str], name: str) -> None:
     path = "/".join([*folder, name])
     size = len(path) if path.isascii() else len(os.fsencode(path))
-    if size > _PATH_MAX or (
-        size > _NAME_MAX and any(len(os.fsencode(part)) > _NAME_MAX for part in (*folder, name))
-    ):
+    if size > _PATH_MAX or (size > _NAME_MAX and any(len(os.fsencode(part)) > _NAME_MAX for part in (*folder, name))):
         raise _Refused("a path longer than Linux allows")

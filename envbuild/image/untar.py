@@ -87,14 +87,10 @@ def members(source: PositionedStream) -> Iterator[Member]:
 
 
 def _no_tar(size: int, source: PositionedStream) -> BuildError:
-    return BuildError(
-        f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512"
-    )
+    return BuildError(f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512")
 
 
-def _member(
-    block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream
-) -> Member:
+def _member(block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream) -> Member:
     name, link = _text(block[0:100]), _text(block[157:257])
     posix = block[257:263] == b"ustar\0"
     if posix:

@@ -46,9 +46,7 @@ LEFT_OUT = {
         "an installer's own files and their rows in RECORD",
     ),
 }  # fmt: skip
-_VENV_ONLY = re.compile(
-    r"(?:^|/)(?:__pycache__(?:/.*)?|\.lock|[^/]+\.dist-info/(?:uv_cache\.json|direct_url\.json))$"
-)
+_VENV_ONLY = re.compile(r"(?:^|/)(?:__pycache__(?:/.*)?|\.lock|[^/]+\.dist-info/(?:uv_cache\.json|direct_url\.json))$")
 _FRAME = re.compile(
     r"lib64|\.gitignore|CACHEDIR\.TAG|pyvenv\.cfg|pylock\.toml"
     r"|bin/(?:python[0-9.]*|(?:de)?activate[^/]*|[Aa]ctivate\.ps1|pydoc\.bat)"
@@ -58,9 +56,7 @@ _FRAME = re.compile(
 _CONDA_FRAME = re.compile(
     r"CACHEDIR\.TAG|(?:conda-meta|__clobbers__|pkgs|envs)/.*|.*\.dist-info/(?:INSTALLER|REQUESTED)"
 )
-_SITE = re.compile(
-    r"lib/python[^/]+/site-packages/.*(?<!\.dist-info/INSTALLER)(?<!\.dist-info/REQUESTED)"
-)
+_SITE = re.compile(r"lib/python[^/]+/site-packages/.*(?<!\.dist-info/INSTALLER)(?<!\.dist-info/REQUESTED)")
 # Keys of pyvenv.cfg about the host's interpreter and the tool that made the environment.
 _OF_THE_HOST = ("home", "executable", "command", "prompt", "uv", "version", "version_info")
 
@@ -85,10 +81,7 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
     prefix = contents.prefix
     frame = None if prefix is None else (f"{prefix}/" if prefix else "")
     inner = view in (BETWEEN, CONDA, SITE)
-    records = {
-        f"{package.info}/RECORD": package.content if inner else package.record
-        for package in contents.python
-    }
+    records = {f"{package.info}/RECORD": package.content if inner else package.record for package in contents.python}
     found = {}
     for path, item in contents.files.items():
         inside = path.removeprefix(frame) if frame is not None and path.startswith(frame) else None
@@ -137,13 +130,7 @@ def _converted(path: str, item: Item) -> Item | None:
 def _loose(item: Item) -> dict[str, str]:
     executable = "x" if item.kind == FILE and item.mode & 0o111 else ""
     size = str(item.size) if item.kind == FILE else ""
-    return {
-        "kind": item.kind,
-        "mode": executable,
-        "size": size,
-        "content": item.sha256,
-        "link": item.target,
-    }
+    return {"kind": item.kind, "mode": executable, "size": size, "content": item.sha256, "link": item.target}
 
 
 def _is_frame(name: str, item: Item, view: str) -> bool:
@@ -165,9 +152,7 @@ def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: In
         seen |= {"size": "", "content": ""}
 
 
-def _settle_conda(
-    seen: dict[str, str], path: str, name: str, item: Item, contents: Inventory
-) -> None:
+def _settle_conda(seen: dict[str, str], path: str, name: str, item: Item, contents: Inventory) -> None:
     """Replace properties in `seen` of a file that contains the environment's path by those of the packaged file."""
     known = contents.recorded.get(path)
     if known is None:

@@ -148,9 +148,7 @@ def _setting_changes(
     return _changes(before, after)
 
 
-def _settings(
-    about: Description, contents: Inventory | None, between: bool = False
-) -> dict[str, str]:
+def _settings(about: Description, contents: Inventory | None, between: bool = False) -> dict[str, str]:
     about = completed(about, contents)
     found = {"target": about.target, "recipe": about.recipe}
     if between:
@@ -246,9 +244,7 @@ def _shown(name: str, value: Any) -> str | None:
     return redact(text)
 
 
-def _files(
-    one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]
-) -> tuple[Change, ...]:
+def _files(one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]) -> tuple[Change, ...]:
     found = []
     for path in sorted(one.keys() | other.keys()):
         before, after = one.get(path), other.get(path)
@@ -288,9 +284,5 @@ def _no_environment(
 ) -> tuple[str, ...]:
     if not between:
         return ()
-    without = [
-        about.spelling
-        for about, contents in ((one, left), (other, right))
-        if contents.prefix is None
-    ]
+    without = [about.spelling for about, contents in ((one, left), (other, right)) if contents.prefix is None]
     return (f"{', '.join(without)} has no environment of its own: files were not compared",)

@@ -210,9 +210,7 @@ def completed(about: Description, contents: Inventory | None) -> Description:
     if contents is None:
         return about
     said = {
-        name: str(contents.state[name])
-        for name in _IN_STATE
-        if not getattr(about, name) and contents.state.get(name)
+        name: str(contents.state[name]) for name in _IN_STATE if not getattr(about, name) and contents.state.get(name)
     }
     about = replace(about, **said)  # type: ignore[arg-type]
     version = next((p.version for p in contents.own_conda if p.name == "python"), "")

@@ -17,13 +17,7 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.inspect.conda_meta import recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, Description, Inventory, Item
-from envbuild.inspect.metadata import (
-    interest,
-    python_packages,
-    settings_of,
-    source_built,
-    state_of,
-)
+from envbuild.inspect.metadata import interest, python_packages, settings_of, source_built, state_of
 
 if TYPE_CHECKING:
     from envbuild.inspect.facts import Request
@@ -54,9 +48,7 @@ class OpenedFolder:
             for entry, path in _walk(os.fspath(self.folder), "", _OTHERS.get(kind, ())):
                 files[path] = _item(entry, path, notes, hashes)
         except OSError as error:
-            raise BuildError(
-                f"{error.filename or self.folder}: cannot be read: {error.strerror}"
-            ) from error
+            raise BuildError(f"{error.filename or self.folder}: cannot be read: {error.strerror}") from error
         return Inventory(
             files,
             python_packages(files, notes),
@@ -81,9 +73,7 @@ def open_venv(request: Request) -> OpenedFolder:
     """Open `DIR`: a venv. Raises UsageError when there is none, BuildError when its state is damaged."""
     folder = Path(request.rest)
     if not is_venv(folder):
-        hint = (
-            "give a folder with pyvenv.cfg or envbuild.json in it; a conda environment is conda:DIR"
-        )
+        hint = "give a folder with pyvenv.cfg or envbuild.json in it; a conda environment is conda:DIR"
         raise _not_there(folder, "a virtual environment", hint)
     return _opened(VENV, folder, request.spelling)
 
@@ -109,10 +99,7 @@ def _opened(kind: str, folder: Path, spelling: str) -> OpenedFolder:
         # Python's version in a conda environment comes from its packages (facts.completed).
         version = _version(folder) if kind == VENV else ""
         python = ".".join(version.split(".")[:2])
-        return OpenedFolder(
-            Description(kind, spelling, place=folder, python=python, python_version=version),
-            folder,
-        )
+        return OpenedFolder(Description(kind, spelling, place=folder, python=python, python_version=version), folder)
     about = Description(
         kind=kind,
         spelling=spelling,
@@ -138,9 +125,7 @@ def _version(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def _walk(
-    folder: str, relative: str, without: Collection[str] = ()
-) -> Iterator[tuple[os.DirEntry[str], str]]:
+def _walk(folder: str, relative: str, without: Collection[str] = ()) -> Iterator[tuple[os.DirEntry[str], str]]:
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:

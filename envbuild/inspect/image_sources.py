@@ -41,9 +41,7 @@ def open_layout(request: Request) -> OpenedImage:
 
     raw = _index(folder)
     _one_image(raw, folder, tag)
-    pulled = _of_any(
-        request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch)
-    )
+    pulled = _of_any(request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch))
     return _opened(request, pulled, pulled.manifest.digest, folder)
 
 
@@ -176,8 +174,7 @@ def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
         if len(set(different.values())) < len(different):
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
             raise UsageError(
-                f"{folder} holds {len(different)} images: {', '.join(names)}",
-                f"name one: oci:{folder}:TAG",
+                f"{folder} holds {len(different)} images: {', '.join(names)}", f"name one: oci:{folder}:TAG"
             )
 
 

@@ -90,9 +90,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
                 made.notes[number] = reader(b"".join(kept))
         source.finish()
         if hashed.finish() != diff_id:
-            raise BuildError(
-                f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
-            )
+            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
     return LayerListing(tuple(listed), made.sha256, frozenset(scripts), made.notes)
 
 

@@ -26,10 +26,7 @@ def is_secret(name: str) -> bool:
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:
     """Return variables or labels with the values of secret ones, and passwords in all URLs, masked."""
-    return {
-        name: HIDDEN if is_secret(name) and value else redact(value)
-        for name, value in values.items()
-    }
+    return {name: HIDDEN if is_secret(name) and value else redact(value) for name, value in values.items()}
 
 
 def masked_words(words: Sequence[str]) -> list[str]:

@@ -23,9 +23,7 @@ from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 64 << 20
-_INFO = re.compile(
-    r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$"
-)
+_INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
 _LAYER = re.compile(rf"(?:^|/){layer_files.FOLDER}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
 # Rows about the installer and the location, not about the distribution.
@@ -80,12 +78,7 @@ def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[Py
 
 def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
     """Return every Debian package in `notes`."""
-    found = {
-        DebianPackage(*map(str, row))
-        for path, note in notes.items()
-        if _STATUS.search(path)
-        for row in note
-    }
+    found = {DebianPackage(*map(str, row)) for path, note in notes.items() if _STATUS.search(path) for row in note}
     return tuple(sorted(found, key=lambda p: (p.name, p.arch, p.version)))
 
 
@@ -192,9 +185,7 @@ def _debian(data: bytes) -> Note:
         fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*?)[ \t]*$", stanza, re.MULTILINE))
         # Removed packages are listed as long as their configuration exists; status.d has no Status.
         if fields.get("Package") and fields.get("Status", "ok installed").endswith(" installed"):
-            rows.append(
-                [fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")]
-            )
+            rows.append([fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")])
     return rows
 
 

@@ -96,9 +96,7 @@ def open_artifacts(
 
 
 @contextmanager
-def open_artifact(
-    text: str, environment: Environment, target: str | None
-) -> Iterator[ArtifactReader]:
+def open_artifact(text: str, environment: Environment, target: str | None) -> Iterator[ArtifactReader]:
     """Open one artifact, see `open_artifacts`."""
     with open_artifacts([text], environment, target) as (opened,):
         yield opened
@@ -143,17 +141,14 @@ def _image_name(text: str) -> str:
         if text.startswith(("/", ".", "~")) or "://" in text or not text:
             raise UsageError(f"{text or repr(text)} does not exist", f"give {HELP}") from None
         raise UsageError(
-            f"{text}: no such file or folder, and no name of an image: {error.message}",
-            f"give {HELP}",
+            f"{text}: no such file or folder, and no name of an image: {error.message}", f"give {HELP}"
         ) from None
     return text
 
 
 def _no_artifact(path: Path) -> UsageError:
     if not os.access(path, os.R_OK, effective_ids=True):
-        return UsageError(
-            f"cannot read {path}: permission denied", "ask its owner for read permission"
-        )
+        return UsageError(f"cannot read {path}: permission denied", "ask its owner for read permission")
     if path.is_dir():
         kinds = "a venv, a conda environment nor an OCI layout"
     else:

@@ -19,9 +19,7 @@ from envbuild.inspect.metadata import (
 from envbuild.layers.compose import PREFIX
 
 
-def contents_of_root(
-    files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]
-) -> Inventory:
+def contents_of_root(files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]) -> Inventory:
     """Return the inventory of a root with these files.
 
     `notes` are the results of `interest`, by path. `env` holds the variables of programs in the root, of which

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
 from envbuild.inspect.conda_meta import channel_name
-from envbuild.inspect.facts import (
-    FOLDERS,
-    IMAGE,
-    DebianPackage,
-    Description,
-    Inventory,
-    PythonPackage,
-)
+from envbuild.inspect.facts import FOLDERS, IMAGE, DebianPackage, Description, Inventory, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 
 if TYPE_CHECKING:
@@ -78,9 +71,7 @@ def _subject(about: Description) -> Component:
         name=name,
         version=digest or None,
         bom_ref=digest or name,
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest.rpartition(":")[2])]
-        if digest
-        else [],
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest.rpartition(":")[2])] if digest else [],
         purl=purl,
         properties=_properties(
             kind=about.kind,
@@ -104,9 +95,7 @@ def _built(contents: Inventory) -> Iterator[Component]:
         qualifiers = {"checksum": f"sha256:{layer.source}"} if layer.source else {}
         purl = PackageURL("generic", None, layer.name, layer.version or None, qualifiers)
         start = f"{layer.location}/" if layer.location else ""
-        texts = [
-            Property(name="envbuild:licence", value=f"{start}{path}") for path in layer.licences
-        ]
+        texts = [Property(name="envbuild:licence", value=f"{start}{path}") for path in layer.licences]
         yield Component(
             type=ComponentType.LIBRARY,
             name=layer.name,
@@ -141,12 +130,8 @@ def _conda(contents: Inventory) -> Iterator[Component]:
             version=package.version or None,
             bom_ref=_reference(f"{purl}#{package.location}".rstrip("#"), seen),
             purl=purl,
-            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=package.sha256)]
-            if package.sha256
-            else [],
-            licenses=[LicenseFactory().make_from_string(package.license)]
-            if package.license
-            else [],
+            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=package.sha256)] if package.sha256 else [],
+            licenses=[LicenseFactory().make_from_string(package.license)] if package.license else [],
             properties=_properties(location=package.location, record=package.record),
         )
 
@@ -210,10 +195,7 @@ def _reference(text: str, seen: set[str]) -> str:
 
 def _licenses(package: PythonPackage) -> list[License]:
     """Return the licences: CycloneDX takes one SPDX expression, or any number of licences by SPDX id or by name."""
-    from cyclonedx.contrib.license.exceptions import (
-        InvalidLicenseExpressionException,
-        InvalidSpdxLicenseException,
-    )
+    from cyclonedx.contrib.license.exceptions import InvalidLicenseExpressionException, InvalidSpdxLicenseException
     from cyclonedx.contrib.license.factories import LicenseFactory
 
     make = LicenseFactory()
@@ -234,9 +216,7 @@ def _licenses(package: PythonPackage) -> list[License]:
 def _properties(**values: str) -> list[Any]:
     from cyclonedx.model import Property
 
-    return [
-        Property(name=f"envbuild:{name}", value=value) for name, value in values.items() if value
-    ]
+    return [Property(name=f"envbuild:{name}", value=value) for name, value in values.items() if value]
 
 
 def _time(about: Description, source_date: int | None) -> datetime:

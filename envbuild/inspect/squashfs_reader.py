@@ -81,11 +81,7 @@ def open_sif(request: Request) -> OpenedSquashfs:
     if request.arch and sif.arch not in ("", request.arch):
         raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
     image = open_squashfs(stream, sif.partition.offset, request.rest)
-    objects = {
-        item.name: _json(read_object(stream, item, request.rest))
-        for item in sif.objects
-        if item.kind == JSON
-    }
+    objects = {item.name: _json(read_object(stream, item, request.rest)) for item in sif.objects if item.kind == JSON}
     run = dict(objects.get("oci-config.json") or {})
     told: Any = objects.get("inspect-metadata.json")
     for key in ("data", "attributes", "labels"):
@@ -145,9 +141,7 @@ def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inv
         return _read(image, entry, handle, hashes)
 
     notes: dict[str, Note] = {}
-    for (entry, _), (digest, script, note) in zip(
-        wanted, image.each_file(wanted, read), strict=True
-    ):
+    for (entry, _), (digest, script, note) in zip(wanted, image.each_file(wanted, read), strict=True):
         if entry.kind != HARDLINK:
             files[entry.path] = dataclasses.replace(files[entry.path], sha256=digest, script=script)
         if note is not None:
@@ -160,9 +154,7 @@ def _tells(entry: Entry) -> bool:
     return entry.size <= MAX_SIZE and interest(entry.path) is not None
 
 
-def _read(
-    image: SquashfsImage, entry: Entry, handle: int, hashes: bool
-) -> tuple[str, bool, Note | None]:
+def _read(image: SquashfsImage, entry: Entry, handle: int, hashes: bool) -> tuple[str, bool, Note | None]:
     """Return the sha256 of a file, whether it begins with `#!`, and its note."""
     reader = interest(entry.path) if _tells(entry) else None
     if reader is None and entry.kind == HARDLINK:

@@ -34,12 +34,7 @@ class JobInputs:
 
 
 def open_artifact(
-    named: str,
-    kinds: tuple[str, ...],
-    target: str | None,
-    *,
-    shared: str = "",
-    unverified: bool = False,
+    named: str, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False
 ) -> JobInputs:
     """Return the artifact that `named` refers to.
 
@@ -57,15 +52,11 @@ def open_artifact(
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
         return _local(path, target, unverified)
     if "/" in named:
-        raise UsageError(
-            f"{named} does not exist", "give what `envbuild venv` or another build printed"
-        )
+        raise UsageError(f"{named} does not exist", "give what `envbuild venv` or another build printed")
     return _built(named, kinds, target, shared, unverified)
 
 
-def _built(
-    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool
-) -> JobInputs:
+def _built(recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool) -> JobInputs:
     """Return the artifact of `recipe` from the folders in which builds write it."""
     tops = [Path("build") / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
@@ -78,21 +69,12 @@ def _built(
             f"build it first ({commands}), or give the path of an artifact",
         )
     if len(found) > 1:
-        raise UsageError(
-            f"{recipe} is built for {', '.join(name for _, name, _ in found)}",
-            "choose one with --target",
-        )
+        raise UsageError(f"{recipe} is built for {', '.join(name for _, name, _ in found)}", "choose one with --target")
     kind, name, place = found[0]
-    return (
-        _pushed(place, name, unverified)
-        if ARTIFACTS[kind].form == "registry"
-        else _local(place, target, unverified)
-    )
+    return _pushed(place, name, unverified) if ARTIFACTS[kind].form == "registry" else _local(place, target, unverified)
 
 
-def _places(
-    top: Path, recipe: str, kinds: tuple[str, ...], target: str | None
-) -> list[tuple[str, str, Path]]:
+def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) -> list[tuple[str, str, Path]]:
     """Return (kind, target, path) of the first existing one of `kinds` in `top`, for `target` or for each target."""
     targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
     found = []
@@ -111,8 +93,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     kind = kind_at(path)
     if kind is None:
         raise UsageError(
-            f"{path} is not an artifact of envbuild",
-            "pass the path that the build printed as its last line",
+            f"{path} is not an artifact of envbuild", "pass the path that the build printed as its last line"
         )
     found = kind.read(path)
     state, digest = found.state, found.digest
@@ -148,9 +129,7 @@ def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
     return _image(pushed, target, unverified, receipt)
 
 
-def _image(
-    named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None
-) -> JobInputs:
+def _image(named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None) -> JobInputs:
     """Return an image in a registry, by its digest; its receipt is searched in the folders in which builds write it."""
     from envbuild.image.reference import parse_reference
 
@@ -180,8 +159,7 @@ def _image(
     )
     _check_target(named, artifact.target, target)
     layers = tuple(
-        BuiltLayer(one["name"], one["version"], "", one.get("path", ""))
-        for one in (receipt or {}).get("layers", ())
+        BuiltLayer(one["name"], one["version"], "", one.get("path", "")) for one in (receipt or {}).get("layers", ())
     )
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
     told = (receipt or {}).get("packages")
@@ -207,9 +185,7 @@ def _receipt(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         found["artifact"]["digest"], found["artifact"]["path"], found["recipe"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path}: cannot be understood: {error}", "build the image again"
-        ) from error
+        raise UsageError(f"{path}: cannot be understood: {error}", "build the image again") from error
     return found
 
 
@@ -220,6 +196,5 @@ def _check_target(what: object, found: str, wanted: str | None) -> None:
 
 def _refusal(what: str, receipt: Path, command: str) -> VerificationError:
     return VerificationError(
-        f"{what} has no receipt that says that it passed ({receipt})",
-        f"verify it (`{command}`), or say --unverified",
+        f"{what} has no receipt that says that it passed ({receipt})", f"verify it (`{command}`), or say --unverified"
     )

@@ -15,9 +15,7 @@ from envbuild.jobs.script import opening
 from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import LAUNCHERS, TITLES, listed
 
-_VERIFIED = (
-    "# Verification simulates its nodes on this one; its receipt goes beside the environment."
-)
+_VERIFIED = "# Verification simulates its nodes on this one; its receipt goes beside the environment."
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +117,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
     if store:
         lines.append(f"export ENVBUILD_STORE={word(store, 'the store')}")
     place = word(build.place, "--out")
-    command = (
-        f"{tool} {build.kind} {word(recipe, 'the recipe')} --target {build.target} --out {place}"
-    )
+    command = f"{tool} {build.kind} {word(recipe, 'the recipe')} --target {build.target} --out {place}"
     lines += [
         f"mkdir -p {word(str(PurePosixPath(build.place).parent), '--out')}",
         _VERIFIED,

@@ -14,12 +14,7 @@ from envbuild.verify.network_variables import fabric_variables, plugin_variables
 
 
 def job_env(
-    opened: JobInputs,
-    site: JobSite,
-    runtime: Runtime,
-    nproc: int,
-    cpus: int,
-    origins: dict[str, str],
+    opened: JobInputs, site: JobSite, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
@@ -49,9 +44,7 @@ def job_env(
         for name in site.fabric.variables:
             origins[f"variables.{name}"] = site.origin("fabric", "variables")
         root = PurePath(artifact.python).parents[1]
-        plugin = plugin_variables(
-            opened.layers, root, opened.nccl, accelerator=artifact.accelerator
-        )
+        plugin = plugin_variables(opened.layers, root, opened.nccl, accelerator=artifact.accelerator)
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
     own = artifact.of_kind.job_variables(artifact.path)
@@ -85,16 +78,11 @@ def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
     if runtime == "folder":
         found = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
     elif runtime == "apptainer":
-        found = {
-            "APPTAINER_CACHEDIR": cache and f"{cache}/apptainer",
-            "APPTAINER_TMPDIR": scratch,
-        }
+        found = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
     return {name: value for name, value in found.items() if value}
 
 
-def container_mounts(
-    script: str | None, runtime: Runtime, work: str, site: JobSite
-) -> tuple[tuple[str, str], ...]:
+def container_mounts(script: str | None, runtime: Runtime, work: str, site: JobSite) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
     if runtime in ("folder", "pod"):
         return ()
@@ -104,8 +92,6 @@ def container_mounts(
         found.append((host, inside or host))
     # The job's own folders: the working folder and that of the script, which is an absolute path.
     for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
-        if not any(
-            PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found
-        ):
+        if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found):
             found.append((folder, folder))
     return tuple(found)

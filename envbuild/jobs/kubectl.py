@@ -35,26 +35,18 @@ _HINTS = (
         r"loading config file|Error in configuration",
         "point KUBECONFIG to the cluster's file, and choose one of `kubectl config get-contexts`",
     ),
-    (
-        r"provide credentials|Unauthorized",
-        "log in to the cluster: KUBECONFIG's user has no valid credentials",
-    ),
+    (r"provide credentials|Unauthorized", "log in to the cluster: KUBECONFIG's user has no valid credentials"),
     (
         r"\(Forbidden\)|is forbidden:",
         "ask the cluster's administrator for this right, or change [kubernetes] namespace in the site file",
     ),
-    (
-        r'namespaces "[^"]*" not found',
-        "make the namespace, or change [kubernetes] namespace in the site file",
-    ),
+    (r'namespaces "[^"]*" not found', "make the namespace, or change [kubernetes] namespace in the site file"),
 )
 
 
 def created_job(printed: str) -> str:
     """Return kubectl's name of the created job (pytorchjob.kubeflow.org/NAME), without the manifest's other objects."""
-    found = re.findall(
-        r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE
-    )
+    found = re.findall(r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE)
     return found[-1] if found else printed.strip()
 
 

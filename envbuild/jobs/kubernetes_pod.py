@@ -143,9 +143,7 @@ def _fitting(name: str, value: str) -> str:
     if name == "ENVBUILD_HOSTS":
         name = f"{name}, the names of {len(value.split())} pods,"
         hint = "choose a shorter --name or fewer --nodes"
-    raise UsageError(
-        f"{name} has {size} bytes: Linux starts no process with a variable of 128 KiB or more", hint
-    )
+    raise UsageError(f"{name} has {size} bytes: Linux starts no process with a variable of 128 KiB or more", hint)
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
@@ -253,10 +251,7 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
         gpu = plan.artifact.accelerator.kubernetes
         placed["tolerations"] = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
     if plan.site.scheduler.exclusive and plan.nodes > 1:
-        term = {
-            "labelSelector": {"matchLabels": {LABEL: name}},
-            "topologyKey": "kubernetes.io/hostname",
-        }
+        term = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
         rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
         placed["affinity"] = {"podAntiAffinity": rule}
     placed |= pod_security(plan)

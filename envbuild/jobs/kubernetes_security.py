@@ -17,11 +17,7 @@ def pod_security(plan: JobPlan) -> dict[str, Any]:
         return {}
     context: dict[str, Any] = {"runAsNonRoot": True, "runAsUser": int(user)}
     if group:
-        context |= {
-            "runAsGroup": int(group),
-            "fsGroup": int(group),
-            "fsGroupChangePolicy": "OnRootMismatch",
-        }
+        context |= {"runAsGroup": int(group), "fsGroup": int(group), "fsGroupChangePolicy": "OnRootMismatch"}
     return {"securityContext": context | {"seccompProfile": {"type": "RuntimeDefault"}}}
 
 

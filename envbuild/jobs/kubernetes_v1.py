@@ -90,9 +90,7 @@ def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
     }
     if etcd is not None:
         policy |= {"rdzvHost": etcd.host, "rdzvPort": etcd.port}
-    policy["rdzvConf"] = [
-        {"key": key, "value": str(value)} for key, value in rendezvous_conf(plan).items()
-    ]
+    policy["rdzvConf"] = [{"key": key, "value": str(value)} for key, value in rendezvous_conf(plan).items()]
     return policy
 
 

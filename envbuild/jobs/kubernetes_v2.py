@@ -46,11 +46,7 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     pods = Pods(name, hosts, number, _PORT)
     etcd = etcd_of(plan, name)
-    endpoint = (
-        literal(f"{etcd.host}:{etcd.port}", "--endpoint")
-        if etcd
-        else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
-    )
+    endpoint = literal(f"{etcd.host}:{etcd.port}", "--endpoint") if etcd else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
     arguments = [
         literal(plan.artifact.python, "python"),
         "-m", "torch.distributed.run",
@@ -84,11 +80,7 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
         "kind": "TrainJob",
         "metadata": metadata(plan, name),
         "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "ClusterTrainingRuntime",
-                "name": _RUNTIME,
-            },
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": _RUNTIME},
             "activeDeadlineSeconds": seconds(plan.time),
             "trainer": trainer,
             "runtimePatches": [_patch(plan, name)],
@@ -105,10 +97,7 @@ def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
     conf = ",".join(f"{key}={value}" for key, value in rendezvous_conf(plan).items())
     if etcd is not None:
         return [*waiting(etcd), f'export PET_RDZV_CONF="{conf}"']
-    return [
-        'if [ "$PET_NODE_RANK" = 0 ]; then host=1; else host=0; fi',
-        f'export PET_RDZV_CONF="is_host=$host,{conf}"',
-    ]
+    return ['if [ "$PET_NODE_RANK" = 0 ]; then host=1; else host=0; fi', f'export PET_RDZV_CONF="is_host=$host,{conf}"']
 
 
 def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
@@ -117,14 +106,9 @@ def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
         "metadata": {"labels": {LABEL: name}},
         "spec": {
             **placement(plan, name),
-            "containers": [
-                {"name": "node"} | container_security(plan) | {"volumeMounts": mounts(plan)}
-            ],
+            "containers": [{"name": "node"} | container_security(plan) | {"volumeMounts": mounts(plan)}],
             "volumes": volumes(plan),
         },
     }
     job = {"name": "node", "template": {"spec": {"template": pod}}}
-    return {
-        "manager": "envbuild/job",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
-    }
+    return {"manager": "envbuild/job", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}

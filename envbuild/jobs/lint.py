@@ -88,9 +88,7 @@ def lint(text: str, name: str) -> list[Problem]:
 
 def is_manifest(text: str, name: str) -> bool:
     """Return whether `text` is a Kubernetes manifest and not a script."""
-    return not text.startswith("#!") and (
-        name.endswith((".yaml", ".yml")) or len(_MANIFEST.findall(text)) > 1
-    )
+    return not text.startswith("#!") and (name.endswith((".yaml", ".yml")) or len(_MANIFEST.findall(text)) > 1)
 
 
 def _ignored(line: str, fault: str) -> bool:

@@ -17,9 +17,7 @@ from envbuild.jobs.lint_script import Found, read_script
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
-_OF_HOSTS = frozenset(
-    ["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"]
-)
+_OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
 
 
 def lint_manifest(text: str, name: str) -> Iterator[Found]:

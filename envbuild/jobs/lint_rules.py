@@ -26,9 +26,7 @@ def of_launches(script: ParsedScript) -> Iterator[Found]:
             yield from _identity(script, one)
         if one.launcher == "srun":
             yield from _doubled(script, one)
-        if one.launcher in ("mpirun", "orterun") and not _words_have(
-            script, one, "bind-to", "none"
-        ):
+        if one.launcher in ("mpirun", "orterun") and not _words_have(script, one, "bind-to", "none"):
             yield Found("mpi-binding", one.command.line)
 
 
@@ -63,8 +61,7 @@ def _on_nodes(script: ParsedScript, one: Launch) -> bool:
 def _launches(script: ParsedScript) -> bool:
     """Return whether the script starts anything on other nodes."""
     return any(
-        command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
-        for command in script.commands
+        command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS for command in script.commands
     )
 
 
@@ -72,8 +69,7 @@ def _carried(script: ParsedScript, one: Launch) -> bool:
     """Return whether a launcher starts the function or the file that contains this torchrun."""
     name = one.command.function
     return bool(name) and any(
-        (command.started_by and name in command.words)
-        or any(name in word.split() for word in command.words[1:])
+        (command.started_by and name in command.words) or any(name in word.split() for word in command.words[1:])
         for command in script.commands
     )
 

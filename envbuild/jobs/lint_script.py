@@ -15,9 +15,7 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import ScriptFacts, option_values
 
 _FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
-_DIRECTIVES = {
-    name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()
-}
+_DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()}
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 
@@ -167,9 +165,7 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
-def _launches(
-    commands: tuple[Command, ...], values: Mapping[str, tuple[str, ...]]
-) -> Iterator[Launch]:
+def _launches(commands: tuple[Command, ...], values: Mapping[str, tuple[str, ...]]) -> Iterator[Launch]:
     for command in commands:
         words = expanded(command.words, values)
         # Inside a string for another shell, it is parsed as a separate command.

@@ -29,9 +29,7 @@ LAUNCHERS = frozenset(
         "kubectl",
     ]
 )
-CONTAINERS = frozenset(
-    ["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"]
-)
+CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])
 _SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ksh"])
 _KEYWORDS = frozenset(
     [
@@ -170,10 +168,7 @@ def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _made(
-    line: int,
-    words: list[tuple[str, bool]],
-    place: _CommandPlace,
-    function: str,
+    line: int, words: list[tuple[str, bool]], place: _CommandPlace, function: str
 ) -> tuple[Command | None, list[tuple[str, bool]]]:
     rest = list(words)
     assignments: list[tuple[str, tuple[str, ...]]] = []
@@ -196,14 +191,7 @@ def _made(
         return None, rest
     texts = tuple(word for word, _ in rest)
     made = Command(
-        line,
-        texts,
-        tuple(assignments),
-        place.started_by,
-        place.per_node,
-        place.file,
-        function,
-        place.around,
+        line, texts, tuple(assignments), place.started_by, place.per_node, place.file, function, place.around
     )
     return made, rest
 

@@ -57,11 +57,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
         texts += [("", " ".join(pair)) for pair in pairwise(("", *command.words))]
         for name, text in texts:
             for match in _FALLBACK.finditer(text):
-                told = any(
-                    one in names or _OF_RENDEZVOUS.fullmatch(one)
-                    for one in (name, match["name"])
-                    if one
-                )
+                told = any(one in names or _OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
                 if told or _POINTED.search(text[: match.start()]):
                     first = match[0].splitlines()[0]
                     yield Found("localhost-fallback", script.where(first, command.line))

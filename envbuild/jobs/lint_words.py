@@ -103,11 +103,7 @@ def simple_command(
                 _word(reader, subs)
         elif here in ";|&()":
             reader.take()
-            if (
-                here == "("
-                and words in ([], [("for", False)])
-                and reader.text.startswith("(", reader.at)
-            ):
+            if here == "(" and words in ([], [("for", False)]) and reader.text.startswith("(", reader.at):
                 reader.take()
                 reader.closing("(", ")")
                 continue

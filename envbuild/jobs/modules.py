@@ -20,9 +20,7 @@ def module_lines(plan: JobPlan) -> str:
     if not plan.modules:
         lines.append("! type module >/dev/null 2>&1 || module purge")
         return "\n".join([*lines, "set -eu"])
-    lines.append(
-        "type module >/dev/null 2>&1 || stop 'there is no module command; say [modules] init of the site'"
-    )
+    lines.append("type module >/dev/null 2>&1 || stop 'there is no module command; say [modules] init of the site'")
     if site.purge:
         lines.append("module purge")
     for module in plan.modules:

@@ -143,9 +143,7 @@ def settings(plan: JobPlan) -> str:
     return "\n".join([*lines, f"set -- {command}"])
 
 
-def beginning(
-    plan: JobPlan, launcher: Launcher, file: str, more: str, what: str, *, ranks: int = 1
-) -> str:
+def beginning(plan: JobPlan, launcher: Launcher, file: str, more: str, what: str, *, ranks: int = 1) -> str:
     """Return the first lines of a node's program: its arguments and the node's number.
 
     `ranks` is the number of processes on each node.
@@ -173,13 +171,9 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
         ),
         fill(
             _PLACE,
-            agree=_REPLACED
-            if plan.site.scheduler.auto_resume
-            else fill(_AGREE, launcher=plan.launcher),
+            agree=_REPLACED if plan.site.scheduler.auto_resume else fill(_AGREE, launcher=plan.launcher),
             nodes=plan.nodes,
-            nccl=' NCCL_SOCKET_IFNAME="$ENVBUILD_INTERFACE"'
-            if plan.artifact.accelerator.gpu
-            else "",
+            nccl=' NCCL_SOCKET_IFNAME="$ENVBUILD_INTERFACE"' if plan.artifact.accelerator.gpu else "",
         ),
     ]
     parts.append(launcher.node_lines)
@@ -221,9 +215,7 @@ def _training(plan: JobPlan) -> str:
                 endpoint=word(plan.rendezvous_endpoint, "--endpoint"),
             )
         case "horovod":
-            return fill(
-                _HOROVOD, nodes=plan.nodes, nproc=plan.nproc_per_node, world=plan.world_size
-            )
+            return fill(_HOROVOD, nodes=plan.nodes, nproc=plan.nproc_per_node, world=plan.world_size)
         case "single":
             return ""
 

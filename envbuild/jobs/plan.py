@@ -52,15 +52,11 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     scheduler = scheduler_of(request, site)
     origins: dict[str, str] = {
         "scheduler": _from(request.scheduler, site.origin("scheduler", "kind"), "--scheduler"),
-        "artifact": f"receipt of {artifact.verified_at}"
-        if artifact.verified_at
-        else "--unverified",
+        "artifact": f"receipt of {artifact.verified_at}" if artifact.verified_at else "--unverified",
     }
     runtime = _runtime(artifact.of_kind, scheduler, site)
     origins["runtime"] = (
-        f"{artifact.kind} artifact"
-        if runtime in ("folder", "pod")
-        else site.origin("container", "runtime")
+        f"{artifact.kind} artifact" if runtime in ("folder", "pod") else site.origin("container", "runtime")
     )
     single = request.strategy == "single"
     nodes, origins["nodes"] = _first(
@@ -71,9 +67,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     )
     nproc, origins["nproc_per_node"] = _ranks(request, opened, site)
     if single and (nodes, nproc) != (1, 1):
-        raise UsageError(
-            "strategy single is one process on one node", "leave out --nodes and --nproc-per-node"
-        )
+        raise UsageError("strategy single is one process on one node", "leave out --nodes and --nproc-per-node")
     gpus = 0
     if artifact.accelerator.gpu:
         gpus = site.node.gpus or nproc
@@ -82,17 +76,12 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
                 f"{nproc} ranks on a node that has {gpus} GPUs ({site.origin('node', 'gpus')})",
                 "choose a smaller --nproc-per-node",
             )
-        origins["gpus_per_node"] = (
-            site.origin("node", "gpus") if site.node.gpus else "one for each rank"
-        )
+        origins["gpus_per_node"] = site.origin("node", "gpus") if site.node.gpus else "one for each rank"
     cpus, origins["cpus_per_node"] = _cpus(nproc, scheduler, site)
     launcher = _launcher(request, scheduler, site, origins)
     name, origins["name"] = _first(("--name", request.name), ("recipe", artifact.recipe))
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} cannot be a job's name",
-            "up to 63 letters, digits, dots, dashes and underscores",
-        )
+        raise UsageError(f"{name!r} cannot be a job's name", "up to 63 letters, digits, dots, dashes and underscores")
     work, origins["work"] = _first(
         ("--work", request.work),
         (site.origin("paths", "shared"), site.paths.shared or None),
@@ -101,12 +90,8 @@ def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
     )
     if not work.startswith("/"):
         work = str((request.current / work).absolute())
-    command, run_files, origins["command"] = command_of(
-        request, opened, pods=SCHEDULERS[scheduler].pods
-    )
-    time, origins["time"] = _first(
-        ("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time)
-    )
+    command, run_files, origins["command"] = command_of(request, opened, pods=SCHEDULERS[scheduler].pods)
+    time, origins["time"] = _first(("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time))
     if problem := time_problem(time):
         raise UsageError(f"--time: {problem}")
     check_strategy(request, opened)
@@ -200,10 +185,7 @@ def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, 
                 "say --nproc-per-node, or [node] gpus in the site file",
             )
         return site.node.gpus, site.origin("node", "gpus")
-    return _first(
-        ("[verify] nproc_per_node of the recipe", setting(opened, "nproc_per_node")),
-        ("default", 2),
-    )
+    return _first(("[verify] nproc_per_node of the recipe", setting(opened, "nproc_per_node")), ("default", 2))
 
 
 def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
@@ -250,9 +232,7 @@ def command_of(
         path = request.script
         if not pods:
             if not (request.current / path).is_file():
-                raise UsageError(
-                    f"there is no script {path}", "give the path of a file that nodes see too"
-                )
+                raise UsageError(f"there is no script {path}", "give the path of a file that nodes see too")
             path = str((request.current / path).absolute())
         return (path, *request.arguments), (), "--script"
     if request.arguments:

@@ -33,9 +33,7 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> 
     """Raise UsageError for a rendezvous that cannot work."""
     if request.rendezvous == "c10d":
         if request.endpoint:
-            raise UsageError(
-                "--endpoint is for --rendezvous etcd-v2", "c10d meets at the head node"
-            )
+            raise UsageError("--endpoint is for --rendezvous etcd-v2", "c10d meets at the head node")
         return
     if request.strategy != "ddp":
         raise UsageError(f"strategy {request.strategy} has no rendezvous", "leave out --rendezvous")
@@ -116,6 +114,4 @@ def _around(path: str, site: JobSite) -> str:
 
 def _below(path: str, folder: str) -> bool:
     """Return whether `path` is in `folder`, literally or after symbolic links are resolved."""
-    return Path(path).is_relative_to(folder) or Path(os.path.realpath(path)).is_relative_to(
-        os.path.realpath(folder)
-    )
+    return Path(path).is_relative_to(folder) or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

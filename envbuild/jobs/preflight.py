@@ -93,11 +93,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
     # The nodes come only from the scheduler's own variables; the script does the rest.
     variables = dict(env)
     if allocation.hosts:
-        variables |= {
-            "PBS_JOBID": allocation.job,
-            "PBS_NODEFILE": str(folder / "nodes"),
-            "PBS_O_WORKDIR": plan.work,
-        }
+        variables |= {"PBS_JOBID": allocation.job, "PBS_NODEFILE": str(folder / "nodes"), "PBS_O_WORKDIR": plan.work}
     cleaned = "".join(one if one.isalnum() or one in "_.-" else "_" for one in allocation.job)
     run = work / f"{plan.name}_{cleaned}"
     log = work / plan.logs / f"{plan.name}_{cleaned}.out"

@@ -25,8 +25,7 @@ def word(value: str, what: str = "a value") -> str:
     """
     if found := _CONTROL.search(value):
         raise UsageError(
-            f"{what} has the control character {found.group()!r}: {value!r}",
-            "job scripts hold text, tabs and newlines",
+            f"{what} has the control character {found.group()!r}: {value!r}", "job scripts hold text, tabs and newlines"
         )
     try:
         value.encode()
@@ -79,8 +78,7 @@ def directive(option: str, value: str, what: str) -> str:
     """
     if not _DIRECTIVE.fullmatch(value):
         raise UsageError(
-            f"{what} cannot be written in a directive: {value!r}",
-            "no spaces, quotes, backslashes, # or % there",
+            f"{what} cannot be written in a directive: {value!r}", "no spaces, quotes, backslashes, # or % there"
         )
     return f"{option}{value}"
 
@@ -105,9 +103,7 @@ def mount(host: str, container: str) -> tuple[str, str, tuple[str, ...]]:
                 "only absolute paths without spaces, colons, commas and quotes; choose another --work",
             )
     if options and not _OPTIONS.fullmatch(options):
-        raise UsageError(
-            f"{options!r} are not options of a mount", "such as ro; change [container] mounts"
-        )
+        raise UsageError(f"{options!r} are not options of a mount", "such as ro; change [container] mounts")
     return host, place, tuple(filter(None, options.split(",")))
 
 
@@ -123,8 +119,5 @@ def inside(path: str, mounts: Sequence[tuple[str, str]]) -> str:
         if shows and (best is None or len(root) > len(best[0])):
             best = (root, container.partition(":")[0].rstrip("/"))
     if best is None:
-        raise UsageError(
-            f"containers do not see {path}: no mount shows it",
-            "add it to [container] mounts of the site",
-        )
+        raise UsageError(f"containers do not see {path}: no mount shows it", "add it to [container] mounts of the site")
     return best[1] + path[len(best[0]) :] or "/"

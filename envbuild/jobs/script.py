@@ -105,8 +105,7 @@ def check(plan: JobPlan) -> None:
         )
     if not _NAME.fullmatch(plan.name):
         raise UsageError(
-            f"{plan.name!r} cannot be a job's name",
-            "letters, digits, dots, dashes and underscores; say --name",
+            f"{plan.name!r} cannot be a job's name", "letters, digits, dots, dashes and underscores; say --name"
         )
     if plan.runtime == "pyxis" and plan.launcher != "srun":
         raise UsageError(
@@ -115,8 +114,7 @@ def check(plan: JobPlan) -> None:
         )
     if plan.strategy == "horovod" and plan.launcher not in ("mpirun", "mpiexec"):
         raise UsageError(
-            f"Horovod's ranks are started by Open MPI, not by {plan.launcher}",
-            'set [scheduler] launcher = "mpirun"',
+            f"Horovod's ranks are started by Open MPI, not by {plan.launcher}", 'set [scheduler] launcher = "mpirun"'
         )
     if plan.strategy == "single" and plan.world_size != 1:
         raise UsageError("strategy single is one process on one node")
@@ -129,14 +127,11 @@ def about(plan: JobPlan) -> str:
     artifact = plan.artifact
     verified = f"verified {artifact.verified_at}" if artifact.verified_at else "NOT VERIFIED"
     return (
-        f"{artifact.recipe} for {artifact.target}, {artifact.kind} {artifact.digest}, {verified}; "
-        f"site {plan.site.name}"
+        f"{artifact.recipe} for {artifact.target}, {artifact.kind} {artifact.digest}, {verified}; site {plan.site.name}"
     )
 
 
-def opening(
-    plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules."
-) -> str:
+def opening(plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules.") -> str:
     """Return the first lines, up to the loaded modules; `what` and `modules` are texts of comments."""
     wanted = bool(plan.modules) or purged(plan)
     login = " -l" if wanted and not plan.site.modules.init else ""
@@ -202,8 +197,6 @@ def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
             end=f"{_TOLD}; {launcher.signal}" if launcher.signal else _END,
             note=launcher.signal_note,
             signals=signals,
-            ended=fill(_ENDED, launcher=plan.launcher)
-            if records_exit_codes(plan, launcher)
-            else "",
+            ended=fill(_ENDED, launcher=plan.launcher) if records_exit_codes(plan, launcher) else "",
         )
     return text

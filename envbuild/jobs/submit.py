@@ -51,9 +51,7 @@ def write_script(text: str, path: Path, hint: str, first: Path | None = None) ->
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint)
-        write_atomically(
-            first or path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT
-        )
+        write_atomically(first or path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
     except OSError as error:
         raise HostError(f"{path}: {error.strerror}", hint) from error
 
@@ -141,9 +139,7 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
     return submission.job(done.stdout)
 
 
-def _ask(
-    submission: Submission, script: Path, env: Mapping[str, str], work: Path
-) -> subprocess.CompletedProcess[str]:
+def _ask(submission: Submission, script: Path, env: Mapping[str, str], work: Path) -> subprocess.CompletedProcess[str]:
     path = str(script.absolute())
     line = [*submission.command, path]
     if submission.stdin:  # the shell opens the file, because process.run gives programs no input

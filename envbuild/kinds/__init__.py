@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
 
-ARTIFACTS: Mapping[str, Artifact] = {
-    one.name: one for one in (VENV, CONDA, DOCKER, ENROOT, APPTAINER)
-}
+ARTIFACTS: Mapping[str, Artifact] = {one.name: one for one in (VENV, CONDA, DOCKER, ENROOT, APPTAINER)}
 
 
 def kinds_of(*forms: str) -> tuple[str, ...]:

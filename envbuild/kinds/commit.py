@@ -87,8 +87,7 @@ def verify_staged(
         write_receipt(receipt, failed)
     held = held or f"{kept}the failed artifact is {failed}"
     raise VerificationError(
-        failures(verdict.checks),
-        f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}",
+        failures(verdict.checks), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
     )
 
 
@@ -97,9 +96,7 @@ def failed_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.failed")
 
 
-def commit(
-    staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False
-) -> None:
+def commit(staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False) -> None:
     """Let `staged` replace the artifact at `final`, and write its receipt, unless that is `known` to be there."""
     atomic.replace(staged, final)
     # The receipt comes last: if a run stops before this line, the next one finds no receipt of this content and

@@ -71,8 +71,7 @@ def prepare_dockerfile(
         )
     if loaded.recipe.python == "3.9":
         raise UsageError(
-            "--builder dockerfile needs Python 3.10 or later in the recipe",
-            "the native builder takes 3.9",
+            "--builder dockerfile needs Python 3.10 or later in the recipe", "the native builder takes 3.9"
         )
     if base is not None:
         lock = _unlocked(loaded, target, str(parse_reference(base)))
@@ -96,12 +95,7 @@ def prepare_dockerfile(
 
 
 def make_by_dockerfile(
-    prepared: Sequence[PreparedImage],
-    wish: ImageOptions,
-    environment: Environment,
-    log: Log,
-    *,
-    offline: bool,
+    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment, log: Log, *, offline: bool
 ) -> dict[str, Any]:
     """Build the image, verify it, and tag it in the daemon; return the object that `--json` prints.
 
@@ -136,9 +130,7 @@ def make_by_dockerfile(
     }
 
 
-def check_dockerfile(
-    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment
-) -> None:
+def check_dockerfile(prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
     from envbuild.image.daemon import connect
 
@@ -150,9 +142,7 @@ def check_dockerfile(
 
 def _check(prepared: Sequence[PreparedImage], wish: ImageOptions) -> None:
     if len(prepared) > 1:
-        raise UsageError(
-            "--builder dockerfile makes the image of one target", "name one, with --target"
-        )
+        raise UsageError("--builder dockerfile makes the image of one target", "name one, with --target")
     if wish.push:
         raise UsageError(
             "--builder dockerfile leaves the image in the daemon; it does not push",
@@ -209,11 +199,7 @@ def _build(
 
 
 def _layers(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    base: ImageLock,
-    use: LockUse,
+    loaded: LoadedRecipe, target: Target, environment: Environment, base: ImageLock, use: LockUse
 ) -> RequestedLayers:
     """Return the source layers that a stage of the Dockerfile builds, and the image of that stage.
 
@@ -226,8 +212,7 @@ def _layers(
         return found
     if loaded.recipe.python == "3.10":
         raise UsageError(
-            "--builder dockerfile builds [layers] with Python 3.11 or later",
-            "the native builder takes 3.10",
+            "--builder dockerfile builds [layers] with Python 3.11 or later", "the native builder takes 3.10"
         )
     hosts = {one.name for one in found.hosts}
     for one in found.sources:

@@ -13,23 +13,10 @@ from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds.base import FolderArtifact
-from envbuild.kinds.commit import (
-    Result,
-    commit,
-    has_receipt,
-    keep_receipt,
-    settings_of,
-    verify_staged,
-)
+from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
-from envbuild.layers.requested import (
-    RequestedLayers,
-    before_environment,
-    check_here,
-    for_host,
-    requested_layers,
-)
+from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.state import LockUse
 from envbuild.locks import has_wheels
@@ -109,20 +96,14 @@ def make_environment(
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None
         seconds = time.monotonic() - started
-        return Result(
-            path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings
-        )
+        return Result(path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings)
 
     if path.is_symlink():  # replace the folder that the link names, not the link
         path = path.resolve()
     check_place(path)
     with atomic.exclusive(path, log):
         state = check_place(path)
-        if (
-            state is not None
-            and state.plan_digest == plan.digest
-            and module.is_current(path, state, python)
-        ):
+        if state is not None and state.plan_digest == plan.digest and module.is_current(path, state, python):
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
                 keep_receipt(proven(path, state), path)
@@ -148,20 +129,14 @@ def _say_why(path: Path, state: State | None, plan: Plan, log: Log) -> None:
         log(f"{path}: its packages or its interpreter changed since the build; building again")
 
 
-def _layers(
-    plan: Plan, environment: Environment, log: Log, offline: bool
-) -> Callable[[Path], Sequence[LayerFolder]]:
+def _layers(plan: Plan, environment: Environment, log: Log, offline: bool) -> Callable[[Path], Sequence[LayerFolder]]:
     """Return a function from a new environment's interpreter to the source layers of `plan`.
 
     Python projects are compiled against the packages of that environment. All other layers are built now, so
     that their errors come early.
     """
     requested = RequestedLayers(plan.sources, plan.host_layers)
-    first = build_layers(
-        before_environment(requested), plan.folder, environment, log, offline=offline
-    )
+    first = build_layers(before_environment(requested), plan.folder, environment, log, offline=offline)
     if len(first) == len(requested.sources):
         return lambda python: first
-    return lambda python: build_layers(
-        requested, plan.folder, environment, log, offline=offline, python=python
-    )
+    return lambda python: build_layers(requested, plan.folder, environment, log, offline=offline, python=python)

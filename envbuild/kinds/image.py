@@ -115,19 +115,12 @@ def source_date(environment: Environment) -> int:
     if not text:
         return FIXED_TIME
     if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
-        raise UsageError(
-            f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later"
-        )
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
     return int(text)
 
 
 def make_images(
-    prepared: Sequence[PreparedImage],
-    wish: ImageOptions,
-    environment: Environment,
-    log: Log,
-    *,
-    offline: bool,
+    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment, log: Log, *, offline: bool
 ) -> dict[str, Any]:
     """Assemble the images, verify those that this host can run, and write them to the requested outputs.
 
@@ -149,10 +142,7 @@ def make_images(
         )  # fmt: skip
     index = docker.index_of(images) if len(images) > 1 else None
     digest = index.digest if index else images[0].digest
-    receipts = [
-        _verified(one, image, wish, environment, log)
-        for one, image in zip(prepared, images, strict=True)
-    ]
+    receipts = [_verified(one, image, wish, environment, log) for one, image in zip(prepared, images, strict=True)]
     result = {"path": wish.tag, "digest": digest}
     if wish.load:
         result |= docker.load_tagged(images[0], wish.tag, environment, log)
@@ -219,11 +209,7 @@ def _record_push(
 
 
 def _verified(
-    one: PreparedImage,
-    image: AssembledImage,
-    wish: ImageOptions,
-    environment: Environment,
-    log: Log,
+    one: PreparedImage, image: AssembledImage, wish: ImageOptions, environment: Environment, log: Log
 ) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.image.daemon import connect
@@ -239,10 +225,7 @@ def _verified(
     if has_receipt(beside, image.digest, one.plan, wish.faults):
         return str(path.absolute())
     try:
-        with (
-            connect(environment.variables) as client,
-            docker.loaded(client, image, log, keep=wish.load),
-        ):
+        with connect(environment.variables) as client, docker.loaded(client, image, log, keep=wish.load):
             verify_image(client, one, image, wish, beside, environment, log)
     except HostError as error:
         if wish.load:
@@ -253,13 +236,7 @@ def _verified(
 
 
 def verify_image(
-    client: Any,
-    one: PreparedImage,
-    image: Built,
-    wish: ImageOptions,
-    beside: Path,
-    environment: Environment,
-    log: Log,
+    client: Any, one: PreparedImage, image: Built, wish: ImageOptions, beside: Path, environment: Environment, log: Log
 ) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     from envbuild.verify.image_subject import image_subject
@@ -271,6 +248,4 @@ def verify_image(
         told["pushed"] = pushed
     subject = image_subject(client, image, settings)
     held = f"the daemon keeps the failed image as {image.image_id[:19]}"
-    keep_receipt(
-        verify_staged(subject, settings, environment, log, beside, held=held, told=told), beside
-    )
+    keep_receipt(verify_staged(subject, settings, environment, log, beside, held=held, told=told), beside)

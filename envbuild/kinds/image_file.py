@@ -15,14 +15,7 @@ from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.blobs import file_digest
 from envbuild.image.squashfs.codec import Codec
-from envbuild.kinds.commit import (
-    Result,
-    commit,
-    failed_path,
-    has_receipt,
-    settings_of,
-    verify_staged,
-)
+from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import host_arch
 from envbuild.verify.image_file import image_kind, image_state, open_image_file
@@ -96,11 +89,7 @@ def check_files(wish: ImageFileOptions) -> None:
 
 
 def accept(
-    staged: Sequence[Path],
-    wish: ImageFileOptions,
-    made: ImageFileBuild,
-    environment: Environment,
-    log: Log,
+    staged: Sequence[Path], wish: ImageFileOptions, made: ImageFileBuild, environment: Environment, log: Log
 ) -> list[Result]:
     """Verify each of the `staged` files, in the order of `wish.files`, and move it to its path.
 
@@ -121,15 +110,11 @@ def accept(
         target = state.target if state else made.arch
         at = receipt_path(file.path) if known or receipt else None
         warnings = made.plan.warnings if made.plan else ()
-        results.append(
-            Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings)
-        )
+        results.append(Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings))
     return results
 
 
-def _has_receipt(
-    file: OutputFile, digest: str, wish: ImageFileOptions, made: ImageFileBuild
-) -> bool:
+def _has_receipt(file: OutputFile, digest: str, wish: ImageFileOptions, made: ImageFileBuild) -> bool:
     if made.plan is None:
         return passing_receipt(file.path, digest) is not None
     return has_receipt(file.path, digest, made.plan, wish.faults)
@@ -162,9 +147,7 @@ def _verified(
     else:
         settings = settings_of(state.verify, {"faults": wish.faults})
         try:
-            subject = file_subject(
-                path, file.kind, state, digest, settings, environment, wish.runtime
-            )
+            subject = file_subject(path, file.kind, state, digest, settings, environment, wish.runtime)
             return verify_staged(subject, settings, environment, log, file.path, staged=path)
         except HostError as error:
             why = error.message

@@ -54,9 +54,7 @@ def build_layers(
     done: dict[str, LayerFolder] = {}
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}
-        built = build_layer(
-            source, requires, build_host, environment, log, offline=offline, hosts=hosts
-        )
+        built = build_layer(source, requires, build_host, environment, log, offline=offline, hosts=hosts)
         done[source.name] = layer_folder(source, built)
     check_free(list(done.values()), ())
     return list(done.values())
@@ -84,13 +82,7 @@ def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[BuildHost]:
 
 @contextmanager
 def image_build_host(
-    layers: RequestedLayers,
-    folder: Path,
-    environment: Environment,
-    log: Log,
-    work: Path,
-    *,
-    offline: bool,
+    layers: RequestedLayers, folder: Path, environment: Environment, log: Log, work: Path, *, offline: bool
 ) -> Iterator[BuildHost]:
     """Start the builder image of `layers` as the build host: by enroot if it is installed, else in own namespaces.
 
@@ -119,15 +111,11 @@ class _ImageBuildHost:
     inside: PurePath
     launch: Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
 
-    def run(
-        self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
-    ) -> int:
+    def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
         words = ["-c", _IN_FOLDER, "sh", os.fspath(cwd), *command]
         line, own = self.launch("/bin/sh", words, variables)
         with log.open("ab") as stream:
-            child = process.start(
-                line, env=own, cwd=self.work, stdout=stream.fileno(), stderr=stream.fileno()
-            )
+            child = process.start(line, env=own, cwd=self.work, stdout=stream.fileno(), stderr=stream.fileno())
         try:
             return child.wait()
         except BaseException:

@@ -53,15 +53,11 @@ def make_from_recipe(
         started = time.monotonic()
         layers = one.layers(environment, log, offline=offline)
         if wish.engine != "native":
-            image = assemble(
-                plan, one.trainer, one.compiler, environment, log, offline=offline, layers=layers
-            )
+            image = assemble(plan, one.trainer, one.compiler, environment, log, offline=offline, layers=layers)
             made = ImageFileBuild(arch, started, image.state, plan)
             return _by_engine(image.blobs, image.descriptor, wish, made, environment, log)
         maker = _maker(wish, environment, log)
-        filled = fill(
-            plan, one.trainer, one.compiler, environment, maker, offline=offline, layers=layers
-        )
+        filled = fill(plan, one.trainer, one.compiler, environment, maker, offline=offline, layers=layers)
         run = run_config(plan, filled.base)
         with composed(
             filled.layers,
@@ -147,20 +143,14 @@ def _maker(wish: ImageFileOptions, environment: Environment, log: Log) -> Segmen
 
 
 def _natively(
-    root: SquashTree,
-    wish: ImageFileOptions,
-    made: ImageFileBuild,
-    environment: Environment,
-    log: Log,
+    root: SquashTree, wish: ImageFileOptions, made: ImageFileBuild, environment: Environment, log: Log
 ) -> list[Result]:
     with ExitStack() as stack:
         staged = _written(root, wish.files, stack, log)
         return accept(staged, wish, made, environment, log)
 
 
-def _written(
-    root: SquashTree, files: Sequence[OutputFile], stack: ExitStack, log: Log
-) -> list[Path]:
+def _written(root: SquashTree, files: Sequence[OutputFile], stack: ExitStack, log: Log) -> list[Path]:
     """Write each file into a folder beside its path; a SIF reuses the squashfs of a .sqsh file written before it."""
     staged: list[Path] = []
     squashfs: Path | None = None
@@ -188,12 +178,7 @@ def _beside(file: OutputFile, stack: ExitStack) -> Path:
 
 
 def _by_engine(
-    blobs: Blobs,
-    manifest: Descriptor,
-    wish: ImageFileOptions,
-    made: ImageFileBuild,
-    environment: Environment,
-    log: Log,
+    blobs: Blobs, manifest: Descriptor, wish: ImageFileOptions, made: ImageFileBuild, environment: Environment, log: Log
 ) -> list[Result]:
     """Build the SIF with the installed Apptainer, from an OCI layout of the same layers."""
     from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine

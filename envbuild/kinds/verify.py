@@ -20,9 +20,7 @@ from envbuild.verify.subject import Subject
 Log = Callable[[str], None]
 
 
-def open_subject(
-    path: Path, environment: Environment | None = None, runtime: str | None = None
-) -> Subject:
+def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:
     """Return the artifact at `path` as the subject of a verification, see `Artifact.subject`.
 
     Raises UsageError when there is none.
@@ -32,19 +30,12 @@ def open_subject(
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
         what = "is not an artifact of envbuild" if path.exists() else "does not exist"
-        raise UsageError(
-            f"{path} {what}",
-            "give the folder or file that envbuild printed as its last line",
-        )
+        raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
     return kind.subject(path, environment or load_environment(), runtime)
 
 
 def verify_artifact(
-    path: Path,
-    environment: Environment,
-    log: Log,
-    overrides: dict[str, Any],
-    runtime: str | None = None,
+    path: Path, environment: Environment, log: Log, overrides: dict[str, Any], runtime: str | None = None
 ) -> tuple[State, dict[str, Any]]:
     """Verify the artifact at `path` again, and write its receipt, passing or not.
 
@@ -54,13 +45,7 @@ def verify_artifact(
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     settings = settings_of(subject.state.verify, overrides)
-    verdict = verify(
-        subject,
-        settings,
-        environment.variables,
-        log,
-        logs=path.with_name(f"{path.name}.verify-logs"),
-    )
+    verdict = verify(subject, settings, environment.variables, log, logs=path.with_name(f"{path.name}.verify-logs"))
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     with atomic.writing(path.parent):

@@ -50,12 +50,7 @@ class BaseImage(Generic[M]):
 
 
 def base_image(
-    plan: Plan,
-    compiler: Compiler | None,
-    environment: Environment,
-    maker: LayerCache[M],
-    *,
-    offline: bool,
+    plan: Plan, compiler: Compiler | None, environment: Environment, maker: LayerCache[M], *, offline: bool
 ) -> BaseImage[M]:
     """Return the base of `plan`, with its layers in the store. Raises BuildError when a part of it is not available."""
     assert plan.base is not None
@@ -82,9 +77,7 @@ def _debian(
         versions = {deb.name: deb.version for deb in lock.packages}
         found = re.match(r"\d+(\.\d+)+", versions.get(f"{interpreter}-minimal", ""))
         if found is None:
-            raise BuildError(
-                f"the image lock has no {interpreter}-minimal", "lock the recipe again"
-            )
+            raise BuildError(f"the image lock has no {interpreter}-minimal", "lock the recipe again")
         path, version = f"/usr/bin/{interpreter}", found[0]
     key: list[object] = [plan.mtime, compiler and compiler.identity, rules_digest()]
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
@@ -127,9 +120,7 @@ def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offl
     return debian_tree(list(zip(lock.packages, debs, strict=True)), mtime)
 
 
-def _existing(
-    plan: Plan, lock: OciLock, environment: Environment, maker: LayerCache[M]
-) -> BaseImage[M]:
+def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: LayerCache[M]) -> BaseImage[M]:
     assert plan.image is not None
     arch = Target.parse(plan.target).arch
     pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
@@ -170,9 +161,7 @@ def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store)
     tree = open_image(pulled)
     path = python.strip("/")
     if not has_file(tree, path):
-        near = sorted(
-            f"/{name}" for name in tree.entries if re.search(r"(^|/)bin/python3\.\d+$", name)
-        )
+        near = sorted(f"/{name}" for name in tree.entries if re.search(r"(^|/)bin/python3\.\d+$", name))
         raise BuildError(
             f"{lock.reference} has no {python}",
             f"set `python` in [image] to {' or '.join(near) if near else 'an interpreter that it has'}",

@@ -20,9 +20,7 @@ class BuildHost(Protocol):
         """The shared folder, as commands see it."""
         ...
 
-    def run(
-        self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
-    ) -> int:
+    def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
         """Run `command` in `cwd` (below `inside`), append its output to `log`, and return the exit status.
 
         `variables` override the build host's own. The status is 127 when there is no such program. Ctrl-C stops the

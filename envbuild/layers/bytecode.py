@@ -139,8 +139,7 @@ def _spool() -> Iterator[IO[bytes]]:
 
 def _no_room(error: OSError) -> BuildError:
     return BuildError(
-        f"no temporary file for bytecode: {error.strerror}",
-        "set TMPDIR to a writable folder with free disk space",
+        f"no temporary file for bytecode: {error.strerror}", "set TMPDIR to a writable folder with free disk space"
     )
 
 

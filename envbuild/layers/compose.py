@@ -98,25 +98,17 @@ def title_of(packages: Sequence[tuple[str, str]]) -> str:
 
 
 def wheel_parts(
-    wheels: Sequence[WheelFile],
-    scheme: Scheme,
-    compiler: Compiler | None,
-    mtime: int,
-    most: int = MOST_LARGE,
+    wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int, most: int = MOST_LARGE
 ) -> list[LayerRequest]:
     """Return the layers of `wheels`.
 
     Each large wheel has its own layer, but at most `most` of them, largest first; the others share the last one.
     """
     large = sum(wheel.size >= LARGE for wheel in wheels)
-    return [
-        _wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, min(large, most))
-    ]
+    return [_wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, min(large, most))]
 
 
-def _wheel_part(
-    group: list[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int
-) -> LayerRequest:
+def _wheel_part(group: list[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int) -> LayerRequest:
     title = title_of([(wheel.name, wheel.version) for wheel in group])
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [[w.name, w.version, w.sha256] for w in group]
@@ -173,10 +165,7 @@ def environment_part(
             yield from frame
             yield from wheel_tree(trainer.path, scheme, mtime)
             for folder in folders:
-                yield (
-                    Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime),
-                    None,
-                )
+                yield (Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime), None)
             place = f"{scheme.prefix}/envbuild.json"
             yield Entry(place, FILE, 0o644, len(record), mtime=mtime), BytesIO(record)
 
@@ -189,14 +178,10 @@ def environment_part(
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]
     key += ["conda"] if conda else []
-    return LayerRequest(
-        f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree
-    )
+    return LayerRequest(f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree)
 
 
-def _frame(
-    scheme: Scheme, interpreter: str, python_version: str, system_packages: bool, mtime: int
-) -> Frame:
+def _frame(scheme: Scheme, interpreter: str, python_version: str, system_packages: bool, mtime: int) -> Frame:
     config = (
         f"home = {interpreter.rpartition('/')[0] or '/'}\n"
         f"include-system-site-packages = {str(system_packages).lower()}\n"
@@ -204,16 +189,9 @@ def _frame(
         f"executable = {interpreter}\n"
     ).encode()
     links = {"python": interpreter, "python3": "python", f"python{scheme.python}": "python"}
-    frame: Frame = [
-        (
-            Entry(f"{scheme.prefix}/pyvenv.cfg", FILE, 0o644, len(config), mtime=mtime),
-            BytesIO(config),
-        )
-    ]
+    frame: Frame = [(Entry(f"{scheme.prefix}/pyvenv.cfg", FILE, 0o644, len(config), mtime=mtime), BytesIO(config))]
     for name, target in links.items():
-        frame.append(
-            (Entry(f"{scheme.scripts}/{name}", SYMLINK, 0o777, 0, target, mtime=mtime), None)
-        )
+        frame.append((Entry(f"{scheme.scripts}/{name}", SYMLINK, 0o777, 0, target, mtime=mtime), None))
     if system_packages:
         # The base's own torchrun would start the base's interpreter, without this environment.
         text = (

@@ -33,9 +33,7 @@ _STEP = 1 << 18
 _IN_MEMORY = 4 << 20
 
 
-def conda_tree(
-    file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str] = frozenset()
-) -> Tree:
+def conda_tree(file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str] = frozenset()) -> Tree:
     """Yield the files of a package under `scheme`, in the order of its archive, then scripts and its record.
 
     `without` are paths, relative to the prefix, that another package provides instead. Raises BuildError, here or when
@@ -93,9 +91,7 @@ class _Pieces:
 class _Tree:
     """The conversion of one package to a tree."""
 
-    def __init__(
-        self, file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str]
-    ) -> None:
+    def __init__(self, file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str]) -> None:
         self._file, self._scheme, self._mtime, self._without = file, scheme, mtime, without
         self._name = file.path.name
         self._rows: dict[str, dict[str, Any]] = {}  # rows of the record's paths, by path
@@ -114,9 +110,7 @@ class _Tree:
                 yield from self._member(listed, member, content, info)
         if missing:
             names = ", ".join(sorted(missing)[:3])
-            raise BuildError(
-                f"{self._name}: info/paths.json lists files that the package does not contain: {names}"
-            )
+            raise BuildError(f"{self._name}: info/paths.json lists files that the package does not contain: {names}")
         for path, script in entry_points(info, self._scheme, self._name):
             if path not in self._rows and path not in self._without:
                 yield self._whole(path, script, 0o755)
@@ -125,9 +119,7 @@ class _Tree:
         record = self._record(info)
         yield self._whole(f"{META}/{self._file.package.stem}.json", record, 0o644)
 
-    def _member(
-        self, listed: PackagePath, member: Member, content: Readable | None, info: Info
-    ) -> Tree:
+    def _member(self, listed: PackagePath, member: Member, content: Readable | None, info: Info) -> Tree:
         where = f"{self._name}: {member.name}"
         if not agrees(listed, member):
             raise BuildError(f"{where}: a {member.kind}, which info/paths.json does not list")
@@ -155,14 +147,7 @@ class _Tree:
         else:
             raise BuildError(f"{where}: a member of kind {member.kind!r}")
 
-    def _content(
-        self,
-        listed: PackagePath,
-        member: Member,
-        content: Readable,
-        place: str,
-        row: dict[str, Any],
-    ) -> Tree:
+    def _content(self, listed: PackagePath, member: Member, content: Readable, place: str, row: dict[str, Any]) -> Tree:
         """Yield a file, with its placeholder replaced by the prefix; its row has the resulting digests."""
         where = f"{self._name}: {member.name}"
         original = _Checked(content, member.size, listed.sha256, where)
@@ -191,9 +176,7 @@ class _Tree:
         row |= {"size_in_bytes": size, "file_mode": listed.mode}
         row["prefix_placeholder"] = listed.placeholder
 
-    def _hard_link(
-        self, listed: PackagePath, member: Member, info: Info, place: str, row: dict[str, Any]
-    ) -> Tree:
+    def _hard_link(self, listed: PackagePath, member: Member, info: Info, place: str, row: dict[str, Any]) -> Tree:
         """Yield a second name of a file as a hard link.
 
         It is a separate file when the tree has no such file, or the two have different placeholders.
@@ -215,9 +198,7 @@ class _Tree:
                 if found.name == name and content is not None:
                     yield from self._content(listed, found, content, place, row)
                     return
-        raise BuildError(
-            f"{self._name}: {member.name}: a link to {member.link!r}, which is not there"
-        )
+        raise BuildError(f"{self._name}: {member.name}: a link to {member.link!r}, which is not there")
 
     def _record(self, info: Info) -> bytes:
         """Return the package's record in conda-meta; it contains no information about this host."""

@@ -9,9 +9,7 @@ from envbuild.lock.conda import CondaPackage
 from envbuild.plan.plan import Plan
 
 
-def locate_conda(
-    plan: Plan, environment: Environment, *, offline: bool
-) -> list[tuple[CondaPackage, Path]]:
+def locate_conda(plan: Plan, environment: Environment, *, offline: bool) -> list[tuple[CondaPackage, Path]]:
     """Return the file of each conda package of `plan`, in order, each with its locked sha256.
 
     Raises BuildError for packages that no source has.

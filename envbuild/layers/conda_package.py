@@ -123,9 +123,7 @@ def damaged(package: str, error: Exception) -> BuildError:
     """Return the error for an archive that cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return BuildError(f"{package}: cannot be read: {error.strerror}")
-    return BuildError(
-        f"{package}: not a conda package, or damaged: {error or type(error).__name__}"
-    )
+    return BuildError(f"{package}: not a conda package, or damaged: {error or type(error).__name__}")
 
 
 def _members(package: Path, part: str) -> Files:
@@ -202,9 +200,7 @@ def _info(found: dict[str, bytes], package: str) -> Info:
     link = _json(found, "link.json", package) if "link.json" in found else {}
     noarch = link.get("noarch")
     points = noarch.get("entry_points") if isinstance(noarch, dict) else None
-    if points is not None and not (
-        isinstance(points, list) and all(isinstance(point, str) for point in points)
-    ):
+    if points is not None and not (isinstance(points, list) and all(isinstance(point, str) for point in points)):
         raise BuildError(f"{package}: info/link.json: entry_points is not a list of texts")
     return Info(index, {one.path: one for one in listed}, tuple(points or ()))
 
@@ -261,9 +257,7 @@ def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
         placeholder, mode = replaced.get(path, ("", ""))
         if clean(path, package) != path or mode not in ("", "text", "binary"):
             raise BuildError(f"{package}: info/files: {path!r}: a path or a mode that cannot be")
-        listed.append(
-            PackagePath(path, "", placeholder=placeholder, mode=mode, no_link=path in unlinked)
-        )
+        listed.append(PackagePath(path, "", placeholder=placeholder, mode=mode, no_link=path in unlinked))
     return listed
 
 

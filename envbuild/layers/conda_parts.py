@@ -18,12 +18,7 @@ from envbuild.layers.wheel import Scheme
 
 
 def conda_parts(
-    files: Sequence[CondaFile],
-    shared: Shared,
-    scheme: Scheme,
-    compiler: Compiler | None,
-    mtime: int,
-    alone: int,
+    files: Sequence[CondaFile], shared: Shared, scheme: Scheme, compiler: Compiler | None, mtime: int, alone: int
 ) -> list[LayerRequest]:
     """Return the layers of `files`.
 
@@ -33,11 +28,7 @@ def conda_parts(
 
 
 def _part(
-    group: Sequence[CondaFile],
-    shared: Shared,
-    scheme: Scheme,
-    compiler: Compiler | None,
-    mtime: int,
+    group: Sequence[CondaFile], shared: Shared, scheme: Scheme, compiler: Compiler | None, mtime: int
 ) -> LayerRequest:
     without = [shared.without.get(file.name, ()) for file in group]
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
@@ -56,6 +47,4 @@ def _part(
         modules = [f"{scheme.prefix}/lib/python{scheme.python}"]
         return with_parents(with_bytecode(files(), compiler, modules, mtime), mtime)
 
-    return LayerRequest(
-        title_of([(f.name, f.package.version) for f in group]), key_of("conda", key), tree
-    )
+    return LayerRequest(title_of([(f.name, f.package.version) for f in group]), key_of("conda", key), tree)

@@ -16,9 +16,7 @@ from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 
 _BYTECODE = re.compile(r"(?:.*/)?__pycache__/[^/]+\.pyc")
-_POINT = re.compile(
-    r"\s*([^\s./\\][^/\\\x00-\x1f]*?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?"
-)
+_POINT = re.compile(r"\s*([^\s./\\][^/\\\x00-\x1f]*?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
 _SCRIPT = """#!/{prefix}/bin/python{python}
 # -*- coding: utf-8 -*-
 import re

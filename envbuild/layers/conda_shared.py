@@ -38,9 +38,7 @@ class Shared:
     linked: tuple[str, ...]
 
 
-def shared_paths(
-    files: Sequence[CondaFile], wheels: Sequence[WheelFile], scheme: Scheme, store: Store
-) -> Shared:
+def shared_paths(files: Sequence[CondaFile], wheels: Sequence[WheelFile], scheme: Scheme, store: Store) -> Shared:
     """Return the paths that the conda packages `files` share.
 
     The result is stored, because reading all lists takes a second. Raises BuildError for a wheel that would replace a
@@ -84,9 +82,7 @@ def losers(paths: Mapping[str, Iterable[str]], order: Sequence[str]) -> dict[str
             lost.setdefault(name, set()).add(path)
 
     folders = {parent for path in owners for parent in _parents(path)}
-    for path in sorted(
-        folders & owners.keys()
-    ):  # upper paths first: the decision includes the paths below them
+    for path in sorted(folders & owners.keys()):  # upper paths first: the decision includes the paths below them
         if not owners[path]:
             continue
         below = [other for other in owners if other.startswith(f"{path}/")]
@@ -133,9 +129,7 @@ def _owners(paths: Mapping[str, Sequence[str]], wanted: Callable[[str], bool]) -
     return tuple(sorted(name for name, own in paths.items() if any(map(wanted, own))))
 
 
-def _check_wheels(
-    wheels: Sequence[WheelFile], paths: Mapping[str, Sequence[str]], scheme: Scheme
-) -> None:
+def _check_wheels(wheels: Sequence[WheelFile], paths: Mapping[str, Sequence[str]], scheme: Scheme) -> None:
     owners = {f"{scheme.prefix}/{path}": name for name, own in paths.items() for path in own}
     for wheel in wheels:
         both = sorted(path for path in wheel_paths(wheel.path, scheme) if path in owners)

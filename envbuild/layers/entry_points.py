@@ -39,9 +39,6 @@ def entry_point_scripts(text: str, interpreter: str, where: str) -> Iterator[tup
             if not match or name in (".", "..") or _FORBIDDEN.search(name):
                 raise BuildError(f"{where}: entry point {name!r} = {value!r}")
             script = _SCRIPT.format(
-                python=interpreter,
-                module=match[1],
-                first=match[2].partition(".")[0],
-                function=match[2],
+                python=interpreter, module=match[1], first=match[2].partition(".")[0], function=match[2]
             )
             yield name, script.encode()

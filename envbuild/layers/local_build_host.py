@@ -45,11 +45,7 @@ _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
 def build_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a build on this host gets from `variables`."""
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name in _KEPT or name.startswith(_KEPT_PREFIXES)
-    }
+    kept = {name: value for name, value in variables.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
     kept.setdefault("PATH", os.defpath)
     return kept
 
@@ -74,18 +70,14 @@ def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
     return "host: " + "; ".join(dict.fromkeys(parts))
 
 
-def _compiler(
-    layer: SourceLayer, variables: Mapping[str, str], key: str, names: Sequence[str]
-) -> str:
+def _compiler(layer: SourceLayer, variables: Mapping[str, str], key: str, names: Sequence[str]) -> str:
     """Return the first line of a compiler's version message. Raises HostError when no compiler runs."""
     for name in [variables[key]] if variables.get(key) else names:
         words = name.split()
         program = shutil.which(words[0], path=variables["PATH"]) if words else None
         if program is None:
             continue
-        done = process.run(
-            [program, *words[1:], "--version"], env={**variables, "LC_ALL": "C"}, check=False
-        )
+        done = process.run([program, *words[1:], "--version"], env={**variables, "LC_ALL": "C"}, check=False)
         if done.returncode == 0 and done.stdout.strip():
             return done.stdout.strip().splitlines()[0]
     raise HostError(
@@ -115,14 +107,10 @@ class LocalBuildHost:
     def inside(self) -> PurePath:
         return self.work
 
-    def run(
-        self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path
-    ) -> int:
+    def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
         """See `BuildHost.run`."""
         everything = {**self.variables, **variables}
-        program = (
-            command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
-        )
+        program = command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
         with log.open("ab") as stream:
             if program is None:
                 stream.write(f"{command[0]}: not found\n".encode())

@@ -16,9 +16,7 @@ from envbuild.errors import BuildError
 _MAX_STRING = 16 << 20
 
 
-def replaced_text(
-    chunks: Iterable[bytes], old: bytes, new: bytes, where: str = ""
-) -> Iterator[bytes]:
+def replaced_text(chunks: Iterable[bytes], old: bytes, new: bytes, where: str = "") -> Iterator[bytes]:
     """Yield `chunks` with `new` in place of each `old`; `where` is unused, for the signature of `replaced_binary`."""
     held = b""
     for chunk in chunks:
@@ -33,9 +31,7 @@ def replaced_text(
     yield held
 
 
-def replaced_binary(
-    chunks: Iterable[bytes], old: bytes, new: bytes, where: str = ""
-) -> Iterator[bytes]:
+def replaced_binary(chunks: Iterable[bytes], old: bytes, new: bytes, where: str = "") -> Iterator[bytes]:
     """Yield `chunks` with `new` in place of each `old`, in strings that end at a NUL or at the end of the file.
 
     The length stays the same. Raises BuildError, naming `where`, when `new` is longer than `old`, or a string with the
@@ -63,9 +59,7 @@ def replaced_binary(
             end = at
         held = held[end:]
         if len(held) > _MAX_STRING:
-            raise BuildError(
-                f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it"
-            )
+            raise BuildError(f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it")
     at = held.find(old)
     yield held if at < 0 else held[:at] + _padded(held[at:], old, new)
 

@@ -85,9 +85,7 @@ def run_path(name: str, hosts: Sequence[str] = ()) -> str:
     return ":".join(["$ORIGIN" if inner == "." else f"$ORIGIN/{inner}", *hosts])
 
 
-def _move_elf(
-    path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str]
-) -> tuple[int, int]:
+def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str]) -> tuple[int, int]:
     elf = read_elf(path)
     if elf is None:
         raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
@@ -100,9 +98,7 @@ def _move_elf(
         # patchelf overwrites the old path, and turns a DT_RPATH into a DT_RUNPATH, over which LD_LIBRARY_PATH has
         # precedence.
         done = subprocess.run(
-            [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)],
-            capture_output=True,
-            text=True,
+            [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)], capture_output=True, text=True
         )
         if done.returncode:
             raise BuildError(f"patchelf failed on {name}: {done.stderr.strip()}")

@@ -82,9 +82,7 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
     ]
     packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     sources = (
-        replace(one, environment=f"{one.environment}; packages {packages[:16]}")
-        if one.system == "wheel"
-        else one
+        replace(one, environment=f"{one.environment}; packages {packages[:16]}") if one.system == "wheel" else one
         for one in layers.sources
     )
     return replace(layers, sources=tuple(sources))
@@ -100,10 +98,7 @@ def before_environment(layers: RequestedLayers) -> RequestedLayers:
 
 
 def for_image(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    **use: Unpack[LockUse],
+    loaded: LoadedRecipe, target: Target, environment: Environment, **use: Unpack[LockUse]
 ) -> RequestedLayers:
     """Return the layers of an image, which are built in a builder image.
 
@@ -118,11 +113,7 @@ def for_image(
 
     check_for_image(found)
     lock = ensure(builder_lock(loaded, target, found.sources), environment, **use)
-    return replace(
-        found,
-        sources=tuple(replace(one, environment=lock.digest) for one in found.sources),
-        builder=lock,
-    )
+    return replace(found, sources=tuple(replace(one, environment=lock.digest) for one in found.sources), builder=lock)
 
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:

@@ -22,13 +22,7 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import (
-    Distributions,
-    known_part,
-    read_distributions,
-    recorded,
-    short,
-)
+from envbuild.layers.layer_cache import Distributions, known_part, read_distributions, recorded, short
 from envbuild.store.store import Store
 
 Items = Generator[tuple[Member, Readable | None], None, None]
@@ -82,11 +76,7 @@ class SegmentCache:
         return self._made(diff_id.partition(":")[2], title, items, [])
 
     def _made(
-        self,
-        key: str,
-        title: str,
-        items: Callable[[], Items],
-        found: list[tuple[str, str, str]],
+        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
     ) -> CachedSegment:
         folder = self.store.folder("segments")
         codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
@@ -145,6 +135,4 @@ def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str) -> I
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name)
         if hashed.finish() != diff_id:
-            raise BuildError(
-                f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})"
-            )
+            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")

@@ -27,12 +27,7 @@ from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_fetch import fetch_source, fetch_wheels
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_manifest import (
-    SourceManifest,
-    list_files,
-    read_manifest,
-    write_manifest,
-)
+from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_steps import make_layer
 from envbuild.layers.source_unpack import unpack_cuda
 from envbuild.layers.source_wheel import environment_of, renew_records, unpack_tools
@@ -70,9 +65,7 @@ def build_layer(
     """
     missing = [name for name in layer.requires if name not in requires and name not in hosts]
     if missing:
-        raise BuildError(
-            f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet"
-        )
+        raise BuildError(f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet")
     needed, folders = _needed(layer, requires, hosts)
     python = PurePath(hosts.get("python", "python3")) if layer.system == "wheel" else None
     store = environment.store
@@ -100,10 +93,7 @@ def build_layer(
 
 
 def stored_layer(
-    layer: SourceLayer,
-    requires: Mapping[str, Path],
-    environment: Environment,
-    hosts: Mapping[str, str],
+    layer: SourceLayer, requires: Mapping[str, Path], environment: Environment, hosts: Mapping[str, str]
 ) -> Path | None:
     """Return the folder that `build_layer` would return without a build, or None when it would build."""
     tree = _place(environment.store, layer, *_needed(layer, requires, hosts))
@@ -120,9 +110,7 @@ def _needed(
     )
 
 
-def _place(
-    store: Store, layer: SourceLayer, needed: Mapping[str, Path], folders: Mapping[str, str]
-) -> Path:
+def _place(store: Store, layer: SourceLayer, needed: Mapping[str, Path], folders: Mapping[str, str]) -> Path:
     return store.root / "built" / layer_key(layer, needed, folders) / "tree"
 
 
@@ -136,9 +124,7 @@ def layer_key(layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[s
     for name, folder in sorted(requires.items()):
         manifest = read_manifest(folder)
         if manifest is None:
-            raise BuildError(
-                f"the built layer {name} in the store is damaged: {folder}", "remove that folder"
-            )
+            raise BuildError(f"the built layer {name} in the store is damaged: {folder}", "remove that folder")
         below.append([name, manifest.digest])
     content = [_ENGINE, layer.digest, below, sorted(hosts.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -175,15 +161,7 @@ def _build(
             unpack_tools(tools, work)
         patches = [Path(patch.path) for patch in layer.patches]
         _check_patches(layer)
-        job = SourceBuild(
-            layer,
-            archive,
-            host,
-            {**places, **own},
-            patches,
-            workers(environment.variables),
-            log,
-        )
+        job = SourceBuild(layer, archive, host, {**places, **own}, patches, workers(environment.variables), log)
         try:
             staged = make_layer(job)
         except StepError as error:
@@ -203,20 +181,14 @@ def _build(
     return _finish(layer, staged, done, folder, log)
 
 
-def _finish(
-    layer: SourceLayer, staged: Path, done: Relocated, folder: Path, log: Callable[[str], None]
-) -> Path:
+def _finish(layer: SourceLayer, staged: Path, done: Relocated, folder: Path, log: Callable[[str], None]) -> Path:
     if done.named:
-        log(
-            f"{layer.name} {layer.version}: right in images alone, for their paths: {', '.join(done.named)}"
-        )
+        log(f"{layer.name} {layer.version}: right in images alone, for their paths: {', '.join(done.named)}")
     made = folder / "made"
     made.mkdir()
     os.rename(staged, made / "tree")
     glibc = ".".join(map(str, done.glibc)) if done.glibc != (0, 0) else ""
-    write_manifest(
-        made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc)
-    )
+    write_manifest(made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc))
     return made
 
 
@@ -244,10 +216,7 @@ def _keep(store: Store, layer: SourceLayer, error: StepError) -> Path | None:
     """Keep the log of a failed build, and return its path; None when it cannot be kept."""
     try:
         logs = store.folder("logs")
-        place = (
-            logs
-            / f"{layer.name}-{layer.version}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
-        )
+        place = logs / f"{layer.name}-{layer.version}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
         keep_log(error, place)
         for old in sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime)[:-_KEPT_LOGS]:
             old.unlink(missing_ok=True)

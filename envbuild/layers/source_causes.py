@@ -23,10 +23,7 @@ def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
     """
     log = _end(error.log_file)
     lines = [line for line in log.splitlines() if line.strip()][-TAIL_LINES:]
-    shown = [
-        f"{name}: {error.step} failed (exit {error.status}):",
-        *(f"  {line}" for line in lines),
-    ]
+    shown = [f"{name}: {error.step} failed (exit {error.status}):", *(f"  {line}" for line in lines)]
     text = log
     for more in error.more:
         part = config_error(more)

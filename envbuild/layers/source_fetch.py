@@ -58,9 +58,7 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     raise _not_found(layer, answers, found_sums, offline)
 
 
-def fetch_wheels(
-    wheels: Sequence[BuildWheel], environment: Environment, *, offline: bool
-) -> list[Path]:
+def fetch_wheels(wheels: Sequence[BuildWheel], environment: Environment, *, offline: bool) -> list[Path]:
     """Return the wheels that a build reads or runs, verified by hash.
 
     Raises BuildError naming the wheels that no source has.
@@ -121,9 +119,7 @@ def _urls(
         yield from (link.url for link in links)
 
 
-def _not_found(
-    layer: SourceLayer, answers: list[str], found: list[str], offline: bool
-) -> BuildError:
+def _not_found(layer: SourceLayer, answers: list[str], found: list[str], offline: bool) -> BuildError:
     asked = answers or [f"{redact(layer.url)}: not asked"]
     lines = [
         f"{layer.name} {layer.version}: no place has its source archive",

@@ -25,17 +25,9 @@ _QUIET = ("programs", "strip")
 class StepError(Exception):
     """The failure of a command: its step, its exit status, its output, and logs with details."""
 
-    def __init__(
-        self, step: str, command: Sequence[str], status: int, log: Path, more: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, step: str, command: Sequence[str], status: int, log: Path, more: Sequence[Path] = ()) -> None:
         super().__init__(step)
-        self.step, self.command, self.status, self.log_file, self.more = (
-            step,
-            command,
-            status,
-            log,
-            more,
-        )
+        self.step, self.command, self.status, self.log_file, self.more = (step, command, status, log, more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +70,10 @@ class SourceBuild:
         """Return the layer's options with all placeholders replaced."""
         known = {"prefix": PREFIX, "install": f"{self.stage}{PREFIX}"}
         known |= {name: str(place) for name, place in self.places.items()}
-        return [
-            PLACE.sub(lambda match: known.get(match[1], match[0]), option)
-            for option in self.layer.configure
-        ]
+        return [PLACE.sub(lambda match: known.get(match[1], match[0]), option) for option in self.layer.configure]
 
     def run(
-        self,
-        step: str,
-        command: Sequence[str],
-        variables: Mapping[str, str] | None = None,
-        more: Sequence[str] = (),
+        self, step: str, command: Sequence[str], variables: Mapping[str, str] | None = None, more: Sequence[str] = ()
     ) -> None:
         """Run one step in the source folder. `more` are the step's own log files there.
 

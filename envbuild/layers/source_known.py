@@ -49,17 +49,13 @@ def known_versions(name: str) -> Mapping[str, str]:
     return dict(_data()["sources"].get(name, {}).get("versions", {}))
 
 
-def source_layers(
-    loaded: LoadedRecipe, target: Target
-) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
+def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
     """Return the source layers of `target`, each after those it requires, and the host layers of its nodes.
 
     Layers of kind "wheel" are left out. Raises RecipeError, naming the line of the recipe, for missing values and
     contradictions.
     """
-    tables = {
-        name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)
-    }
+    tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
     kinds = {name: kind_of(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
     known = {name: _known(name, loaded.recipe.fabric, target) for name in wanted}
@@ -80,21 +76,12 @@ def source_layers(
             waiting.append(one)
     order = _sorted({name: _requires(known[name], wanted[name]) for name in wanted}, loaded)
     layers = tuple(_layer(loaded, target, name, wanted[name], known[name], kinds) for name in order)
-    hosts = tuple(
-        HostLayer(name, table.version, table.path)
-        for name, table in tables.items()
-        if kinds[name] == "host"
-    )
+    hosts = tuple(HostLayer(name, table.version, table.path) for name, table in tables.items() if kinds[name] == "host")
     return layers, hosts
 
 
 def _layer(
-    loaded: LoadedRecipe,
-    target: Target,
-    name: str,
-    table: LayerTable,
-    known: Known,
-    kinds: Mapping[str, str],
+    loaded: LoadedRecipe, target: Target, name: str, table: LayerTable, known: Known, kinds: Mapping[str, str]
 ) -> SourceLayer:
     where = _where(loaded, name)
     sha256 = table.sha256 or dict(known.versions).get(table.version, "")
@@ -114,8 +101,7 @@ def _layer(
         fetched = url if url.startswith(("http", "file:")) else "the archive"
         raise RecipeError(
             f"{where}: {name} {table.version}{about}{nearest(table.version, versions)}",
-            f"give its archive's sha256 in [layers.{name}], from its project or from "
-            f"`curl -L {fetched} | sha256sum`",
+            f"give its archive's sha256 in [layers.{name}], from its project or from `curl -L {fetched} | sha256sum`",
         )
     requires = tuple(one for one in _requires(known, table) if kinds.get(one) != "wheel")
     own = {_key(option) for option in table.configure}
@@ -179,9 +165,7 @@ def _known(name: str, fabric: str, target: Target) -> Known:
     table = _data()["sources"].get(name)
     if table is None:
         return Known()
-    lists = {
-        key: list(table.get(key, ())) for key in ("configure", "requires", "tools", "packages")
-    }
+    lists = {key: list(table.get(key, ())) for key in ("configure", "requires", "tools", "packages")}
     for extra in table.get("when", ()):
         if (
             target.family.name in extra.get("accelerator", [target.family.name])
@@ -229,11 +213,7 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
     known = _data()["cuda"]
     rows = known.get(version, {}).get(target.arch)
     if rows is None:
-        why = (
-            f"the target {target} has no CUDA"
-            if version is None
-            else f"headers of CUDA {version} are not known here"
-        )
+        why = f"the target {target} has no CUDA" if version is None else f"headers of CUDA {version} are not known here"
         raise RecipeError(
             f"{where}: {name} is built with CUDA's headers, and {why}",
             f"leave the layer out there (`targets = [...]` in [layers.{name}])"
@@ -258,8 +238,7 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
         if name in path:
             circle = " → ".join((*path[path.index(name) :], name))
             raise RecipeError(
-                f"{_where(loaded, name)}: layers require each other: {circle}",
-                "take one of these out of `requires`",
+                f"{_where(loaded, name)}: layers require each other: {circle}", "take one of these out of `requires`"
             )
         if name not in done and name in graph:
             for one in sorted(graph[name]):

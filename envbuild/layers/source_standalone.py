@@ -31,11 +31,7 @@ _FORMAT = 1
 
 def describe(layers: Sequence[SourceLayer], hosts: Mapping[str, str] = {}) -> str:
     """Return the text of a description of `layers`, and of the nodes' folders for host layers."""
-    content = {
-        "format": _FORMAT,
-        "layers": [asdict(layer) for layer in layers],
-        "hosts": dict(hosts),
-    }
+    content = {"format": _FORMAT, "layers": [asdict(layer) for layer in layers], "hosts": dict(hosts)}
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -45,9 +41,7 @@ def read_description(text: str) -> tuple[list[SourceLayer], dict[str, str]]:
         data = json.loads(text)
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']}")
-        return [_layer(row) for row in data["layers"]], {
-            str(k): str(v) for k, v in data["hosts"].items()
-        }
+        return [_layer(row) for row in data["layers"]], {str(k): str(v) for k, v in data["hosts"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(f"this is no description of layers: {error}") from error
 
@@ -65,10 +59,7 @@ def _layer(row: dict[str, object]) -> SourceLayer:
 def main(arguments: Sequence[str]) -> int:
     """Build the layers of a description, and return the exit status."""
     if len(arguments) != 3:
-        print(
-            "usage: python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX",
-            file=sys.stderr,
-        )
+        print("usage: python -m envbuild.layers.source_standalone DESCRIPTION ARCHIVES PREFIX", file=sys.stderr)
         return 2
     description, archives, prefix = map(Path, arguments)
     try:
@@ -76,9 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         built: dict[str, Path] = {}
         with tempfile.TemporaryDirectory(prefix="envbuild-") as temporary:
             for layer in layers:
-                built[layer.name] = build_one(
-                    layer, built, hosts, archives, Path(temporary) / layer.name
-                )
+                built[layer.name] = build_one(layer, built, hosts, archives, Path(temporary) / layer.name)
             for tree in built.values():
                 shutil.copytree(tree, prefix, symlinks=True, dirs_exist_ok=True)
     except EnvbuildError as error:
@@ -93,11 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_one(
-    layer: SourceLayer,
-    built: Mapping[str, Path],
-    hosts: Mapping[str, str],
-    archives: Path,
-    work: Path,
+    layer: SourceLayer, built: Mapping[str, Path], hosts: Mapping[str, str], archives: Path, work: Path
 ) -> Path:
     """Build `layer` in the new folder `work`, and return the folder with its files for the environment's root.
 
@@ -111,13 +96,9 @@ def build_one(
         elif name in built:
             places[name] = built[name]
         else:
-            raise BuildError(
-                f"{layer.name} {layer.version} requires {name}, which comes later or not at all"
-            )
+            raise BuildError(f"{layer.name} {layer.version} requires {name}, which comes later or not at all")
     if layer.wheels:
-        wheels = [
-            _by_hash(archives, one.hashes, f"{one.name} {one.version}") for one in layer.wheels
-        ]
+        wheels = [_by_hash(archives, one.hashes, f"{one.name} {one.version}") for one in layer.wheels]
         unpack_cuda(wheels, work / "cuda")
         places["cuda"] = work / "cuda"
     with local_build_host(work, os.environ) as build_host:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")
 # Reports all missing programs before the build begins.
-_LOOK = (
-    'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; }; done; exit ${m:-0}'
-)
+_LOOK = 'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; }; done; exit ${m:-0}'
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
@@ -113,9 +111,7 @@ _SYSTEMS: Mapping[str, Callable[[SourceBuild], None]] = {
 def _licences(job: SourceBuild) -> None:
     """Copy the licence texts of the source to the installed files."""
     for patterns in (job.layer.licences, _LICENCES):
-        found = sorted(
-            {path for one in patterns for path in job.source.glob(one) if path.is_file()}
-        )
+        found = sorted({path for one in patterns for path in job.source.glob(one) if path.is_file()})
         if found:
             break
     else:
@@ -141,9 +137,7 @@ def tidy(tree: Path) -> None:
             if path.is_symlink():
                 target = os.readlink(path)
                 if target.startswith(PREFIX + "/"):
-                    inner = os.path.relpath(
-                        target, os.path.join(PREFIX, os.path.relpath(here, tree))
-                    )
+                    inner = os.path.relpath(target, os.path.join(PREFIX, os.path.relpath(here, tree)))
                     path.unlink()
                     path.symlink_to(inner)
             elif path.suffix in (".la", ".a"):

@@ -36,8 +36,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 _extract(tar, archive.name, raw)
     except _DAMAGE as error:
         raise BuildError(
-            f"{archive.name} cannot be unpacked: {error}",
-            "a source is a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file",
+            f"{archive.name} cannot be unpacked: {error}", "a source is a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file"
         ) from error
     inner = list(raw.iterdir())
     if len(inner) == 1 and inner[0].is_dir() and not inner[0].is_symlink():
@@ -57,8 +56,7 @@ def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
     for member in tar:
         if fault := _fault(member, links):
             raise BuildError(
-                f"{title} is not unpacked: {member.name!r} {fault}",
-                "get the archive that its project releases",
+                f"{title} is not unpacked: {member.name!r} {fault}", "get the archive that its project releases"
             )
         if member.issym():
             links.add(str(PurePosixPath(member.name)))
@@ -102,9 +100,7 @@ def unzip(archive: Path, folder: Path) -> None:
             path = PurePosixPath(member.filename)
             mode = member.external_attr >> 16
             if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(mode):
-                raise BuildError(
-                    f"{archive.name} is not unpacked: {member.filename!r} may lead outside"
-                )
+                raise BuildError(f"{archive.name} is not unpacked: {member.filename!r} may lead outside")
             place = Path(file.extract(member, folder))
             if not member.is_dir() and mode & 0o100:
                 place.chmod(0o755)

@@ -72,9 +72,7 @@ def build_wheel(job: SourceBuild) -> None:
     )  # fmt: skip
     wheels = sorted((work / "dist").glob("*.whl"))
     if len(wheels) != 1:
-        raise BuildError(
-            f"{job.layer.name} {job.layer.version}: pip made {len(wheels)} wheels of it, not one"
-        )
+        raise BuildError(f"{job.layer.name} {job.layer.version}: pip made {len(wheels)} wheels of it, not one")
     version = (work / "python-version").read_text(encoding="ascii").strip()
     unpack_wheel(wheels[0], job.staged, version)
     _add_scripts(job.staged, wheels[0].name)

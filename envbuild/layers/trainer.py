@@ -72,12 +72,7 @@ def load_trainer() -> Trainer:
     if not (folder / "__main__.py").is_file():
         raise BuildError(f"the trainer is missing from {folder}", "reinstall envbuild")
     sources = sorted(path for path in folder.rglob("*.py"))
-    return Trainer(
-        tuple(
-            (f"ddp_train/{path.relative_to(folder).as_posix()}", path.read_bytes())
-            for path in sources
-        )
-    )
+    return Trainer(tuple((f"ddp_train/{path.relative_to(folder).as_posix()}", path.read_bytes()) for path in sources))
 
 
 def _record_hash(data: bytes) -> str:

@@ -13,9 +13,7 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 
 
-def locate(
-    plan: Plan, trainer: Trainer, environment: Environment, offline: bool
-) -> tuple[list[WheelFile], WheelFile]:
+def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> tuple[list[WheelFile], WheelFile]:
     """Return the wheels of `plan` in order, and the trainer's wheel.
 
     Raises BuildError for a wheel that no source has, and for one that does not match the plan's target.
@@ -29,9 +27,7 @@ def locate(
     )  # fmt: skip
     wheels = [_wheel(w.name, w.version, found[w], environment) for w in wanted]
     check_wheels(Target.parse(plan.target), wheels)
-    own = environment.store.put(
-        "trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel
-    )
+    own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
     return wheels, _wheel(NAME, trainer.version, own, environment)
 
 

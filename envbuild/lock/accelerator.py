@@ -26,11 +26,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     if torch is None:
         return
     local = torch.version.partition("+")[2]
-    gpu = sorted(
-        f"{p.name}=={p.version}"
-        for p in locked
-        if any(re.fullmatch(one.wheels, p.name) for one in families)
-    )
+    gpu = sorted(f"{p.name}=={p.version}" for p in locked if any(re.fullmatch(one.wheels, p.name) for one in families))
     # Local versions `+cu126`, `+rocm6.4`, and `+xpu`, for which envbuild has no targets.
     named = local.startswith(("xpu", *(one.usual[0].rstrip(".0123456789") for one in families)))
     if not wanted.gpu and (gpu or named):
@@ -46,8 +42,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     )
     if wanted.gpu and not gpu and not named:
         raise LockError(
-            f"{source}: target {target.name} needs {wanted.title}, but torch=={torch.version} is a CPU-only build",
-            pin,
+            f"{source}: target {target.name} needs {wanted.title}, but torch=={torch.version} is a CPU-only build", pin
         )
     tag = local if named else _of_runtime(locked)
     own = tag is not None or any(re.fullmatch(wanted.wheels, p.name) for p in locked)

@@ -9,14 +9,7 @@ from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.lock.base_debian import resolve_debian
 from envbuild.lock.base_oci import resolve_digest
-from envbuild.lock.image import (
-    ImageLock,
-    OciLock,
-    image_changes,
-    image_lock_name,
-    read_image,
-    render_image,
-)
+from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
 from envbuild.lock.state import write_lock_file
 from envbuild.recipe.load import LoadedRecipe

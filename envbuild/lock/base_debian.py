@@ -6,12 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from envbuild.debian.base import resolve_base
-from envbuild.debian.defaults import (
-    default_packages,
-    default_without,
-    newest_suite,
-    suites_by_python,
-)
+from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
@@ -50,6 +45,4 @@ def resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> 
 def site_archives(suite: str, date: str, environment: Environment) -> list[DebianSuite]:
     """Return this site's sources for the packages of `suite`, in order; snapshots of `date` come last."""
     site = environment.site.debian
-    return archives(
-        suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None
-    )
+    return archives(suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None)

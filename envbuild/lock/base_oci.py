@@ -80,9 +80,7 @@ def registry_of(image: str, environment: Environment) -> Registry:
     return open_registry(reference, transport, environment.variables, mirrors)
 
 
-def _fetch(
-    registry: Registry, name: str, digest: str | None, arch: str, environment: Environment
-) -> Pulled:
+def _fetch(registry: Registry, name: str, digest: str | None, arch: str, environment: Environment) -> Pulled:
     blobs = environment.store.blobs
     manifest = _manifest(registry, digest, arch)
     wanted = [manifest.config, *manifest.layers]

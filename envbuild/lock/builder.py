@@ -46,9 +46,7 @@ def check_build_base(recipe: LoadedRecipe, sources: Sequence[SourceLayer]) -> No
         )
 
 
-def builder_lock(
-    recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]
-) -> LockKind[ImageLock]:
+def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
     """Return the kind of lock that holds the image in which `sources` are built.
 
     Raises UsageError as `check_build_base`.
@@ -56,9 +54,7 @@ def builder_lock(
     check_build_base(recipe, sources)
     image = recipe.recipe.image
     packages = dict.fromkeys((*image.packages, *build_packages(recipe, sources)))
-    own = dataclasses.replace(
-        recipe.recipe, image=dataclasses.replace(image, packages=tuple(packages))
-    )
+    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=tuple(packages)))
     return base_lock(
         recipe, target, own, "debian" if image.base == "debian" else image.build_base,
         build_lock_name(target.name), build_digest(recipe, target, sources),

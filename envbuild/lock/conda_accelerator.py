@@ -23,9 +23,7 @@ def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], so
         if package.name not in data["packages"]:
             continue
         needs = {spec.partition(" ")[0] for spec in package.depends} & set(data["cuda_packages"])
-        cuda = package.build.startswith(CUDA.conda_builds) or bool(
-            needs and not package.build.startswith("cpu")
-        )
+        cuda = package.build.startswith(CUDA.conda_builds) or bool(needs and not package.build.startswith("cpu"))
         if cuda and not target.family.gpu:
             raise LockError(
                 f"{source}: target {target.name} is for CPUs, but {package.stem} is a CUDA build"

@@ -44,9 +44,7 @@ def pip_files(lock: CondaLock, pylock: str) -> tuple[PipFile, ...]:
         if not wheels:
             raise LockError(f"{package.name}=={package.version}: its resolution names no wheel")
         wheel = wheels[0]
-        files.append(
-            PipFile(package.name, package.version, _address(wheel), wheel["hashes"]["sha256"])
-        )
+        files.append(PipFile(package.name, package.version, _address(wheel), wheel["hashes"]["sha256"]))
     return tuple(files)
 
 
@@ -118,9 +116,7 @@ def topological_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
         seen = {first.name}
         while open_names:
             name, needs = open_names[-1]
-            following = next(
-                (n for n in needs if n in by_name and n not in done and n not in seen), None
-            )
+            following = next((n for n in needs if n in by_name and n not in done and n not in seen), None)
             if following is None:
                 done.setdefault(name, by_name[name])
                 open_names.pop()

@@ -51,9 +51,7 @@ class CondaPart:
 
 def part_of(lock: CondaLock, channels: Sequence[str], pip_digest: str = "") -> CondaPart:
     """Return the part of `lock` that conda-lock.yml holds."""
-    return CondaPart(
-        lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest
-    )
+    return CondaPart(lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest)
 
 
 def render(parts: Sequence[CondaPart]) -> str:
@@ -201,13 +199,10 @@ def _table(data: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
     return value
 
 
-def _packages(
-    data: Mapping[str, Any], source: str, text: str
-) -> dict[str, tuple[CondaPackage, ...]]:
+def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tuple[CondaPackage, ...]]:
     if data.get("version") != 1:
         raise LockError(
-            f"{source}: version {data.get('version')!r} of conda-lock's format is not known (known: 1)",
-            _HINT,
+            f"{source}: version {data.get('version')!r} of conda-lock's format is not known (known: 1)", _HINT
         )
     rows = data.get("package")
     if not isinstance(rows, list):
@@ -221,10 +216,7 @@ def _packages(
         except ValueError as problem:
             where = f"{source}:{package_line(text, index)}"
             raise LockError(f"{where}: {problem}", _HINT) from None
-    return {
-        platform: tuple(by_name[name] for name in sorted(by_name))
-        for platform, by_name in found.items()
-    }
+    return {platform: tuple(by_name[name] for name in sorted(by_name)) for platform, by_name in found.items()}
 
 
 def _package(row: object) -> tuple[str, CondaPackage]:
@@ -250,8 +242,7 @@ def _package(row: object) -> tuple[str, CondaPackage]:
     if not _NAME.fullmatch(name) or not _WORD.fullmatch(version):
         raise ValueError(f"{name!r} {version!r} is no name and version of a conda package")
     if not isinstance(depends, dict) or not all(
-        isinstance(key, str) and key and " " not in key and isinstance(value, str)
-        for key, value in depends.items()
+        isinstance(key, str) and key and " " not in key and isinstance(value, str) for key, value in depends.items()
     ):
         raise ValueError(f"the dependencies of {name} are no table of texts")
     hashes = row.get("hash")
@@ -265,9 +256,7 @@ def _package(row: object) -> tuple[str, CondaPackage]:
     if subdir not in (platform, "noarch"):
         raise ValueError(f"{name} is a package of {subdir}, not of {platform}")
     specs = tuple(f"{key} {depends[key]}".strip() for key in sorted(depends))
-    return platform, CondaPackage(
-        name, version, build, subdir, url, values["md5"], values["sha256"], specs
-    )
+    return platform, CondaPackage(name, version, build, subdir, url, values["md5"], values["sha256"], specs)
 
 
 def file_parts(url: str, name: str, version: str) -> tuple[str, str]:

@@ -17,13 +17,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError
 from envbuild.file_lock import folder_lock
 from envbuild.lock import format as pip_format
-from envbuild.lock.conda import (
-    CondaLock,
-    CondaPackage,
-    conda_lock_name,
-    no_pip,
-    pip_lock_name,
-)
+from envbuild.lock.conda import CondaLock, CondaPackage, conda_lock_name, no_pip, pip_lock_name
 from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_format import CondaPart, part_of, read, render
 from envbuild.lock.format import Lock, changes
@@ -37,9 +31,7 @@ Log = Callable[[str], None]
 Solver = Callable[..., tuple[CondaPackage, ...]]
 
 
-def conda_lock(
-    recipe: LoadedRecipe, target: Target, solver: Solver | None = None
-) -> LockKind[CondaLock]:
+def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = None) -> LockKind[CondaLock]:
     """Return the kind of lock that holds the target's conda packages and the packages that pip adds.
 
     `solver` is `conda_solve.solve` (the default) or a function with its signature. Raises UsageError for a recipe
@@ -104,11 +96,7 @@ def _goes_with(part: CondaPart, pip: Lock | None, recipe: LoadedRecipe) -> bool:
 def _without_pip(recipe: LoadedRecipe, target: Target) -> Lock:
     table = recipe.recipe.targets[target.name]
     return no_pip(
-        recipe.recipe.name,
-        target.name,
-        recipe.recipe.python,
-        target.platform(table.glibc),
-        recipe.conda_digest(target),
+        recipe.recipe.name, target.name, recipe.recipe.python, target.platform(table.glibc), recipe.conda_digest(target)
     )
 
 

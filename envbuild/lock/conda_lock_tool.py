@@ -37,8 +37,7 @@ _PROGRAMS = ("micromamba", "mamba", "conda")
 _VARIABLE = "ENVBUILD_CONDA"
 # conda-lock's output when the program that it calls finds no solution; the match leaves out the command line.
 _REFUSAL = re.compile(
-    r"Could not lock the environment for platform \S+\n(?P<text>.*?)(?:\n\s+Command: |\nTraceback|\Z)",
-    re.S,
+    r"Could not lock the environment for platform \S+\n(?P<text>.*?)(?:\n\s+Command: |\nTraceback|\Z)", re.S
 )
 
 
@@ -56,9 +55,7 @@ def find_conda(environment: Environment) -> str:
     if named := environment.variables.get(_VARIABLE):
         if found := shutil.which(named, path=path):
             return found
-        raise HostError(
-            f"{_VARIABLE}={named} is no program", "set it to a conda, mamba or micromamba"
-        )
+        raise HostError(f"{_VARIABLE}={named} is no program", "set it to a conda, mamba or micromamba")
     for program in _PROGRAMS:
         if found := shutil.which(program, path=path):
             return found
@@ -93,11 +90,7 @@ def solve_by_conda_lock(
     if offline:
         env["CONDA_OFFLINE"] = env["MAMBA_OFFLINE"] = "true"
     # conda-lock uses the last of several specs for one name: a pin replaces the recipe's own spec.
-    pins = [
-        f"{package.name} =={package.version} {package.build}"
-        for package in keep
-        if not _missed(asked, package)
-    ]
+    pins = [f"{package.name} =={package.version} {package.build}" for package in keep if not _missed(asked, package)]
     for more in [pins, []] if pins else [[]]:  # all kept packages pinned, then without pins
         with tempfile.TemporaryDirectory(prefix="envbuild-conda-lock-") as folder:
             work = Path(folder)
@@ -134,9 +127,7 @@ def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
     from rattler.exceptions import InvalidMatchSpecError
     from rattler.package import BuildString
 
-    record = PackageRecord(
-        package.name, package.version, BuildString(package.build), 0, package.subdir
-    )
+    record = PackageRecord(package.name, package.version, BuildString(package.build), 0, package.subdir)
     missed = []
     for spec in specs:
         try:
@@ -147,9 +138,7 @@ def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
     return missed
 
 
-def _failure(
-    done: subprocess.CompletedProcess[str], recipe: LoadedRecipe, target: Target, program: str
-) -> LockError:
+def _failure(done: subprocess.CompletedProcess[str], recipe: LoadedRecipe, target: Target, program: str) -> LockError:
     printed = hide(done.stderr)
     if found := _REFUSAL.search(printed):
         return unsatisfiable(recipe, target, found["text"].strip(), recipe_specs(recipe, target))
@@ -160,9 +149,7 @@ def _failure(
     )
 
 
-def _write_inputs(
-    folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]
-) -> None:
+def _write_inputs(folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]) -> None:
     """Write environment.yml and virtual-packages.yml as JSON, which is valid YAML."""
     environment = {
         "name": recipe.recipe.name,
@@ -184,10 +171,6 @@ def _packages(text: str, target: Target, channels: dict[str, str]) -> tuple[Cond
     if not packages:
         raise LockError("conda-lock's result has no packages")
     return tuple(
-        replace(
-            package,
-            url=canonical_url(package.url, channels),
-            depends=canonical_depends(package.depends),
-        )
+        replace(package, url=canonical_url(package.url, channels), depends=canonical_depends(package.depends))
         for package in packages
     )

@@ -77,11 +77,7 @@ def resolve_pip(
         for name, version in there.items():
             _stub(stubs, name, version)
         wanted = ResolveRequest(
-            recipe.recipe.conda.requirements,
-            recipe.recipe.constraints,
-            recipe.conda_digest(target),
-            there,
-            stubs,
+            recipe.recipe.conda.requirements, recipe.recipe.constraints, recipe.conda_digest(target), there, stubs
         )
         try:
             return resolve_wanted(wanted, recipe, target, environment, keep=keep, offline=offline)
@@ -89,8 +85,7 @@ def resolve_pip(
             if f"+{_LOCAL}" not in error.message and f".{_LOCAL}" not in error.message:
                 raise
             raise LockError(
-                error.message
-                + f"\n  note: versions with +{_LOCAL} are those of the conda packages",
+                error.message + f"\n  note: versions with +{_LOCAL} are those of the conda packages",
                 "change the requirement in [conda], or the version of the conda package",
             ) from None
 
@@ -101,8 +96,7 @@ def _stub(folder: Path, name: str, version: str) -> None:
     info = f"{stem}.dist-info"
     files = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\n"
-        "Tag: py3-none-any\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     rows = [f"{path},sha256={_digest(text)},{len(text)}" for path, text in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"

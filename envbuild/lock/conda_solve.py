@@ -85,12 +85,7 @@ def solve(
     request = {
         "specs": [spec.text for spec in specs],
         "channels": [
-            {
-                "url": channel,
-                "addresses": [
-                    _address(url, environment) for url in environment.site.mirrored(channel)
-                ],
-            }
+            {"url": channel, "addresses": [_address(url, environment) for url in environment.site.mirrored(channel)]}
             for channel in channels
         ],
         "platform": conda_platform(target),
@@ -128,9 +123,7 @@ def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
     """Return user and password for the host of `url` from $NETRC or ~/.netrc; rattler does not read them here."""
     import netrc
 
-    path = (
-        Path(env["NETRC"]) if env.get("NETRC") else Path(env.get("HOME") or Path.home(), ".netrc")
-    )
+    path = Path(env["NETRC"]) if env.get("NETRC") else Path(env.get("HOME") or Path.home(), ".netrc")
     try:
         found = netrc.netrc(path).authenticators(urlsplit(url).hostname or "")
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
@@ -145,16 +138,13 @@ def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]
         path = Path(folder, "request.json")
         path.write_text(json.dumps(request), encoding="utf-8")
         done = process.run(
-            [sys.executable, "-P", conda_solver.__file__, path],
-            env=network_variables(environment),
-            check=False,
+            [sys.executable, "-P", conda_solver.__file__, path], env=network_variables(environment), check=False
         )
     try:
         answer = json.loads(done.stdout)
     except ValueError:
         raise HostError(
-            f"the conda solver ended without an answer (exit {done.returncode}):\n"
-            f"{hide(process.tail(done))}",
+            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
             "is py-rattler whole? pip install --force-reinstall py-rattler",
         ) from None
     if not isinstance(answer, dict):
@@ -208,9 +198,7 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
     try:
         subdir, known = file_parts(url, name, version)
     except ValueError as problem:
-        raise LockError(
-            f"{url}: {problem}", "rename the file and index its channel again"
-        ) from None
+        raise LockError(f"{url}: {problem}", "rename the file and index its channel again") from None
     if (subdir, known) != (row["subdir"], build):
         raise LockError(f"{url}: its channel lists it as build {build} of {row['subdir']}")
     depends = canonical_depends(row["depends"])
@@ -218,11 +206,7 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
 
 
 def _error(
-    answer: Mapping[str, Any],
-    recipe: LoadedRecipe,
-    target: Target,
-    specs: Sequence[Spec],
-    offline: bool,
+    answer: Mapping[str, Any], recipe: LoadedRecipe, target: Target, specs: Sequence[Spec], offline: bool
 ) -> LockError | RecipeError:
     text = hide(str(answer.get("text", ""))).strip()
     match answer["fault"]:
@@ -246,24 +230,19 @@ def bad_spec(spec: Spec, why: str) -> RecipeError:
     )
 
 
-def unsatisfiable(
-    recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]
-) -> LockError:
+def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
     """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     return LockError(
-        f"{recipe.path}: target {target.name} cannot be solved:\n"
-        + "\n".join([_indented(explanation), *lines]),
+        f"{recipe.path}: target {target.name} cannot be solved:\n" + "\n".join([_indented(explanation), *lines]),
         "loosen one of these, or add a channel that has the missing package",
     )
 
 
 def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool) -> LockError:
     channel = str(answer["channel"])
-    refusals = [
-        f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"]
-    ]
+    refusals = [f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"]]
     position = next(
         index for index, name in enumerate(recipe.recipe.conda.channels)
         if channel_url(name) == channel
@@ -277,9 +256,7 @@ def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool)
             " in site.toml: [mirrors]"
         )
     elif re.search(r"\b404\b|could not find subdir|No such file", text):
-        hint = (
-            "is the channel's name right? a channel has noarch/repodata.json, even if it is empty"
-        )
+        hint = "is the channel's name right? a channel has noarch/repodata.json, even if it is empty"
     else:
         hint = (
             "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"

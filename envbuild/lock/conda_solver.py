@@ -87,9 +87,7 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
         else:
             raise SolveFailed("unreachable", channel=channel["url"], refusals=refusals)
     used = [serving[channel["url"]]["url"] for channel in request["channels"]]
-    places = [
-        _place(channel["url"], serving[channel["url"]]["url"]) for channel in request["channels"]
-    ]
+    places = [_place(channel["url"], serving[channel["url"]]["url"]) for channel in request["channels"]]
     return _gateway(request, serving), [Channel(place) for place in places], used
 
 
@@ -118,9 +116,7 @@ def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any
         if address["url"] != channel and not address["url"].startswith("file:")
     }
     servers = [
-        (urlsplit(address["url"]), address["authorization"])
-        for address in serving.values()
-        if address["authorization"]
+        (urlsplit(address["url"]), address["authorization"]) for address in serving.values() if address["authorization"]
     ]
 
     def headers(host: str, path: str) -> dict[str, str] | None:
@@ -153,9 +149,7 @@ def _reach(url: str, offline: bool) -> None:
     socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
 
 
-async def _kept(
-    gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]
-) -> list[Any]:
+async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]) -> list[Any]:
     """Return the channels' own records of the packages to keep; a package that no channel has any more may change."""
     if not keep:
         return []
@@ -163,9 +157,7 @@ async def _kept(
 
     wanted = {(row["name"], row["sha256"]) for row in keep}
     specs = [MatchSpec(row["name"]) for row in keep]
-    found = await gateway.query(
-        channels, platforms, specs, recursive=False, channel_relations="disabled"
-    )
+    found = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
     records: dict[str, Any] = {}
     for record in (record for rows in found for record in rows):
         name = record.name.normalized

@@ -11,9 +11,7 @@ from envbuild.errors import LockError
 
 # The largest lock files in use have a few megabytes; a larger file is not a lock.
 _LIMIT = 64 << 20
-_LINE = re.compile(
-    r'( *)(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?'
-)
+_LINE = re.compile(r'( *)(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?')
 _FIRST = re.compile(r"^\s*- (?:name|version|manager|platform|url|category)\b", re.MULTILINE)
 _CONSTANTS: dict[str, Any] = {"1": 1, "false": False}
 

@@ -101,9 +101,7 @@ def parse(text: str, source: str) -> Lock:
     warnings: list[str] = []
     faults: list[str] = []
     if not text.startswith(_FIRST_LINE):
-        raise LockError(
-            f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again"
-        )
+        raise LockError(f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again")
     found = text[len(_FIRST_LINE) :].partition(";")[0].strip()
     if found != str(FORMAT):
         raise LockError(
@@ -119,28 +117,20 @@ def parse(text: str, source: str) -> Lock:
             continue
         pin = _PIN.match(line)
         if not pin:
-            faults.append(
-                f"{source}:{number}: expected name==version --hash=sha256:…, got {line!r}"
-            )
+            faults.append(f"{source}:{number}: expected name==version --hash=sha256:…, got {line!r}")
             continue
         name, words = normalise(pin[1]), pin[3].split()
         hashes = [match[1] for word in words if (match := _HASH.match(word))]
         if not words or len(hashes) != len(words):
-            faults.append(
-                f"{source}:{number}: {pin[1]} needs --hash=sha256: and 64 hex digits, only"
-            )
+            faults.append(f"{source}:{number}: {pin[1]} needs --hash=sha256: and 64 hex digits, only")
         elif name in packages:
             faults.append(f"{source}:{number}: {pin[1]} is locked twice")
         else:
             packages[name] = LockedPackage(name, pin[2], tuple(hashes))
     wanted = ("recipe", "target", "python", "platform", "recipe-digest")
-    faults += [
-        f"{source}: the header line '# {key}: …' is missing" for key in wanted if key not in header
-    ]
+    faults += [f"{source}: the header line '# {key}: …' is missing" for key in wanted if key not in header]
     if faults:
-        raise LockError(
-            "\n".join(faults), "locks are not edited by hand: run `envbuild lock` again"
-        )
+        raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
     return Lock(
         recipe=header["recipe"],
         target=header["target"],

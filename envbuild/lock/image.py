@@ -93,9 +93,7 @@ def parse_image(text: str, source: str) -> ImageLock:
         )
     if unknown := data.keys() - {"format", "recipe", "target", "recipe-digest", "debian", "oci"}:
         raise _faulty(source, f"unknown key {sorted(unknown)[0]!r}")
-    recipe, target, digest = (
-        _string(data, key, source) for key in ("recipe", "target", "recipe-digest")
-    )
+    recipe, target, digest = (_string(data, key, source) for key in ("recipe", "target", "recipe-digest"))
     return ImageLock(recipe, target, digest, _base(data, source))
 
 
@@ -124,9 +122,7 @@ def _string(table: dict[str, Any], key: str, source: str) -> str:
 
 
 def _faulty(source: str, what: str) -> LockError:
-    return LockError(
-        f"{source}: not an image lock: {what}", "delete it and run `envbuild lock` again"
-    )
+    return LockError(f"{source}: not an image lock: {what}", "delete it and run `envbuild lock` again")
 
 
 def read_image(path: Path) -> ImageLock | None:

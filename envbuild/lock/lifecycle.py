@@ -80,13 +80,7 @@ class LockKind(Generic[L]):
 
 
 def ensure(
-    kind: LockKind[L],
-    environment: Environment,
-    *,
-    locked: bool,
-    offline: bool,
-    log: Log,
-    write: bool = True,
+    kind: LockKind[L], environment: Environment, *, locked: bool, offline: bool, log: Log, write: bool = True
 ) -> L:
     """Return the current lock; resolve a missing or stale one.
 
@@ -108,13 +102,7 @@ def ensure(
 
 
 def update(
-    kind: LockKind[L],
-    environment: Environment,
-    *,
-    upgrade: Upgrade,
-    offline: bool,
-    log: Log,
-    write: bool = True,
+    kind: LockKind[L], environment: Environment, *, upgrade: Upgrade, offline: bool, log: Log, write: bool = True
 ) -> Resolved[L]:
     """Resolve again and write the lock; of its packages only those in `upgrade` may change, all of them for None.
 

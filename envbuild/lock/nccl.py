@@ -48,8 +48,7 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
         older = Version(wanted) < Version(own)
     except InvalidVersion:
         raise LockError(
-            f"{where}: {wanted!r} is not a version of {name}",
-            f"write it as PyPI does, for example {own}",
+            f"{where}: {wanted!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
         ) from None
     if older:
         raise LockError(

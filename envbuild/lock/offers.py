@@ -84,9 +84,7 @@ class Offers:
 
         environment = self.environment
         local = [
-            Link(name, "", None)
-            for _, files in local_files(environment.pip, (".whl", *_SDISTS))
-            for name in files
+            Link(name, "", None) for _, files in local_files(environment.pip, (".whl", *_SDISTS)) for name in files
         ]
         sources = remote_sources(
             environment.pip, environment.site, self.indexes, self.offline, environment.default_index
@@ -120,20 +118,12 @@ def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
         files[version].append(OfferedFile(tags, link.requires_python))
         if (time := _time(link.uploaded)) is not None:
             times[version] = min(time, times.get(version, time))
-    return [
-        ProjectRelease(version, tuple(files[version]), times.get(version))
-        for version in sorted(files)
-    ]
+    return [ProjectRelease(version, tuple(files[version]), times.get(version)) for version in sorted(files)]
 
 
 def _parse(filename: str) -> tuple[str, Version, frozenset[Any]] | None:
     """Return (normalised name, version, tags) of a wheel or sdist, None for any other file."""
-    from packaging.utils import (
-        InvalidSdistFilename,
-        InvalidWheelFilename,
-        parse_sdist_filename,
-        parse_wheel_filename,
-    )
+    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 
     try:
         if filename.endswith(".whl"):

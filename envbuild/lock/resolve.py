@@ -51,12 +51,7 @@ class ResolveRequest:
 
 
 def resolve(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    keep: Lock | None = None,
-    offline: bool = False,
+    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Lock | None = None, offline: bool = False
 ) -> Resolution:
     """Resolve `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
@@ -66,9 +61,7 @@ def resolve(
     """
     table = recipe.recipe.targets[target.name]
     wanted = ResolveRequest(
-        (*recipe.recipe.requirements, *table.requirements),
-        recipe.recipe.constraints,
-        recipe.resolution_digest(target),
+        (*recipe.recipe.requirements, *table.requirements), recipe.recipe.constraints, recipe.resolution_digest(target)
     )
     override = nccl_override(recipe, target)
     if override is not None:
@@ -134,9 +127,7 @@ def resolve_wanted(
         platform=platform,
         recipe_digest=wanted.digest,
         packages=tuple(files),
-        warnings=warnings_of(
-            skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}"
-        ),
+        warnings=warnings_of(skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}"),
     )
     check_accelerator(target, lock.packages, str(recipe.path))
     return Resolution(lock, text, tuple(notes))
@@ -158,9 +149,7 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
     return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving))
 
 
-def _reachable(
-    indexes: Sequence[str], environment: Environment, offline: bool
-) -> tuple[list[str], list[str]]:
+def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
     """Return the URLs of the indexes that answer, and a note for each index that does not.
 
     The URL is that of the index's first mirror that answers. When `offline`, no index is probed.
@@ -193,9 +182,7 @@ def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackag
     return [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), ([], ())]
 
 
-def _fitting_files(
-    pylock: Mapping[str, Any], python: str, platform: str, source: str
-) -> Iterator[LockedPackage]:
+def _fitting_files(pylock: Mapping[str, Any], python: str, platform: str, source: str) -> Iterator[LockedPackage]:
     """Yield each package of a PEP 751 file with the hashes of the wheels that install on the target.
 
     Raises LockError for a package without such a wheel.
@@ -206,9 +193,7 @@ def _fitting_files(
     for package in sorted(pylock.get("packages", []), key=lambda entry: str(entry["name"])):
         hashes: set[str] = set()
         for wheel in package.get("wheels", []):
-            file_name = str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rsplit(
-                "/", 1
-            )[-1]
+            file_name = str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rsplit("/", 1)[-1]
             try:
                 fits = bool(parse_wheel_filename(_unquote(file_name))[3] & tags)
             except InvalidWheelFilename:
@@ -222,9 +207,7 @@ def _fitting_files(
                 f" for python {python} on {platform}",
                 "pin a version that publishes such a wheel, or serve one from your index or find-links",
             )
-        yield LockedPackage(
-            normalise(package["name"]), str(package["version"]), tuple(sorted(hashes))
-        )
+        yield LockedPackage(normalise(package["name"]), str(package["version"]), tuple(sorted(hashes)))
 
 
 def _unquote(name: str) -> str:

@@ -95,10 +95,7 @@ def skipped_releases(
         if fitting:
             cause = without_wheel(_pin(name, newest, lines[0].extras))
         if cause is not None:
-            chosen = next(
-                (one for one in releases[name] if one.version == version),
-                ProjectRelease(version, ()),
-            )
+            chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
             found.append(SkippedRelease(name, chosen, newest, cause))
     return found
 
@@ -162,9 +159,7 @@ def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list
 
 def _is_pin(line: Requirement) -> bool:
     """Return whether `line` allows only one version, so that there is no newer release to look for."""
-    return any(
-        one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier
-    )
+    return any(one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier)
 
 
 def _pin(name: str, release: ProjectRelease, extras: Iterable[str] = ()) -> str:

@@ -74,9 +74,7 @@ def inspect_lock_file(
         except LockError as error:
             if error.hint is None:  # the file could not even be opened
                 raise
-            command = (
-                f"mv {quote(str(path))} {quote(f'{path}.old')} && {_command(recipe, target, part)}"
-            )
+            command = f"mv {quote(str(path))} {quote(f'{path}.old')} && {_command(recipe, target, part)}"
             hint = f"restore it from version control, or make it anew: `{command}`"
             raise LockError(error.message, hint) from None
         if lock is None:
@@ -108,10 +106,7 @@ def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
 
 
 def package_changes(
-    before: Mapping[str, T],
-    after: Mapping[str, T],
-    version: Callable[[T], str],
-    other: Callable[[T, T], str],
+    before: Mapping[str, T], after: Mapping[str, T], version: Callable[[T], str], other: Callable[[T, T], str]
 ) -> list[str]:
     """Return the changes of an update, one line per package, sorted by name.
 

@@ -18,12 +18,8 @@ _CAUSES = {
     "unknown": re.compile(_NAME + r" was not found in the (?!cache)"),
     "version": re.compile(r"there (?:is no version|are no versions) of " + _NAME + _SPECIFIER),
     "wheel": re.compile(_NAME + _SPECIFIER + r" (?:has|have) no (?:usable )?wheels"),
-    "python": re.compile(
-        r"does not satisfy Python\S+ and " + _NAME + _SPECIFIER + " depends on Python"
-    ),
-    "range": re.compile(
-        r"only (?:the following versions of )?" + _NAME + _SPECIFIER + " (?:is|are) available"
-    ),
+    "python": re.compile(r"does not satisfy Python\S+ and " + _NAME + _SPECIFIER + " depends on Python"),
+    "range": re.compile(r"only (?:the following versions of )?" + _NAME + _SPECIFIER + " (?:is|are) available"),
 }
 _NETWORK = re.compile(r"dns error|Connect|timed out|certificate|invalid peer", re.IGNORECASE)
 _SHOWN = 5

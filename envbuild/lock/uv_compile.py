@@ -33,10 +33,7 @@ class UvCompile:
         return self.work / "pylock.toml"
 
     def run(
-        self,
-        requirements: Iterable[str],
-        pins: Iterable[str] = (),
-        preferred: Iterable[LockedPackage] = (),
+        self, requirements: Iterable[str], pins: Iterable[str] = (), preferred: Iterable[LockedPackage] = ()
     ) -> subprocess.CompletedProcess[str]:
         """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
         work, environment = self.work, self.environment

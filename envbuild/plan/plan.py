@@ -156,19 +156,15 @@ def make_plan(
         python = _digest(["python", wheels.python, wheels.platform])
         layers = [Step("python", "python", wheels.python, python)]
     layers += [
-        Step(
-            "conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}"
-        )
+        Step("conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}")
         for package in conda
     ]
     layers += [
-        Step("wheel", package.name, package.version, _digest(["wheel", package.hashes]))
-        for package in wheels.packages
+        Step("wheel", package.name, package.version, _digest(["wheel", package.hashes])) for package in wheels.packages
     ]
     layers += [Step("source", one.name, one.version, one.digest) for one in sources]
     layers += [
-        Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path]))
-        for one in host_layers
+        Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path])) for one in host_layers
     ]
     if recipe.fabric != "any":  # the artifact records the network that it is for
         layers.append(Step("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 # conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"
-_NAMED_CHANNEL = re.compile(
-    r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?"
-)
+_NAMED_CHANNEL = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?")
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?P<rest>.*)", re.S)
 
 
@@ -39,9 +37,7 @@ def spec_problem(text: str) -> str | None:
     if found is None or not text.isprintable() or text != text.strip():
         return f"{text!r} is not a match spec, such as 'numpy 2.2.*' or 'pytorch >=2.7 cpu*'"
     if re.match(r"\s*[;#]", found["rest"]):
-        return (
-            f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
-        )
+        return f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
     return None
 
 
@@ -87,16 +83,10 @@ def conda_mistakes(document: Document) -> Iterator[Problem]:
     has = isinstance(conda, dict) and bool(conda.get("dependencies"))
     if document.data.get("environment") == "conda":
         if not has:
-            yield (
-                ("environment",),
-                "'conda' needs a [conda] table with `dependencies`",
-            )
+            yield (("environment",), "'conda' needs a [conda] table with `dependencies`")
         image = document.data.get("image")
         if isinstance(image, dict) and image.get("python"):
-            yield (
-                ("image", "python"),
-                "'python' in [image]: with environment = \"conda\" the interpreter is conda's",
-            )
+            yield (("image", "python"), "'python' in [image]: with environment = \"conda\" the interpreter is conda's")
     if isinstance(conda, dict) and not has:
         yield ("conda",), "'dependencies' in [conda] is missing"
     targets = document.data.get("targets")

@@ -65,11 +65,7 @@ class ImageTable:
     )
     workdir: str = field(
         default="/workspace",
-        metadata={
-            "doc": "The folder in which a container starts.",
-            "pattern": r"^/\S*$",
-            "example": "/workspace",
-        },
+        metadata={"doc": "The folder in which a container starts.", "pattern": r"^/\S*$", "example": "/workspace"},
     )
     env: dict[str, str] = field(
         default_factory=dict,
@@ -88,21 +84,12 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
     base = image.get("base", "debian")
     if base == "debian":
         if image.get("python"):
-            yield (
-                ("image", "python"),
-                "'python' in [image]: only with an existing image as its base",
-            )
+            yield (("image", "python"), "'python' in [image]: only with an existing image as its base")
         if image.get("build_base"):
-            yield (
-                ("image", "build_base"),
-                "'build_base' in [image]: only with an existing image as its base",
-            )
+            yield (("image", "build_base"), "'build_base' in [image]: only with an existing image as its base")
         return
     for key in ("suite", "packages", "build_packages"):
         if key in image:
             yield ("image", key), f'{key!r} in [image]: only with base = "debian"'
     if not image.get("python") and document.data.get("environment") != "conda":
-        yield (
-            ("image",),
-            "'python' in [image] is missing: where is the interpreter in the base image?",
-        )
+        yield (("image",), "'python' in [image] is missing: where is the interpreter in the base image?")

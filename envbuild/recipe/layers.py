@@ -148,30 +148,18 @@ def layer_mistakes(document: Document) -> Iterator[Problem]:
             continue
         kind = table.get("kind", "default")
         if kind == "host" and not table.get("path"):
-            yield (
-                ("layers", name),
-                f"'path' in [layers.{name}] is missing: where do the nodes have it?",
-            )
+            yield (("layers", name), f"'path' in [layers.{name}] is missing: where do the nodes have it?")
         if kind != "host" and table.get("path"):
             yield ("layers", name, "path"), "'path': only with kind = \"host\""
         if kind == "wheel" and name != "nccl":
-            yield (
-                ("layers", name, "kind"),
-                "'wheel' is for nccl; other packages belong into requirements",
-            )
+            yield (("layers", name, "kind"), "'wheel' is for nccl; other packages belong into requirements")
         if kind in ("wheel", "host"):
             for key in ("url", "sha256", "system", "configure", "patches", "requires"):
                 if table.get(key):
-                    yield (
-                        ("layers", name, key),
-                        f"{key!r}: only for a layer that is built from source",
-                    )
+                    yield (("layers", name, key), f"{key!r}: only for a layer that is built from source")
         for number, one in enumerate(_list(table, "requires")):
             if one not in layers or one == name:
-                yield (
-                    ("layers", name, "requires", number),
-                    f"{one!r} is not another layer of this recipe",
-                )
+                yield (("layers", name, "requires", number), f"{one!r} is not another layer of this recipe")
         for number, one in enumerate(_list(table, "targets")):
             if isinstance(known_targets, dict) and one not in known_targets:
                 yield ("layers", name, "targets", number), f"the recipe has no target {one!r}"

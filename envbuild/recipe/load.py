@@ -55,8 +55,7 @@ class LoadedRecipe:
             if name is None:
                 what = "several targets" if fitting else "no target"
                 raise UsageError(
-                    f"recipe {recipe.name!r} has {what} for this host ({arch});"
-                    f" its targets: {', '.join(names)}",
+                    f"recipe {recipe.name!r} has {what} for this host ({arch}); its targets: {', '.join(names)}",
                     hint="Name the target.",
                 )
         if name not in recipe.targets:

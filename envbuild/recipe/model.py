@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envbuild.fabrics import fabric_names
-from envbuild.recipe.checks import (
-    index_problem,
-    requirement_parts,
-    requirement_problem,
-)
+from envbuild.recipe.checks import index_problem, requirement_parts, requirement_problem
 from envbuild.recipe.conda import CondaTable, spec_problem
 from envbuild.recipe.image import ImageTable
 from envbuild.recipe.layers import LayerTable, layer_name_problem
@@ -39,8 +35,7 @@ class TargetTable:
     indexes: tuple[str, ...] = field(
         default=(),
         metadata={
-            "doc": "URLs of package indexes that this target needs besides the site's."
-            " Never with credentials.",
+            "doc": "URLs of package indexes that this target needs besides the site's. Never with credentials.",
             "check": index_problem,
             "pattern": r"^(https?|file)://\S+$",
             "example": ["https://download.pytorch.org/whl/cpu"],
@@ -68,33 +63,21 @@ class TargetTable:
 class VerifyTable:
     """`[verify]`: the distributed training that verifies an artifact."""
 
-    nodes: int = field(
-        default=2, metadata={"doc": "Nodes that train together.", "minimum": 1, "example": 2}
-    )
-    nproc_per_node: int = field(
-        default=2, metadata={"doc": "Processes on each node.", "minimum": 1, "example": 2}
-    )
-    epochs: int = field(
-        default=6, metadata={"doc": "Passes over the data.", "minimum": 1, "example": 6}
-    )
+    nodes: int = field(default=2, metadata={"doc": "Nodes that train together.", "minimum": 1, "example": 2})
+    nproc_per_node: int = field(default=2, metadata={"doc": "Processes on each node.", "minimum": 1, "example": 2})
+    epochs: int = field(default=6, metadata={"doc": "Passes over the data.", "minimum": 1, "example": 6})
     batch_size: int = field(
-        default=32,
-        metadata={"doc": "Samples in a batch of one process.", "minimum": 1, "example": 32},
+        default=32, metadata={"doc": "Samples in a batch of one process.", "minimum": 1, "example": 32}
     )
     model: Literal["linear", "mlp", "cnn"] = field(
         default="mlp", metadata={"doc": "The model that is trained.", "example": "mlp"}
     )
     timeout_s: int = field(
-        default=600,
-        metadata={"doc": "Seconds after which the run has failed.", "minimum": 1, "example": 600},
+        default=600, metadata={"doc": "Seconds after which the run has failed.", "minimum": 1, "example": 600}
     )
     loss_tolerance: float = field(
         default=1e-4,
-        metadata={
-            "doc": "Relative difference of losses that still counts as equal.",
-            "minimum": 0,
-            "example": 1e-4,
-        },
+        metadata={"doc": "Relative difference of losses that still counts as equal.", "minimum": 0, "example": 1e-4},
     )
     busbw_floor: float = field(
         default=0.0,
@@ -124,13 +107,10 @@ class Recipe:
             "example": "PyTorch DDP on CPU",
         }
     )
-    python: str = field(
-        metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"}
-    )
+    python: str = field(metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"})
     requirements: tuple[str, ...] = field(
         metadata={
-            "doc": "Packages of every target, as pip requirements (PEP 508)."
-            " No options, URLs or paths.",
+            "doc": "Packages of every target, as pip requirements (PEP 508). No options, URLs or paths.",
             "check": requirement_problem,
             "example": ["numpy==2.2.6"],
         }
@@ -146,8 +126,7 @@ class Recipe:
     constraints: tuple[str, ...] = field(
         default=(),
         metadata={
-            "doc": "Versions to keep to where a dependency brings the package in;"
-            " they install nothing themselves.",
+            "doc": "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
             "check": requirement_problem,
             "example": ["setuptools<81"],
         },
@@ -159,10 +138,7 @@ class Recipe:
             "example": "conda",
         },
     )
-    conda: CondaTable = field(
-        default_factory=CondaTable,
-        metadata={"doc": "What conda environments are made of."},
-    )
+    conda: CondaTable = field(default_factory=CondaTable, metadata={"doc": "What conda environments are made of."})
     fabric: str = field(
         default="any",
         metadata={
@@ -179,13 +155,9 @@ class Recipe:
             "key_check": layer_name_problem,
         },
     )
-    image: ImageTable = field(
-        default_factory=ImageTable,
-        metadata={"doc": "What container images are built on."},
-    )
+    image: ImageTable = field(default_factory=ImageTable, metadata={"doc": "What container images are built on."})
     verify: VerifyTable = field(
-        default_factory=VerifyTable,
-        metadata={"doc": "The distributed training that proves an artifact."},
+        default_factory=VerifyTable, metadata={"doc": "The distributed training that proves an artifact."}
     )
 
 

@@ -69,13 +69,9 @@ def target_problem(name: str) -> str | None:
     tag, _, arch = name.partition("-")
     if arch in ARCHES and accelerator_of(tag) is not None:
         return None
-    usual = [
-        f"{tag}-{arch}" for one in ACCELERATORS.values() for tag in one.usual for arch in ARCHES
-    ]
+    usual = [f"{tag}-{arch}" for one in ACCELERATORS.values() for tag in one.usual for arch in ARCHES]
     close = closest(name.lower(), usual)
-    if "." not in name and accelerator_of(
-        f"{name}.0"
-    ):  # TOML reads the rest as a key of another table
+    if "." not in name and accelerator_of(f"{name}.0"):  # TOML reads the rest as a key of another table
         return f'not a target; quote a name with a dot: [targets."{name}.N-{ARCHES[0]}"]'
     *first, last = (one.form for one in ACCELERATORS.values())
     form = f"not a target: expected ACCELERATOR-ARCH, of {', '.join(first)} or {last}, {' or '.join(ARCHES)}"

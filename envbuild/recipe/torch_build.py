@@ -35,9 +35,7 @@ def survey_builds(survey: Collection[str]) -> dict[str, str]:
     return {name: version for name, equals, version in pairs if equals}
 
 
-def accelerator_fault(
-    target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool
-) -> str | None:
+def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool) -> str | None:
     """Return why a torch that was built for `builds`, with accelerator `libraries`, does not suit `target`, or None.
 
     Without `exact` only the major version counts: conda builds of one major version are interchangeable.

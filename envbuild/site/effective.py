@@ -45,9 +45,7 @@ def effective_settings(
         held = getattr(site, table)
         for one in fields(held):
             origin = site.said.get(f"[{table}] {one.name}")
-            values.append(
-                EffectiveSetting(table, one.name, _shown(getattr(held, one.name)), _file(origin))
-            )
+            values.append(EffectiveSetting(table, one.name, _shown(getattr(held, one.name)), _file(origin)))
     for key, text in site.environment.items():
         origin = site.said.get(f"[environment] {key}")
         values.append(EffectiveSetting("environment", key, redact(text), _file(origin)))
@@ -80,9 +78,7 @@ def _top(
     if name is None:
         site = load_site(env, etc=etc)
         given = found.get(("", "store"))
-        origin = (
-            "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given.origin if given else _DEFAULT
-        )
+        origin = "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given.origin if given else _DEFAULT
         log("", "store", str(site.store), origin)
     return [found[key] for key in sorted(found, key=lambda key: bool(key[0]))]
 

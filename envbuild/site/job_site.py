@@ -11,13 +11,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.files import shipped
-from envbuild.site.jobs import (
-    ContainerTable,
-    ModulesTable,
-    NodeTable,
-    PathsTable,
-    SchedulerTable,
-)
+from envbuild.site.jobs import ContainerTable, ModulesTable, NodeTable, PathsTable, SchedulerTable
 from envbuild.site.kubernetes import KubernetesTable
 from envbuild.site.settings import FabricTable, SiteFile, site_files
 from envbuild.toml import decode, nearest, read
@@ -56,12 +50,7 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
     """Return the folders to search for named sites: the project's, the user's, the system's, and the shipped one."""
     home = Path(env.get("HOME") or Path.home())
     config = Path(env.get("XDG_CONFIG_HOME") or home / ".config")
-    return [
-        Path("sites"),
-        config / "envbuild" / "sites",
-        etc / "envbuild" / "sites",
-        shipped_sites(),
-    ]
+    return [Path("sites"), config / "envbuild" / "sites", etc / "envbuild" / "sites", shipped_sites()]
 
 
 def shipped_sites() -> Path:
@@ -112,9 +101,7 @@ def read_job_site(name: str | None, env: Mapping[str, str], *, etc: Path = Path(
             given = document.data.get(table)
             if isinstance(given, dict):
                 # A table of a later file replaces the whole table of an earlier one.
-                said = {
-                    key: path for key, path in said.items() if not key.startswith(f"[{table}] ")
-                }
+                said = {key: path for key, path in said.items() if not key.startswith(f"[{table}] ")}
                 said |= {f"[{table}] {key}": file for key in given}
                 tables[table] = getattr(settings, table)
         environment |= settings.environment
@@ -136,8 +123,4 @@ def _filled(site: JobSite, env: Mapping[str, str]) -> JobSite:
 
     paths = {one.name: fill(getattr(site.paths, one.name)) for one in fields(site.paths)}
     mounts = tuple(fill(mount) for mount in site.container.mounts)
-    return replace(
-        site,
-        paths=PathsTable(**paths),
-        container=replace(site.container, mounts=mounts),
-    )
+    return replace(site, paths=PathsTable(**paths), container=replace(site.container, mounts=mounts))

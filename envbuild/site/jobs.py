@@ -9,12 +9,8 @@ from typing import Literal
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
-_SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I
-)
-_DEFAULT_LAUNCHERS = ", ".join(
-    f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known
-)
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I)
+_DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
 _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
@@ -35,9 +31,7 @@ def job_variable_problem(name: str) -> str | None:
 
 def line_problem(text: str) -> str | None:
     """Return why `text` is not one line, or None."""
-    return (
-        None if text.isprintable() and text.strip() == text and text else "is not one line of text"
-    )
+    return None if text.isprintable() and text.strip() == text and text else "is not one line of text"
 
 
 def value_problem(value: str) -> str | None:
@@ -67,28 +61,13 @@ class SchedulerTable:
     """`[scheduler]`: the scheduler of jobs and its options."""
 
     kind: str = field(
-        default="none",
-        metadata={
-            "doc": "The scheduler.",
-            "choices": ("none", *SCHEDULER_NAMES),
-            "example": "slurm",
-        },
+        default="none", metadata={"doc": "The scheduler.", "choices": ("none", *SCHEDULER_NAMES), "example": "slurm"}
     )
     partition: str = field(
-        default="",
-        metadata={
-            "doc": "Partition (Slurm) or queue (others).",
-            "pattern": r"^\S*$",
-            "example": "gpu",
-        },
+        default="", metadata={"doc": "Partition (Slurm) or queue (others).", "pattern": r"^\S*$", "example": "gpu"}
     )
-    account: str = field(
-        default="",
-        metadata={"doc": "Who pays.", "pattern": r"^\S*$", "example": "project_1234"},
-    )
-    qos: str = field(
-        default="", metadata={"doc": "Slurm's quality of service.", "pattern": r"^\S*$"}
-    )
+    account: str = field(default="", metadata={"doc": "Who pays.", "pattern": r"^\S*$", "example": "project_1234"})
+    qos: str = field(default="", metadata={"doc": "Slurm's quality of service.", "pattern": r"^\S*$"})
     constraint: str = field(
         default="",
         metadata={
@@ -107,12 +86,8 @@ class SchedulerTable:
         },
     )
     exclusive: bool = field(default=True, metadata={"doc": "Whether jobs have their nodes alone."})
-    requeue: bool = field(
-        default=True, metadata={"doc": "Whether a job whose node failed starts again."}
-    )
-    auto_resume: bool = field(
-        default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."}
-    )
+    requeue: bool = field(default=True, metadata={"doc": "Whether a job whose node failed starts again."})
+    auto_resume: bool = field(default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."})
     launcher: str | None = field(
         default=None,
         metadata={
@@ -153,11 +128,7 @@ class ModulesTable:
     )
     run: tuple[str, ...] = field(
         default=(),
-        metadata={
-            "doc": "Modules for jobs.",
-            "check": line_problem,
-            "example": ["python/3.11.7", "cuda/12.6"],
-        },
+        metadata={"doc": "Modules for jobs.", "check": line_problem, "example": ["python/3.11.7", "cuda/12.6"]},
     )
 
 
@@ -182,18 +153,10 @@ class PathsTable:
         },
     )
     cache: str = field(
-        default="",
-        metadata={
-            "doc": "Caches of pip, Apptainer and enroot, off $HOME.",
-            "pattern": r"^(/\S*)?$",
-        },
+        default="", metadata={"doc": "Caches of pip, Apptainer and enroot, off $HOME.", "pattern": r"^(/\S*)?$"}
     )
     logs: str = field(
-        default="logs",
-        metadata={
-            "doc": "Folder of the jobs' output, below the working folder.",
-            "pattern": r"^\S+$",
-        },
+        default="logs", metadata={"doc": "Folder of the jobs' output, below the working folder.", "pattern": r"^\S+$"}
     )
 
 
@@ -227,13 +190,8 @@ class NodeTable:
         },
     )
     arch: Literal["x86_64", "aarch64"] | None = field(
-        default=None,
-        metadata={
-            "doc": "Processors. An artifact for others is refused.",
-            "example": "aarch64",
-        },
+        default=None, metadata={"doc": "Processors. An artifact for others is refused.", "example": "aarch64"}
     )
     memory: str = field(
-        default="",
-        metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"},
+        default="", metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"}
     )

@@ -45,18 +45,14 @@ def node_label_problem(key: str) -> str | None:
 def label_value_problem(text: str) -> str | None:
     """Return why `text` is not the value of a label, or None."""
     ok = not text or re.fullmatch(_NAME, text)
-    return (
-        None if ok else _no_name(text, "63", "letters, digits, -, _ and .", "the value of a label")
-    )
+    return None if ok else _no_name(text, "63", "letters, digits, -, _ and .", "the value of a label")
 
 
 def resource_problem(key: str, amount: str) -> str | None:
     """Return why a pod cannot have the limit `key` = `amount`, or None."""
     if "/" in key:
         if not re.fullmatch(f"{_PREFIX}{_NAME}", key):
-            return (
-                f"{key!r} is not the name of a resource: DOMAIN/NAME, such as vpc.amazonaws.com/efa"
-            )
+            return f"{key!r} is not the name of a resource: DOMAIN/NAME, such as vpc.amazonaws.com/efa"
         whole = re.fullmatch(r"[1-9][0-9]*", amount)
         return None if whole else f'{amount!r}: devices are whole numbers, such as "1"'
     size = key.removeprefix("hugepages-")
@@ -100,9 +96,7 @@ def mount_path_problem(text: str) -> str | None:
 def user_problem(text: str) -> str | None:
     """Return why `text` is not UID or UID:GID of a user other than root, or None."""
     found = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
-    if not text or (
-        found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID
-    ):
+    if not text or (found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID):
         return None
     return f"{text!r} is not UID or UID:GID of a user other than root, such as 1000:1000"
 
@@ -116,12 +110,10 @@ class KubernetesTable:
     """`[kubernetes]`: settings of pods."""
 
     namespace: str = field(
-        default="default",
-        metadata={"doc": "Namespace.", "check": label_problem, "pattern": r"^[a-z0-9-]+$"},
+        default="default", metadata={"doc": "Namespace.", "check": label_problem, "pattern": r"^[a-z0-9-]+$"}
     )
     api: Literal["v1", "v2"] = field(
-        default="v1",
-        metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."},
+        default="v1", metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."}
     )
     claim: str = field(
         default="",
@@ -133,20 +125,14 @@ class KubernetesTable:
         },
     )
     mount: str = field(
-        default="/data",
-        metadata={"doc": "Where pods see it.", "check": mount_path_problem, "pattern": r"^/\S*$"},
+        default="/data", metadata={"doc": "Where pods see it.", "check": mount_path_problem, "pattern": r"^/\S*$"}
     )
     shm: str = field(
-        default="",
-        metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"},
+        default="", metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"}
     )
     node_selector: dict[str, str] = field(
         default_factory=dict,
-        metadata={
-            "doc": "Labels that nodes must have.",
-            "key_check": node_label_problem,
-            "check": label_value_problem,
-        },
+        metadata={"doc": "Labels that nodes must have.", "key_check": node_label_problem, "check": label_value_problem},
     )
     resources: dict[str, str] = field(
         default_factory=dict,
@@ -174,9 +160,5 @@ class KubernetesTable:
     )
     pull_secret: str = field(
         default="",
-        metadata={
-            "doc": "Name of the secret for pulling.",
-            "check": object_problem,
-            "pattern": r"^[a-z0-9.-]*$",
-        },
+        metadata={"doc": "Name of the secret for pulling.", "check": object_problem, "pattern": r"^[a-z0-9.-]*$"},
     )

@@ -66,9 +66,7 @@ class _Setting:
     where: str  # the source with the line, for messages
 
 
-def load_pip_config(
-    env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")
-) -> PipConfig:
+def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")) -> PipConfig:
     """Read pip's configuration as pip would with the environment `env` and the Python at `prefix`.
 
     Raises RecipeError, naming file and line, for an unreadable file or an invalid value.
@@ -165,9 +163,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
     except configparser.Error as error:
         # Not str(error): it quotes the line, which may hold a password.
         line, what = _mistake(error)
-        raise RecipeError(
-            f"{path}:{line}: {what}", "pip cannot read this file either; correct or remove it"
-        ) from None
+        raise RecipeError(f"{path}:{line}: {what}", "pip cannot read this file either; correct or remove it") from None
     for section in parser.sections():
         for option, value in parser.items(section):
             line = _line_of(text, section, option)
@@ -225,9 +221,7 @@ def _boolean(setting: _Setting | None) -> bool:
         return False
     if setting.value.strip().lower() in _TRUE:
         return True
-    raise RecipeError(
-        f"{setting.where}: no-index takes true or false, not {setting.value.strip()!r}"
-    )
+    raise RecipeError(f"{setting.where}: no-index takes true or false, not {setting.value.strip()!r}")
 
 
 def _number(setting: _Setting | None) -> float | None:

@@ -51,9 +51,7 @@ class RegistryTable:
             "check": _url_problem,
         },
     )
-    insecure: bool = field(
-        default=False, metadata={"doc": "Whether it is spoken to in plain HTTP."}
-    )
+    insecure: bool = field(default=False, metadata={"doc": "Whether it is spoken to in plain HTTP."})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +67,10 @@ class DebianTable:
     )
     security_mirror: str = field(
         default="",
-        metadata={
-            "doc": "URL of the archive of security updates.",
-            "pattern": r"^(https?://\S+|file:///\S*)?$",
-        },
+        metadata={"doc": "URL of the archive of security updates.", "pattern": r"^(https?://\S+|file:///\S*)?$"},
     )
     keyring: str = field(
-        default="",
-        metadata={"doc": "File with the keys that may sign releases, instead of Debian's own."},
+        default="", metadata={"doc": "File with the keys that may sign releases, instead of Debian's own."}
     )
 
 
@@ -115,12 +109,8 @@ class FabricTable:
 class SiteFile:
     """Contents of one site.toml."""
 
-    store: str | None = field(
-        default=None, metadata={"doc": "Folder of the store.", "example": "/scratch/envbuild"}
-    )
-    recipes: tuple[str, ...] = field(
-        default=(), metadata={"doc": "Folders with more recipes, searched in this order."}
-    )
+    store: str | None = field(default=None, metadata={"doc": "Folder of the store.", "example": "/scratch/envbuild"})
+    recipes: tuple[str, ...] = field(default=(), metadata={"doc": "Folders with more recipes, searched in this order."})
     mirrors: dict[str, tuple[str, ...]] = field(
         default_factory=dict,
         metadata={
@@ -132,15 +122,9 @@ class SiteFile:
     registries: dict[str, RegistryTable] = field(
         default_factory=dict, metadata={"doc": "Image registries by host, such as docker.io."}
     )
-    debian: DebianTable = field(
-        default_factory=DebianTable, metadata={"doc": "Where Debian packages come from."}
-    )
-    fabric: FabricTable = field(
-        default_factory=FabricTable, metadata={"doc": "The network between nodes with GPUs."}
-    )
-    scheduler: SchedulerTable = field(
-        default_factory=SchedulerTable, metadata={"doc": "Who starts jobs."}
-    )
+    debian: DebianTable = field(default_factory=DebianTable, metadata={"doc": "Where Debian packages come from."})
+    fabric: FabricTable = field(default_factory=FabricTable, metadata={"doc": "The network between nodes with GPUs."})
+    scheduler: SchedulerTable = field(default_factory=SchedulerTable, metadata={"doc": "Who starts jobs."})
     modules: ModulesTable = field(
         default_factory=ModulesTable, metadata={"doc": "Environment modules of builds and jobs."}
     )
@@ -152,16 +136,10 @@ class SiteFile:
             "check": value_problem,
         },
     )
-    paths: PathsTable = field(
-        default_factory=PathsTable, metadata={"doc": "File systems, as nodes see them."}
-    )
-    container: ContainerTable = field(
-        default_factory=ContainerTable, metadata={"doc": "What starts images on nodes."}
-    )
+    paths: PathsTable = field(default_factory=PathsTable, metadata={"doc": "File systems, as nodes see them."})
+    container: ContainerTable = field(default_factory=ContainerTable, metadata={"doc": "What starts images on nodes."})
     node: NodeTable = field(default_factory=NodeTable, metadata={"doc": "What one node has."})
-    kubernetes: KubernetesTable = field(
-        default_factory=KubernetesTable, metadata={"doc": "Where and how pods run."}
-    )
+    kubernetes: KubernetesTable = field(default_factory=KubernetesTable, metadata={"doc": "Where and how pods run."})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +211,7 @@ def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
         store = Path(chosen)
     if store is None:
         store = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "envbuild"
-    return Site(
-        store.absolute(),
-        tuple(recipes),
-        tuple(mirrors.items()),
-        tuple(registries.items()),
-        debian,
-        fabric,
-    )
+    return Site(store.absolute(), tuple(recipes), tuple(mirrors.items()), tuple(registries.items()), debian, fabric)
 
 
 def _path(value: str, document: Document, home: Path) -> Path:

@@ -38,7 +38,7 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable
         # pip takes the best version from all indexes together. uv's default stops at the first index that knows
         # a name, so an old copy on a recipe's index would hide every newer version. Locked hashes protect
         # against a file from the wrong index.
-        'index-strategy = "unsafe-best-match"',
+        'index-strategy = "unsafe-best-match"'
     ]
     if pip.no_index:
         lines.append("no-index = true")
@@ -63,11 +63,7 @@ def uv_environment(pip: PipConfig, env: Mapping[str, str], cache_dir: Path) -> d
     retries, and with uv's cache at `cache_dir`.
     """
     result = {name: value for name, value in env.items() if _kept(name)}
-    result |= {
-        "UV_CACHE_DIR": str(cache_dir),
-        "UV_PYTHON_DOWNLOADS": "never",
-        "UV_NO_PROGRESS": "1",
-    }
+    result |= {"UV_CACHE_DIR": str(cache_dir), "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
     if bundle := ca_bundle(pip, env):
         result["SSL_CERT_FILE"] = bundle
     if pip.client_cert:

@@ -73,12 +73,7 @@ class Client:
         self._answer(url, {}).close()
 
     def download(
-        self,
-        url: str,
-        partial: Path,
-        hashes: frozenset[str],
-        on_progress: OnProgress,
-        size: int | None = None,
+        self, url: str, partial: Path, hashes: frozenset[str], on_progress: OnProgress, size: int | None = None
     ) -> str:
         """Download `url` into `partial`, with resume; return its sha256, which is one of `hashes`.
 
@@ -89,10 +84,7 @@ class Client:
             return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, on_progress)
         with open_download(partial, hashes, size, on_progress, self.stop, exact=False) as download:
             try:
-                return download.run(
-                    lambda headers: self._answer(url, headers, 416),
-                    self._http.transport.retries,
-                )
+                return download.run(lambda headers: self._answer(url, headers, 416), self._http.transport.retries)
             except BaseException:
                 on_progress(-download.received)  # the next source counts them again
                 raise

@@ -34,13 +34,7 @@ class CondaArchive:
 
 
 def fetch_archives(
-    wanted: Sequence[CondaArchive],
-    store: Store,
-    pip: PipConfig,
-    site: Site,
-    *,
-    offline: bool,
-    env: Mapping[str, str],
+    wanted: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
 ) -> dict[CondaArchive, Path]:
     """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
 
@@ -51,9 +45,7 @@ def fetch_archives(
     found: dict[CondaArchive, Path] = {}
     answers: dict[CondaArchive, list[str]] = {archive: [] for archive in wanted}
     for archive in wanted:
-        path = store.find_archive(archive.sha256, archive.name) or _on_disk(
-            archive, store, site, answers[archive]
-        )
+        path = store.find_archive(archive.sha256, archive.name) or _on_disk(archive, store, site, answers[archive])
         if path is not None:
             found[archive] = path
     missing = [archive for archive in answers if archive not in found]
@@ -82,11 +74,7 @@ def _on_disk(archive: CondaArchive, store: Store, site: Site, answers: list[str]
 
 
 def _fetch_all(
-    missing: Sequence[CondaArchive],
-    store: Store,
-    client: Client,
-    site: Site,
-    answers: Mapping[CondaArchive, list[str]],
+    missing: Sequence[CondaArchive], store: Store, client: Client, site: Site, answers: Mapping[CondaArchive, list[str]]
 ) -> dict[CondaArchive, Path]:
     store.folder("partial")
     store.clean_stale()
@@ -124,16 +112,7 @@ def _fetch_one(
         hashes = frozenset({archive.sha256})
         try:
             return download(
-                url,
-                archive.name,
-                hashes,
-                archive.sha256,
-                known,
-                client,
-                store,
-                on_progress,
-                KIND,
-                archive.size,
+                url, archive.name, hashes, archive.sha256, known, client, store, on_progress, KIND, archive.size
             )
         except Mismatch as error:
             answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
@@ -151,9 +130,7 @@ def _channel(url: str) -> str:
     return url.rsplit("/", 2)[0]
 
 
-def _not_found(
-    missing: Sequence[CondaArchive], answers: Mapping[CondaArchive, list[str]], offline: bool
-) -> BuildError:
+def _not_found(missing: Sequence[CondaArchive], answers: Mapping[CondaArchive, list[str]], offline: bool) -> BuildError:
     lines = []
     for archive in missing:
         lines.append(f"{archive.name}: no source has it with the locked hash")

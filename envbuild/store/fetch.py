@@ -158,9 +158,7 @@ def _fetch_one(
     for source in sources:
         try:
             links = [
-                link
-                for link in source.links(wheel.name, client)
-                if matches(link.filename, wheel.name, wheel.version)
+                link for link in source.links(wheel.name, client) if matches(link.filename, wheel.name, wheel.version)
             ]
         except RequestFailed as error:
             answers.append(f"{source.name}: cannot be used: {error}")
@@ -170,9 +168,7 @@ def _fetch_one(
             try:
                 return _download(link, wheel, client, store, on_progress)
             except Mismatch as error:
-                answers.append(
-                    f"{source.name}: hash mismatch: {link.filename} has sha256:{error.sha256}"
-                )
+                answers.append(f"{source.name}: hash mismatch: {link.filename} has sha256:{error.sha256}")
             except RequestFailed as error:
                 answers.append(f"{source.name}: {link.filename}: {error}")
             except OSError as error:
@@ -183,13 +179,8 @@ def _fetch_one(
     return None
 
 
-def _download(
-    link: Link, wheel: WantedWheel, client: Client, store: Store, on_progress: OnProgress
-) -> Path:
-    key = (
-        link.sha256
-        or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
-    )
+def _download(link: Link, wheel: WantedWheel, client: Client, store: Store, on_progress: OnProgress) -> Path:
+    key = link.sha256 or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
 
     def known() -> Path | None:
         return _in_store(wheel, store)
@@ -220,9 +211,7 @@ def download(
         return store.adopt(partial, digest, name, kind)
 
 
-def _not_found(
-    missing: Sequence[WantedWheel], answers: Mapping[WantedWheel, list[str]], offline: bool
-) -> BuildError:
+def _not_found(missing: Sequence[WantedWheel], answers: Mapping[WantedWheel, list[str]], offline: bool) -> BuildError:
     lines = []
     for wheel in missing:
         lines.append(f"{wheel}: no source has a file with the locked hash")

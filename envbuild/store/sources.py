@@ -97,10 +97,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
             raise NotFound(str(error)) from None
     else:
         response = client.page(url, patient=patient)
-        url, kind = (
-            with_credentials_of(response.url, url),
-            response.headers.get("Content-Type", kind),
-        )
+        url, kind = (with_credentials_of(response.url, url), response.headers.get("Content-Type", kind))
         text = response.text
     if "json" not in kind:
         # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
@@ -109,12 +106,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         text = _BARE_ANCHOR.sub(r"\1", text)
     try:
         page = simple.parse_project_details(text, kind, project)
-    except (
-        simple.UnsupportedMIMEType,
-        simple.UnsupportedAPIVersion,
-        ValueError,
-        LookupError,
-    ) as error:
+    except (simple.UnsupportedMIMEType, simple.UnsupportedAPIVersion, ValueError, LookupError) as error:
         said = str(error).partition("\n")[0]
         raise RequestFailed(f"not a package index: {said}", answered=True) from None
     for file in page["files"]:
@@ -143,16 +135,12 @@ def matches(filename: str, name: str, version: str) -> bool:
     from packaging.version import InvalidVersion, Version
 
     try:
-        return Version(found.replace("_", "+", 1) if "+" not in found else found) == Version(
-            version
-        )
+        return Version(found.replace("_", "+", 1) if "+" not in found else found) == Version(version)
     except InvalidVersion:
         return False
 
 
-def local_files(
-    pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)
-) -> list[tuple[Path, list[str]]]:
+def local_files(pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)) -> list[tuple[Path, list[str]]]:
     """Return (folder, file names) of each find-links entry that is a local folder or file.
 
     Only files whose names end in one of `suffixes` are listed.
@@ -175,11 +163,7 @@ def _local_path(entry: str) -> Path | None:
 
 
 def remote_sources(
-    pip: PipConfig,
-    site: Site,
-    indexes: Sequence[str],
-    offline: bool,
-    default_index: Callable[[], str],
+    pip: PipConfig, site: Site, indexes: Sequence[str], offline: bool, default_index: Callable[[], str]
 ) -> list[PackageSource]:
     """Return all sources except local folders, in the order in which they are asked.
 

@@ -172,12 +172,7 @@ class Store:
     def clean_stale(self, days: float = _STALE_DAYS) -> None:
         """Remove unfinished downloads and unfinished files of killed runs that are older than `days` days."""
         limit = time.time() - days * 86400
-        kept = (
-            ("partial", ""),
-            ("blobs/partial", ""),
-            ("blobs/sha256", ".new-"),
-            ("segments", ".new-"),
-        )
+        kept = (("partial", ""), ("blobs/partial", ""), ("blobs/sha256", ".new-"), ("segments", ".new-"))
         for folder, prefix in kept:
             with contextlib.suppress(OSError):
                 for entry in os.scandir(self.root / folder):

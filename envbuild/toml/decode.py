@@ -49,15 +49,11 @@ def decode(
     problems.extend(check(document) if check else ())
     if not problems:
         return result
-    lines = {
-        (document.position(keys), f"{document.where(*keys)}: {what}") for keys, what in problems
-    }
+    lines = {(document.position(keys), f"{document.where(*keys)}: {what}") for keys, what in problems}
     raise error("\n".join(text for _, text in sorted(lines)))
 
 
-def _decode(
-    hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problems: list[Problem]
-) -> Any:
+def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problems: list[Problem]) -> Any:
     """Return `value` decoded as the type `hint`; append its mistakes to `problems`."""
     base, inner = shape_of(hint)
     kind = {tuple: list}.get(base, dict if dataclasses.is_dataclass(base) else base)
@@ -168,9 +164,7 @@ def _label(keys: Keys) -> str:
 
 
 def _dotted(keys: Keys) -> str:
-    return ".".join(
-        str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else repr(key) for key in keys
-    )
+    return ".".join(str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else repr(key) for key in keys)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

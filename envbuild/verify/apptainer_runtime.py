@@ -47,9 +47,7 @@ def apptainer_runtime(image: ImageFile, program: Path, environment: Environment)
     for mode in _MODES:
         command = _command(program, image, mode, None)
         # spython drops empty arguments, so there must be none.
-        result = _run(
-            [*command, "python", "-I", "-c", _PROBE], host | _given({"ENVBUILD_PROBE": "1"})
-        )
+        result = _run([*command, "python", "-I", "-c", _PROBE], host | _given({"ENVBUILD_PROBE": "1"}))
         if result["code"] == 0:
             name = " ".join([*said.replace(" version ", " ").split("\n")[0].split(), *mode])
             return Runtime(name, _WORK, partial(_open, program, image, mode, environment))
@@ -72,9 +70,7 @@ def _open(
     host, inside = _host(environment.variables), passed(environment.variables)
     command = _command(program, image, mode, work)
 
-    def launch(
-        name: str, arguments: Sequence[str], extra: Mapping[str, str]
-    ) -> tuple[list[str], Mapping[str, str]]:
+    def launch(name: str, arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
         return [*command, name, *arguments], host | _given({**inside, **extra})
 
     yield launch
@@ -95,9 +91,7 @@ def _command(program: Path, image: ImageFile, mode: Sequence[str], work: Path | 
 
 
 def _host(variables: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in variables.items() if name in _NEEDED or name.startswith(_OWN)
-    }
+    return {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(_OWN)}
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> dict[str, Any]:

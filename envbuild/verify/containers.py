@@ -77,9 +77,7 @@ class ContainerNodes:
     def free_port(self) -> int:
         return int(self._run(0, ["python", "-c", _FREE_PORT]))
 
-    def start(
-        self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
-    ) -> _Agent:
+    def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> _Agent:
         api, container = self.client.api, self.containers[node]
         mark = f"ENVBUILD_AGENT={uuid.uuid4().hex}"  # all child processes inherit it
         created = api.exec_create(
@@ -164,9 +162,7 @@ class ContainerNodes:
     ) -> str:
         container = self.containers[where].id if isinstance(where, int) else where
         api = self.client.api
-        created = api.exec_create(
-            container, list(command), environment=dict(variables or {}), stderr=True
-        )
+        created = api.exec_create(container, list(command), environment=dict(variables or {}), stderr=True)
         out, err = api.exec_start(created["Id"], demux=True)
         code = api.exec_inspect(created["Id"])["ExitCode"]
         if check and code != 0:
@@ -229,9 +225,7 @@ def container_nodes(
                     started.result()
         except DockerException as error:
             text = str(getattr(error, "explanation", None) or error)
-            raise HostError(
-                f"the docker daemon could not start containers of the image: {text}"
-            ) from error
+            raise HostError(f"the docker daemon could not start containers of the image: {text}") from error
         nodes = ContainerNodes(client, [containers[node] for node in range(count)], name)
         nodes.prepare()
         yield nodes
@@ -254,10 +248,7 @@ def _remove_stale(client: Any) -> None:
     with suppress(Exception):
         found = client.containers.list(all=True, filters={"label": LABEL})
         _remove([one for one in found if _is_over(one.labels)], None, None)
-        for thing in [
-            *client.networks.list(filters={"label": LABEL}),
-            *client.volumes.list(filters={"label": LABEL}),
-        ]:
+        for thing in [*client.networks.list(filters={"label": LABEL}), *client.volumes.list(filters={"label": LABEL})]:
             if _is_over(thing.attrs.get("Labels") or {}):
                 with suppress(Exception):
                     thing.remove()

@@ -43,9 +43,7 @@ def enroot_runtime(image: ImageFile, program: Path, environment: Environment) ->
 
 
 @contextlib.contextmanager
-def _open(
-    program: Path, image: ImageFile, environment: Environment, work: Path, in_place: bool
-) -> Iterator[Launch]:
+def _open(program: Path, image: ImageFile, environment: Environment, work: Path, in_place: bool) -> Iterator[Launch]:
     if ":" in str(work) or len(str(work).split()) != 1:
         raise HostError(
             f"enroot cannot mount the folder {work}: its name has a colon or a space",
@@ -58,9 +56,7 @@ def _open(
         if not in_place:
             folder = stack.enter_context(environment.store.working("launched"))
             host["ENROOT_DATA_PATH"] = str(folder)
-            process.run(
-                [program, "create", "--name", _NAME, image.path], env=host, failure=HostError
-            )
+            process.run([program, "create", "--name", _NAME, image.path], env=host, failure=HostError)
             place = _NAME
 
         def launch(
@@ -75,7 +71,5 @@ def _open(
 
 
 def _host(variables: Mapping[str, str], image: ImageFile) -> dict[str, str]:
-    kept = {
-        name: value for name, value in variables.items() if name in _NEEDED or name.startswith(_OWN)
-    }
+    kept = {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(_OWN)}
     return {**dict(image.accelerator.container_variables), **kept}

@@ -13,9 +13,7 @@ _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--"}
 
 def lines(checks: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return one line for each of a receipt's checks."""
-    return [
-        f"  {_MARKS[c['status']]:<6}  {c['title']}: {c['seen'].splitlines()[0]}" for c in checks
-    ]
+    return [f"  {_MARKS[c['status']]:<6}  {c['title']}: {c['seen'].splitlines()[0]}" for c in checks]
 
 
 def failures(checks: Sequence[Check]) -> str:

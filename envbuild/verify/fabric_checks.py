@@ -27,9 +27,7 @@ def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
     return found
 
 
-def check_nccl(
-    fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]
-) -> Check:
+def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]) -> Check:
     """Check that NCCL used `fabric` on every rank, and that channels between nodes go over it.
 
     `variables` are the variables that the job got for the fabric; they are recorded as evidence.
@@ -87,9 +85,7 @@ def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None)
         # "tcp;ofi_rxm" is tcp with a utility provider on top of it.
         bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
         if bad or not log.providers:
-            problems.append(
-                f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}"
-            )
+            problems.append(f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}")
     return problems
 
 
@@ -130,9 +126,7 @@ def check_gloo(interface: str, report: Report) -> Check:
     for rank in report["ranks"]:
         own = sorted({local for one, _, local in links if one == rank["rank"]})
         if rank.get("gloo_ifname") != interface:
-            wrong.append(
-                f"rank {rank['rank']}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}"
-            )
+            wrong.append(f"rank {rank['rank']}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}")
         allowed = rank.get("interfaces", {}).get(interface, [])
         for address in own:
             if address not in allowed and not (interface == "lo" and address.startswith("127.")):

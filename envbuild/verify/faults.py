@@ -34,11 +34,7 @@ class Killer:
 
 
 def check_restart(
-    job: TrainingJob,
-    outcome: Outcome,
-    killed: Mapping[str, Any],
-    reference: Sequence[float],
-    tolerance: float,
+    job: TrainingJob, outcome: Outcome, killed: Mapping[str, Any], reference: Sequence[float], tolerance: float
 ) -> Check:
     """Check that the killed job restarted, resumed from a snapshot and finished on the undisturbed loss curve."""
     report = outcome.reports[0] if outcome.reports else {}
@@ -49,13 +45,7 @@ def check_restart(
     close = len(losses) == len(expected) and all(
         abs(a - b) <= tolerance * max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)
     )
-    good = (
-        bool(killed)
-        and outcome.finished
-        and bool(report.get("resumed_from"))
-        and 0 < start < total
-        and close
-    )
+    good = bool(killed) and outcome.finished and bool(report.get("resumed_from")) and 0 < start < total and close
     if not killed:
         seen = f"the job ended before a rank could be killed: exit codes {outcome.returncodes}"
     elif not outcome.finished:

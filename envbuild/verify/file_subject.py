@@ -39,13 +39,7 @@ with open(sys.argv[2], "w") as sys.stdout:
 
 
 def file_subject(
-    path: Path,
-    kind: str,
-    state: State,
-    digest: str,
-    settings: Settings,
-    environment: Environment,
-    runtime: str | None,
+    path: Path, kind: str, state: State, digest: str, settings: Settings, environment: Environment, runtime: str | None
 ) -> Subject:
     """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
@@ -89,9 +83,7 @@ def open_file_subject(path: Path, environment: Environment, runtime: str | None)
     """
     image = open_image_file(path)
     state = image_state(image)
-    return file_subject(
-        path, image.kind, state, file_digest(path), Settings(), environment, runtime
-    )
+    return file_subject(path, image.kind, state, file_digest(path), Settings(), environment, runtime)
 
 
 @contextmanager

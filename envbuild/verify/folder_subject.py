@@ -28,8 +28,6 @@ def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
         runtime="host",
         survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
         nodes=lambda work, _, env: host_nodes(
-            work,
-            lambda program, arguments: kind.command(path, program, *arguments),
-            kind.launch_environment(path, env),
+            work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
         ),
     )

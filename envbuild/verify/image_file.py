@@ -67,9 +67,7 @@ def image_kind(path: Path) -> str | None:
     return ENROOT if is_squashfs(head) else None
 
 
-def open_image_file(
-    path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU
-) -> ImageFile:
+def open_image_file(path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU) -> ImageFile:
     """Open the image in the file `path`, which must be of `kind` if that is given.
 
     Raises UsageError for any other file, BuildError for a damaged image.

@@ -29,9 +29,7 @@ class Built(Protocol):
     def image_id(self) -> str: ...
 
 
-def image_subject(
-    client: Any, image: Built, settings: Settings, image_id: str | None = None
-) -> Subject:
+def image_subject(client: Any, image: Built, settings: Settings, image_id: str | None = None) -> Subject:
     """Return the subject for `image` in `client`'s daemon, run as containers; `image_id` overrides the image to run."""
     state = image.state
     target = Target.parse(state.target)

@@ -50,17 +50,8 @@ def judge_launches(run: Launches) -> list[Check]:
 
     first, second = run.first, run.second
     snapshot = run.work / "train.pt"
-    add(
-        "launch",
-        "torchrun on every node",
-        lambda: training.check_launch("launch", "torchrun on every node", [first]),
-    )
-    add(
-        "world",
-        "ranks form the world asked for",
-        lambda: training.check_world(run.job, first.reports),
-        "launch",
-    )
+    add("launch", "torchrun on every node", lambda: training.check_launch("launch", "torchrun on every node", [first]))
+    add("world", "ranks form the world asked for", lambda: training.check_world(run.job, first.reports), "launch")
     add(
         "versions",
         "interpreter and torch as loaded",
@@ -121,9 +112,7 @@ def judge_launches(run: Launches) -> list[Check]:
     )
 
     losses = _losses(checks, first, second)
-    add(
-        "loss", "loss falls", lambda: training.check_loss_falls(losses), "launch", "world", "resume"
-    )
+    add("loss", "loss falls", lambda: training.check_loss_falls(losses), "launch", "world", "resume")
     add("curve", "loss curve equals one process's",
         lambda: training.check_curve(
             losses, training.losses_of(run.reference.reports[0])[: run.epochs], run.tolerance),
@@ -138,9 +127,7 @@ def _fabric(run: Launches) -> Check:
     logs = fabric_checks.rank_logs(report, run.work)
     # LD_LIBRARY_PATH is left out: it ends in the value of the caller's environment.
     given = {
-        name: run.subject.relative(value)
-        for name, value in run.network.variables.items()
-        if name != "LD_LIBRARY_PATH"
+        name: run.subject.relative(value) for name, value in run.network.variables.items() if name != "LD_LIBRARY_PATH"
     }
     return fabric_checks.check_nccl(run.network.fabric, report, logs, given)
 

@@ -83,9 +83,7 @@ class Running:
 
     def log(self) -> str:
         """Return the output of all nodes so far."""
-        texts = [
-            _read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))
-        ]
+        texts = [_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))]
         return "\n".join(texts)
 
     def wait_for_output(self) -> None:
@@ -145,10 +143,7 @@ class Running:
 
 
 def start_job(
-    job: TrainingJob,
-    nodes: Nodes,
-    work: Path,
-    of_node: Callable[[int], Mapping[str, str]] = lambda _: {},
+    job: TrainingJob, nodes: Nodes, work: Path, of_node: Callable[[int], Mapping[str, str]] = lambda _: {}
 ) -> Running:
     """Start `job` on `nodes`: a torchrun agent on each, or the bare trainer on node 0 if `job.nodes` is 0.
 

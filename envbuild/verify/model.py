@@ -28,19 +28,10 @@ class Check:
 
 
 def judge(
-    name: str,
-    title: str,
-    good: bool,
-    *,
-    seen: str,
-    expected: str,
-    cause: str,
-    evidence: dict[str, Any] | None = None,
+    name: str, title: str, good: bool, *, seen: str, expected: str, cause: str, evidence: dict[str, Any] | None = None
 ) -> Check:
     """Return a check that passes if `good`."""
-    return Check(
-        name, title, PASS if good else FAIL, seen, expected, "" if good else cause, evidence or {}
-    )
+    return Check(name, title, PASS if good else FAIL, seen, expected, "" if good else cause, evidence or {})
 
 
 def blocked(name: str, title: str, by: str) -> Check:

@@ -142,9 +142,7 @@ def read_only(place: str) -> None:
     mount(None, place, None, flags)
 
 
-def mount(
-    source: str | None, place: str, kind: str | None, flags: int, options: str | None = None
-) -> None:
+def mount(source: str | None, place: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Call mount(2). Raises OSError whose message names source and mount point."""
     texts = [None if text is None else os.fsencode(text) for text in (source, place, kind, options)]
     try:

@@ -38,11 +38,7 @@ _RC_LINE = re.compile(
     re.ASCII | re.VERBOSE,
 )
 _QUOTED = re.compile(r"""'([^']*)'|"(')\"""")
-_WAYS = {
-    "mount": mounting.by_kernel,
-    "squashfuse": mounting.by_fuse,
-    "extract": mounting.as_extracted,
-}
+_WAYS = {"mount": mounting.by_kernel, "squashfuse": mounting.by_fuse, "extract": mounting.as_extracted}
 
 
 def main() -> NoReturn:
@@ -136,9 +132,7 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     spaces = [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
     for name, space in zip(names, spaces, strict=True):
         # setns(2) fails for the user namespace that the process is already in.
-        if name == "mnt" or not os.path.sameopenfile(
-            space, os.open("/proc/self/ns/user", os.O_RDONLY)
-        ):
+        if name == "mnt" or not os.path.sameopenfile(space, os.open("/proc/self/ns/user", os.O_RDONLY)):
             call("setns", space, 0)
     die_with(parent, signal.SIGTERM)
     os.chdir(WORK)
@@ -147,9 +141,7 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     sys.exit(f"{program}: {error.strerror}")
 
 
-def _become(
-    kind: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]
-) -> OSError:
+def _become(kind: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
     """Become `program`, with `variables` over those of an image of `kind`. Return the error if that fails."""
     driver = DRIVER if os.path.isdir(DRIVER) else ""
     if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):

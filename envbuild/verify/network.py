@@ -48,11 +48,7 @@ class Network:
 
 
 def network_of(
-    subject: Subject,
-    nodes: Nodes,
-    shape: tuple[int, int],
-    env: Mapping[str, str],
-    site: FabricTable,
+    subject: Subject, nodes: Nodes, shape: tuple[int, int], env: Mapping[str, str], site: FabricTable
 ) -> Network:
     """Return the network of a job of `shape` (nodes, ranks per node) in the artifact.
 
@@ -69,11 +65,7 @@ def network_of(
         variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
     path = "" if subject.alone else env.get("LD_LIBRARY_PATH", "")
     variables |= plugin_variables(
-        subject.state.layers,
-        PurePath(subject.roots[0]),
-        nccl_version(subject.state),
-        path,
-        accelerator=accelerator,
+        subject.state.layers, PurePath(subject.roots[0]), nccl_version(subject.state), path, accelerator=accelerator
     )
     named = {name: value for name, value in variables.items() if name != "NCCL_SOCKET_IFNAME"}
     gpus = visible_gpus(env, accelerator)
@@ -88,9 +80,7 @@ def network_of(
     )
 
 
-def visible_gpus(
-    env: Mapping[str, str], accelerator: Accelerator, dev: Path = Path("/dev")
-) -> list[str]:
+def visible_gpus(env: Mapping[str, str], accelerator: Accelerator, dev: Path = Path("/dev")) -> list[str]:
     """Return the GPUs that a process with `env` may use, as `accelerator.visible` names them."""
     given = env.get(accelerator.visible)
     if given is not None:

@@ -67,11 +67,7 @@ def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
 
 
 def _library_problems(
-    subject: Subject,
-    fabric: Fabric,
-    layers: Mapping[str, BuiltLayer],
-    locked: str,
-    rank: Mapping[str, Any],
+    subject: Subject, fabric: Fabric, layers: Mapping[str, BuiltLayer], locked: str, rank: Mapping[str, Any]
 ) -> list[str]:
     problems: list[str] = []
     loaded = rank.get("nccl")
@@ -85,14 +81,8 @@ def _library_problems(
     if len(by_kind.get("nccl", ())) > 1:
         problems.append(f"two copies of NCCL: {', '.join(by_kind['nccl'])}")
     if locked and not by_kind.get("nccl"):
-        problems.append(
-            "no libnccl is mapped: torch has its own NCCL inside, the locked one is not used"
-        )
-    problems += [
-        f"NCCL is {p}, outside of the artifact"
-        for p in by_kind.get("nccl", ())
-        if not subject.holds(p)
-    ]
+        problems.append("no libnccl is mapped: torch has its own NCCL inside, the locked one is not used")
+    problems += [f"NCCL is {p}, outside of the artifact" for p in by_kind.get("nccl", ()) if not subject.holds(p)]
     for kind, name in (("plugin", PLUGIN), ("libfabric", "libfabric")):
         layer = layers.get(name)
         if layer is None:

@@ -40,12 +40,7 @@ def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
 
 
 def plugin_variables(
-    layers: Sequence[BuiltLayer],
-    root: PurePath,
-    nccl: str,
-    path: str = "",
-    *,
-    accelerator: Accelerator = CUDA,
+    layers: Sequence[BuiltLayer], root: PurePath, nccl: str, path: str = "", *, accelerator: Accelerator = CUDA
 ) -> dict[str, str]:
     """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
 

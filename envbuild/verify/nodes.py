@@ -40,9 +40,7 @@ class Nodes(Protocol):
         """Return a free TCP port of node 0."""
         ...
 
-    def start(
-        self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
-    ) -> Agent:
+    def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> Agent:
         """Start a program of the artifact on a node, with `extra` variables.
 
         Its output goes to `log`, a file on this host.

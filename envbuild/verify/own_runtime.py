@@ -64,9 +64,7 @@ def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> 
     other = [f"own:{one}" for one in WAYS if one != way]
     hint = f"choose another way ({', '.join(other)})"
     if way == MOUNT and image.compressor != "gzip":
-        hint += (
-            ", or make the image with --compression gzip, which every kernel with squashfs reads"
-        )
+        hint += ", or make the image with --compression gzip, which every kernel with squashfs reads"
     raise HostError(f"{image.path} cannot be launched here; {'; '.join(refused)}", hint)
 
 
@@ -116,9 +114,7 @@ def extract(image: ImageFile, into: Path) -> None:
         unpack(open_squashfs(stream, image.offset, str(image.path)), into, owners=False)
 
 
-def spec_of(
-    image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment
-) -> dict[str, Any]:
+def spec_of(image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment) -> dict[str, Any]:
     """Return the specification for namespace.py; `work` is the work folder, None for no such folder.
 
     Raises Refused for a way that this user or this host cannot use.
@@ -133,9 +129,7 @@ def spec_of(
         "tool": _squashfuse(environment.variables) if way == SQUASHFUSE else "",
         "folder": str(folder),
         "work": str(work or ""),
-        "libraries": driver_libraries(environment.variables)
-        if image.accelerator.driver_libraries
-        else {},
+        "libraries": driver_libraries(environment.variables) if image.accelerator.driver_libraries else {},
     }
 
 
@@ -152,9 +146,7 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
     told.write_text(json.dumps(spec), encoding="utf-8")
     with log.open("wb") as stream:
         child = process.start(
-            [*START, "keep", told],
-            env={"PATH": environment.variables.get("PATH", os.defpath)},
-            stderr=stream.fileno(),
+            [*START, "keep", told], env={"PATH": environment.variables.get("PATH", os.defpath)}, stderr=stream.fileno()
         )
     try:
         assert child.stdout is not None

@@ -45,9 +45,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "target": state.target,
         "fabric": state.fabric,
         "packages": sorted(name for name, _, _ in state.packages),
-        "layers": [
-            {"name": one.name, "version": one.version, "path": one.path} for one in state.layers
-        ],
+        "layers": [{"name": one.name, "version": one.version, "path": one.path} for one in state.layers],
         "runtime": subject.runtime,
         "settings": asdict(verdict.settings),
         "versions": {
@@ -73,11 +71,7 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None."""
     try:
         receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
-        good = (
-            receipt["format"] == FORMAT
-            and receipt["passed"]
-            and receipt["artifact"]["digest"] == digest
-        )
+        good = receipt["format"] == FORMAT and receipt["passed"] and receipt["artifact"]["digest"] == digest
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return receipt if good else None

@@ -35,12 +35,7 @@ _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
 
 
 def verify(
-    subject: Subject,
-    settings: Settings,
-    env: Mapping[str, str],
-    log: Log,
-    *,
-    logs: Path | None = None,
+    subject: Subject, settings: Settings, env: Mapping[str, str], log: Log, *, logs: Path | None = None
 ) -> Verdict:
     """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
@@ -111,10 +106,7 @@ class _Bench:
         )
         work = str(self.nodes.work)
         return start_job(
-            job,
-            self.nodes,
-            self.work,
-            lambda node: {**self.network.of_node(node, name, work), **(extra or {})},
+            job, self.nodes, self.work, lambda node: {**self.network.of_node(node, name, work), **(extra or {})}
         )
 
 
@@ -135,26 +127,17 @@ def _checks(bench: _Bench, floor: float, floor_of: str, log: Log) -> list[Check]
     with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
         survey = subject.survey(bench.nodes)
         reference.wait_for_output()
-        with (
-            bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first,
-            ExitStack() as stack,
-        ):
+        with bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first, ExitStack() as stack:
             checks = [
                 check_installed(subject, survey),
                 check_architecture(subject, survey),
                 check_accelerator(subject, survey),
             ]
-            checks += [
-                check_layer(layer, bench.nodes, bench.work)
-                for layer in subject.state.layers
-                if layer.check
-            ]
+            checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
             again = None
             reference_outcome = reference.wait() if _may_overlap(bench, floor) else None
             if reference_outcome and _may_start_beside(first, reference_outcome):
-                again = stack.enter_context(
-                    _resume(bench, {RESUME_AFTER: _reports_of(bench, first)})
-                )
+                again = stack.enter_context(_resume(bench, {RESUME_AFTER: _reports_of(bench, first)}))
             first_outcome = first.wait()
             resumed = first.job
             second = first_outcome
@@ -180,9 +163,7 @@ def _checks(bench: _Bench, floor: float, floor_of: str, log: Log) -> list[Check]
 
 
 def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
-    return bench.start(
-        "resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra
-    )
+    return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra)
 
 
 def _reports_of(bench: _Bench, launched: Running) -> str:
@@ -214,9 +195,7 @@ def _fault_check(bench: _Bench, reference: Outcome) -> Check:
     running = bench.start("faults", _reference_epochs(settings), max_restarts=3)
     killer = Killer(rank=running.job.world_size - 1)
     outcome = running.wait(killer)
-    losses = (
-        training.losses_of(reference.reports[0]) if reference.finished and reference.reports else []
-    )
+    losses = training.losses_of(reference.reports[0]) if reference.finished and reference.reports else []
     return check_restart(running.job, outcome, killer.killed, losses, settings.loss_tolerance)
 
 

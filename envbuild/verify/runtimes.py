@@ -19,9 +19,7 @@ _PROGRAMS = {ENROOT: ("enroot",), APPTAINER: ("apptainer", "singularity")}
 NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in _WAYS))
 
 
-def choose(
-    kind: str, wanted: str | None, variables: Mapping[str, str]
-) -> tuple[str, Path | None, str | None]:
+def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
     """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
     `wanted` is one of NAMES, or None for the best available one. Raises UsageError for another name and for a
@@ -31,8 +29,7 @@ def choose(
         raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(NAMES)}")
     if wanted in _PROGRAMS and wanted != kind:
         raise UsageError(
-            f"{wanted} does not start {'.sif' if kind == APPTAINER else '.sqsh'} images",
-            f"choose {kind} or {OWN}",
+            f"{wanted} does not start {'.sif' if kind == APPTAINER else '.sqsh'} images", f"choose {kind} or {OWN}"
         )
     if wanted in (None, kind):
         search = variables.get("PATH", os.defpath)

@@ -23,17 +23,11 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             wrong.append(f"{name} {version}: its RECORD is not the one that was installed")
     for layer in subject.state.layers:
         if layer.files and survey.layers.get(layer.name) != layer.files:
-            wrong.append(
-                f"layer {layer.name}: the list of its files is not the one that was installed"
-            )
+            wrong.append(f"layer {layer.name}: the list of its files is not the one that was installed")
     built = {layer.name for layer in subject.state.layers if layer.files}
     wrong += [f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built)]
     files = survey.files
-    for what, paths in (
-        ("altered", files.altered),
-        ("missing", files.missing),
-        ("unowned", files.unowned),
-    ):
+    for what, paths in (("altered", files.altered), ("missing", files.missing), ("unowned", files.unowned)):
         wrong += [f"{what} file {path}" for path in paths[:_SHOWN]]
         if len(paths) > _SHOWN:
             wrong.append(f"{len(paths) - _SHOWN} more {what} files")
@@ -71,8 +65,7 @@ def check_architecture(subject: Subject, survey: Survey) -> Check:
         "architecture",
         "architecture of every ELF file",
         not shown and bool(report.counts),
-        seen="; ".join(shown[:_SHOWN])
-        + (f"; {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+        seen="; ".join(shown[:_SHOWN]) + (f"; {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
         or ", ".join(f"{count} files for {name}" for name, count in report.counts.items())
         or "no ELF file at all",
         expected=f"every ELF file for {wanted}",

@@ -23,14 +23,7 @@ from typing import NoReturn
 
 from envbuild.verify.mounting import SET_SUBREAPER, call, die_with
 
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Signal → the real-time signal by which the launcher reports it to the keeper.
 _TOLD = {number: signal.SIGRTMIN + place for place, number in enumerate(PASSED_ON, start=2)}
 _HEARD = {told: number for number, told in _TOLD.items()}
@@ -78,9 +71,7 @@ def launcher_waits(keeper: int, held: set[int]) -> int:
                 os.kill(keeper, _TOLD[signal.Signals(got.si_signo)])
 
 
-def keep_program(
-    become: Callable[[], NoReturn], held: set[int], launcher: int, ended: Callable[[int], None]
-) -> None:
+def keep_program(become: Callable[[], NoReturn], held: set[int], launcher: int, ended: Callable[[int], None]) -> None:
     """Fork a child that becomes the program, and wait until it and all its descendants have ended.
 
     `ended` is called with the program's wait status. If process `launcher` ends, the program gets SIGTERM, and

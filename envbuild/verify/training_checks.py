@@ -49,11 +49,7 @@ def check_launch(name: str, title: str, outcomes: Sequence[Outcome]) -> Check:
 def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:
     """Check that the ranks form one world of the requested shape: every rank once, on the requested nodes."""
     worlds: list[dict[str, Any]] = [
-        {
-            "world_size": r.get("world_size"),
-            "ranks": [_rank_row(rank) for rank in r.get("ranks", [])],
-        }
-        for r in reports
+        {"world_size": r.get("world_size"), "ranks": [_rank_row(rank) for rank in r.get("ranks", [])]} for r in reports
     ]
     rows = worlds[0]["ranks"] if len(worlds) == 1 else []
     group_sizes = sorted(Counter(row["group_rank"] for row in rows).items())
@@ -82,9 +78,7 @@ def check_allreduce(report: Report) -> Check:
     """Check that the all-reduce of known tensors was exact on every rank."""
     rows = [(rank["rank"], row) for rank in report["ranks"] for row in rank["allreduce"]]
     wrong = [
-        f"rank {rank}: {row['dtype']} × {row['numel']} off by {row['max_error']}"
-        for rank, row in rows
-        if not row["ok"]
+        f"rank {rank}: {row['dtype']} × {row['numel']} off by {row['max_error']}" for rank, row in rows if not row["ok"]
     ]
     ranks = {rank for rank, _ in rows}
     good = not wrong and ranks == set(range(report["world_size"]))
@@ -123,9 +117,7 @@ def check_loss_falls(losses: Sequence[float]) -> Check:
         "loss",
         "loss falls",
         good,
-        seen=f"{_number(losses[0])} -> {_number(losses[-1])} over {len(losses)} epochs"
-        if losses
-        else "no epoch",
+        seen=f"{_number(losses[0])} -> {_number(losses[-1])} over {len(losses)} epochs" if losses else "no epoch",
         expected=f"at least {_LEAST_FALL:.0%} lower after the last epoch than after the first",
         cause="the optimizer does not step, or the loss has no gradient",
         evidence={"losses": list(losses)},
@@ -153,9 +145,7 @@ def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
     """Check that rank 0 wrote one complete snapshot (a zip archive: torch.save's format) after the last epoch."""
     said = [entry["epoch"] for entry in report["snapshots"]]
     fault = _snapshot_fault(path)
-    litter = [
-        p.name for p in path.parent.glob(f"*{path.name}*") if p not in (path, _previous(path))
-    ]
+    litter = [p.name for p in path.parent.glob(f"*{path.name}*") if p not in (path, _previous(path))]
     good = fault is None and not litter and bool(said) and said[-1] == epochs - 1
     return judge(
         "snapshot",
@@ -189,8 +179,7 @@ def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total:
         "training resumes from the snapshot",
         good,
         seen=f"resumed at epoch {report['start_epoch']}, ran epochs {epochs}; "
-        f"{len(reports)} world(s) of size {report['world_size']}"
-        + (f"; {rejected}" if rejected else ""),
+        f"{len(reports)} world(s) of size {report['world_size']}" + (f"; {rejected}" if rejected else ""),
         expected=f"resumed at epoch {epoch}, ran epochs {list(range(epoch, total))} as one world of {job.world_size}",
         cause="the snapshot is damaged, from an older run, or does not record the epochs that were finished",
         evidence={
@@ -210,9 +199,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
     for rank in (rank for report in reports for rank in report["ranks"]):
         where = f"rank {rank['rank']}"
         if not _is_release(rank["python_version"], state.python_version):
-            wrong.append(
-                f"{where}: Python {rank['python_version']}, built with {state.python_version}"
-            )
+            wrong.append(f"{where}: Python {rank['python_version']}, built with {state.python_version}")
         if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
         wrong += _wrong_build(where, rank, subject.target, locked is not None)
@@ -224,8 +211,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
         "versions",
         "interpreter and torch as loaded",
         not wrong,
-        seen="; ".join(dict.fromkeys(wrong))
-        or f"Python {first['python_version']}, torch {first['torch_version']}",
+        seen="; ".join(dict.fromkeys(wrong)) or f"Python {first['python_version']}, torch {first['torch_version']}",
         expected=f"Python {state.python_version}, torch {locked or 'of the base image'}, loaded from the artifact",
         cause="another environment is found first: PYTHONPATH, a module loaded on the node, ~/.local",
         evidence={
@@ -287,9 +273,7 @@ def _log_tail(log: str) -> str:
     """Return the trainer's own error lines, which torchrun's summary may push out of the tail, and the last lines."""
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]
-    first = [
-        line for line in dict.fromkeys(lines) if "ddp_train: error" in line and line not in tail
-    ]
+    first = [line for line in dict.fromkeys(lines) if "ddp_train: error" in line and line not in tail]
     return "\n".join("    " + line for line in [*first, *tail])
 
 

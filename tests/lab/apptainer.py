@@ -38,11 +38,7 @@ class Apptainer:
 
     def environment(self, **more: str) -> dict[str, str]:
         """This process's environment with Apptainer in PATH and its caches in the folder, then `more`."""
-        own = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("APPTAINER", "SINGULARITY"))
-        }
+        own = {key: value for key, value in os.environ.items() if not key.startswith(("APPTAINER", "SINGULARITY"))}
         own["PATH"] = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         for name in ("cache", "tmp"):
             (self.folder / name).mkdir(exist_ok=True)
@@ -70,9 +66,7 @@ def missing() -> str | None:
         return "Apptainer runs on Linux alone"
     if reason := apt.missing(SUITE, TOOLS):
         return reason
-    if subprocess.run(
-        ["unshare", "--user", "--map-root-user", "true"], capture_output=True
-    ).returncode:
+    if subprocess.run(["unshare", "--user", "--map-root-user", "true"], capture_output=True).returncode:
         return "this user may not make user namespaces"
     return None
 

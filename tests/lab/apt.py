@@ -29,21 +29,13 @@ def missing(suite: str, tools: Iterable[str]) -> str | None:
     return no_archive(suite)
 
 
-def download(
-    suite: str, names: Iterable[str], into: Path, architectures: Iterable[str] = ()
-) -> None:
+def download(suite: str, names: Iterable[str], into: Path, architectures: Iterable[str] = ()) -> None:
     """Fetch packages (NAME or NAME:ARCHITECTURE) of `suite` into the new folder `into`."""
     apt = into.with_name(f"{into.name}-apt")
     into.mkdir(parents=True)
     env = settings(apt, suite, "deb", architectures)
     for command in (["update"], ["download", *names]):
-        done = subprocess.run(
-            ["apt-get", "-q", *command],
-            cwd=into,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(["apt-get", "-q", *command], cwd=into, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"apt-get {command[0]}: {done.stderr}"
     shutil.rmtree(apt)
 

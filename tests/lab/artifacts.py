@@ -18,15 +18,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import (
-    OCI_CONFIG,
-    OCI_MANIFEST,
-    Descriptor,
-    ImageIndex,
-    canonical,
-    digest_of,
-    parse,
-)
+from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageIndex, canonical, digest_of, parse
 
 SITE = "lib/python3.11/site-packages"
 # What stands for the place of a conda environment in files of a conda package, as long as conda-build's.
@@ -36,19 +28,11 @@ Files = Mapping[str, bytes | str]
 
 
 def package(
-    name: str,
-    version: str,
-    files: Files,
-    *,
-    site: str = SITE,
-    installer: str = "uv",
-    extra: str = "",
+    name: str, version: str, files: Files, *, site: str = SITE, installer: str = "uv", extra: str = ""
 ) -> dict[str, bytes | str]:
     """An installed distribution with a RECORD; a script of its name in bin names `installer`."""
     info = f"{name}-{version}.dist-info"
-    text = (
-        f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{extra}\nLong text\nName: no\n"
-    )
+    text = f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{extra}\nLong text\nName: no\n"
     script = f"#!/{installer}/python\n"
     own: dict[str, bytes | str] = {**files, f"{info}/METADATA": text}
     own |= {f"{info}/INSTALLER": installer, f"../../../bin/{name}": script}
@@ -71,14 +55,7 @@ def frame(**more: Any) -> dict[str, bytes | str]:
 
 
 def conda_package(
-    name: str,
-    version: str,
-    files: Files,
-    place: str,
-    *,
-    build: str = "h0_0",
-    entry_point: bool = False,
-    **more: Any,
+    name: str, version: str, files: Files, place: str, *, build: str = "h0_0", entry_point: bool = False, **more: Any
 ) -> dict[str, bytes | str]:
     """A conda package installed in an environment at `place`, with its record; `more` are fields of that.
 
@@ -135,9 +112,7 @@ def layer(blobs: Blobs, files: Files, **more: Any) -> Layer:
     return write_layer([_entry(path, content, more) for path, content in files.items()], blobs)
 
 
-def image(
-    blobs: Blobs, layers: Sequence[Layer], *, arch: str = "amd64", **run: Any
-) -> tuple[Descriptor, bytes]:
+def image(blobs: Blobs, layers: Sequence[Layer], *, arch: str = "amd64", **run: Any) -> tuple[Descriptor, bytes]:
     """An image in `blobs`: its manifest's descriptor and its configuration. `run` is the `config` object."""
     config = canonical(
         {
@@ -145,10 +120,7 @@ def image(
             "os": "linux",
             "config": run,
             "rootfs": {"type": "layers", "diff_ids": [one.diff_id for one in layers]},
-            "history": [
-                {"created_by": f"RUN step {number} --token=hunter2"}
-                for number in range(len(layers))
-            ],
+            "history": [{"created_by": f"RUN step {number} --token=hunter2"} for number in range(len(layers))],
         }
     )
     blobs.add(config)

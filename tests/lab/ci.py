@@ -27,9 +27,7 @@ def write_recipe(root: Path, name: str, *targets: str, locked: bool = True) -> P
     path = root / "recipes" / name / "recipe.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = "".join(f"[targets.{target}]\n" for target in targets or ("cpu-x86_64",))
-    path.write_text(
-        f'name = "{name}"\ndescription = "d"\npython = "3.11"\nrequirements = ["torch==2.10.0"]\n{tables}'
-    )
+    path.write_text(f'name = "{name}"\ndescription = "d"\npython = "3.11"\nrequirements = ["torch==2.10.0"]\n{tables}')
     if locked:
         write_locks(path)
     return path

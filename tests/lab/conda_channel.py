@@ -13,15 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.conda_package import (
-    PLACEHOLDER,
-    PLATFORMS,
-    TIMESTAMP_MS,
-    Metadata,
-    Package,
-    bz2_package,
-    conda_package,
-)
+from lab.conda_package import PLACEHOLDER, PLATFORMS, TIMESTAMP_MS, Metadata, Package, bz2_package, conda_package
 from lab.conda_python import missing, python_packages
 from lab.conda_wheels import wheel_package
 
@@ -127,9 +119,7 @@ def _labtool(folder: Path) -> None:
                 "RECORD": f"labtool.py,,\nlabtool-{version}.dist-info/METADATA,,\n",
                 "entry_points.txt": "[console_scripts]\nlabtool = labtool:main\n",
             })  # fmt: skip
-            program = (
-                f"import sys\n\n\ndef main():\n    print('labtool {version}', *sys.argv[1:])\n"
-            )
+            program = f"import sys\n\n\ndef main():\n    print('labtool {version}', *sys.argv[1:])\n"
             _files(package, "site-packages", {"labtool.py": program})
             if version == "1.1":
                 _files(package, "etc/conda", {

@@ -134,31 +134,20 @@ class Package:
         for part in target.split("/"):
             parts = parts[:-1] if part == ".." else [*parts, part]
         # As conda-build writes it, a link has its target's digest and size.
-        self._paths[path] = {
-            **self._paths["/".join(parts)],
-            "_path": path,
-            "path_type": "softlink",
-        }
+        self._paths[path] = {**self._paths["/".join(parts)], "_path": path, "path_type": "softlink"}
         for key in ("file_mode", "prefix_placeholder"):
             self._paths[path].pop(key, None)
 
     def write_info(self, info: tarfile.TarFile) -> None:
         """Write what describes the package into `info`."""
         paths = [self._paths[path] for path in sorted(self._paths)]
-        named = {
-            **self.metadata.files(self.entry_points),
-            "paths": {"paths": paths, "paths_version": 1},
-        }
-        files = {
-            f"info/{name}.json": json.dumps(data, indent=2, sort_keys=True)
-            for name, data in named.items()
-        }
+        named = {**self.metadata.files(self.entry_points), "paths": {"paths": paths, "paths_version": 1}}
+        files = {f"info/{name}.json": json.dumps(data, indent=2, sort_keys=True) for name, data in named.items()}
         files["info/files"] = "".join(f"{row['_path']}\n" for row in paths)
         replaced = [row for row in paths if "file_mode" in row]
         if replaced:  # what conda read before there was paths.json
             files["info/has_prefix"] = "".join(
-                f"{row['prefix_placeholder']} {row['file_mode']} {row['_path']}\n"
-                for row in replaced
+                f"{row['prefix_placeholder']} {row['file_mode']} {row['_path']}\n" for row in replaced
             )
         for name, text in files.items():
             data = text.encode()
@@ -204,9 +193,7 @@ def bz2_package(channel: Path, metadata: Metadata) -> Iterator[Package]:
 def _zstd_tar(archive: zipfile.ZipFile, name: str) -> Iterator[tarfile.TarFile]:
     compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=_THREADS)
     with ExitStack() as stack:
-        member = stack.enter_context(
-            archive.open(zipfile.ZipInfo(name, _ZIP_DATE), "w", force_zip64=True)
-        )
+        member = stack.enter_context(archive.open(zipfile.ZipInfo(name, _ZIP_DATE), "w", force_zip64=True))
         stream = stack.enter_context(compressor.stream_writer(member, closefd=False))
         yield stack.enter_context(tarfile.open(fileobj=stream, mode="w|", bufsize=_CHUNK))
 

@@ -68,11 +68,7 @@ class Server:
 
 @contextmanager
 def serve(
-    folder: Path,
-    *,
-    prefix: str = "/conda-forge",
-    user: str | None = None,
-    password: str | None = None,
+    folder: Path, *, prefix: str = "/conda-forge", user: str | None = None, password: str | None = None
 ) -> Iterator[Server]:
     """Serve `folder` below `prefix`; with `user` and `password`, nobody else is served."""
     authorization = None
@@ -133,9 +129,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             if not path.startswith(server.prefix + "/"):
                 return None
             place = (server.folder / path[len(server.prefix) + 1 :]).resolve()
-            return (
-                place if place.is_relative_to(server.folder.resolve()) and place.is_file() else None
-            )
+            return place if place.is_relative_to(server.folder.resolve()) and place.is_file() else None
 
         def _status(self, status: int, headers: dict[str, str]) -> None:
             text = b"" if status == 304 else f"{status} {HTTPStatus(status).phrase}\n".encode()
@@ -155,18 +149,12 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             changed = formatdate(about.st_mtime, usegmt=True)
             headers = {"ETag": tag, "Last-Modified": changed, "Accept-Ranges": "bytes"}
             known = self.headers.get("If-None-Match")
-            if tag in (known or "") or (
-                known is None and self.headers.get("If-Modified-Since") == changed
-            ):
+            if tag in (known or "") or (known is None and self.headers.get("If-Modified-Since") == changed):
                 self._status(304, headers)
                 return
             start, end = 0, size
             found = _RANGE.fullmatch(self.headers.get("Range", ""))
-            if (
-                found
-                and any(found.groups())
-                and self.headers.get("If-Range", tag) in (tag, changed)
-            ):
+            if found and any(found.groups()) and self.headers.get("If-Range", tag) in (tag, changed):
                 first, last = found.groups()
                 start = int(first) if first else max(0, size - int(last))
                 end = min(size, int(last) + 1) if first and last else size

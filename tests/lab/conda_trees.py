@@ -134,9 +134,7 @@ def nodes_below(prefix: Path) -> dict[str, Node]:
 
 def record_rows(records: Iterable[bytes]) -> Mapping[str, Mapping[str, Any]]:
     """path → row of all records."""
-    return {
-        row["_path"]: row for data in records for row in json.loads(data)["paths_data"]["paths"]
-    }
+    return {row["_path"]: row for data in records for row in json.loads(data)["paths_data"]["paths"]}
 
 
 @dataclass(frozen=True)
@@ -155,10 +153,7 @@ class Item:
         soft = self.kind == tarfile.SYMTYPE
         row: dict[str, Any] = {"_path": self.path, "path_type": "softlink" if soft else "hardlink"}
         if self.kind == tarfile.REGTYPE:
-            row |= {
-                "sha256": hashlib.sha256(self.data).hexdigest(),
-                "size_in_bytes": len(self.data),
-            }
+            row |= {"sha256": hashlib.sha256(self.data).hexdigest(), "size_in_bytes": len(self.data)}
         if self.prefix:
             row |= {"prefix_placeholder": PLACEHOLDER, "file_mode": self.prefix}
         return row

@@ -135,9 +135,7 @@ class _Destination(WheelDestination):
             path = f"include/python{PYTHON}/{path}"
         return path, path
 
-    def write_script(
-        self, name: str, module: str, attr: str, section: Literal["console", "gui"]
-    ) -> RecordEntry:
+    def write_script(self, name: str, module: str, attr: str, section: Literal["console", "gui"]) -> RecordEntry:
         """In a noarch package an entry point, which the installer makes a script of; else the script."""
         if self._pure:
             self._package.entry_points.append(f"{name} = {module}:{attr}")

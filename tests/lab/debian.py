@@ -17,11 +17,7 @@ def tar(items: Sequence[tarfile.TarInfo | tuple[str, bytes]]) -> bytes:
     """A tar archive; a pair is a file with its content."""
     buffer = io.BytesIO()
     with tarfile.open(
-        fileobj=buffer,
-        mode="w",
-        format=tarfile.GNU_FORMAT,
-        encoding="utf-8",
-        errors="surrogateescape",
+        fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
     ) as archive:
         for item in items:
             if isinstance(item, tarfile.TarInfo):
@@ -59,9 +55,7 @@ def deb(
     conffiles: str = "",
 ) -> bytes:
     """A package with the files `items`; `extra` are further lines of its control file."""
-    control = (
-        f"Package: {name}\nVersion: {version}\nArchitecture: {arch}\n{extra}Description: made\n"
-    )
+    control = f"Package: {name}\nVersion: {version}\nArchitecture: {arch}\n{extra}Description: made\n"
     files = [("./control", control.encode())]
     files += [("./conffiles", conffiles.encode())] if conffiles else []
     return ar(

@@ -60,9 +60,7 @@ def etcd(
         process.wait()
 
 
-def _start(
-    command: list[str], cluster: Cluster | None, on: str, output: int
-) -> subprocess.Popen[str]:
+def _start(command: list[str], cluster: Cluster | None, on: str, output: int) -> subprocess.Popen[str]:
     if cluster is not None:
         return cluster.popen(command, on=on, stdout=output, stderr=output)
     return subprocess.Popen(

@@ -19,9 +19,7 @@ class Call(BaseHTTPRequestHandler):
         """The request's body."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def reply(
-        self, status: int, body: bytes = b"", *, promise: int | None = None, **headers: str
-    ) -> None:
+    def reply(self, status: int, body: bytes = b"", *, promise: int | None = None, **headers: str) -> None:
         """Answer; `promise` is a Content-Length other than the body's, and then the connection ends.
 
         In the names of `headers` an underscore stands for a dash.

@@ -63,10 +63,7 @@ def forwarder(server: str) -> Iterator[Line]:
             except OSError:
                 return
             judge: Judge = lambda data: line.swallow(data)  # noqa: E731 - looked up at each call
-            for arguments in (
-                (client, behind, line.up, judge),
-                (behind, client, line.down, lambda _data: False),
-            ):
+            for arguments in ((client, behind, line.up, judge), (behind, client, line.down, lambda _data: False)):
                 threading.Thread(target=pump, args=arguments, daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()

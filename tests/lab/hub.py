@@ -51,9 +51,7 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, l
     environment = load_environment(variables)
     loaded = load_recipe(_RECIPES / "pt_minimal" / "recipe.toml")
     target = loaded.target("cpu-x86_64")[0]
-    prepared = prepare_image(
-        loaded, target, environment, locked=True, offline=False, bytecode=False, log=log
-    )
+    prepared = prepare_image(loaded, target, environment, locked=True, offline=False, bytecode=False, log=log)
     base = debian_files(prepared.plan, environment, offline=False)
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
     layers = [write_layer(with_parents(_on_progress(base), _TIME), blobs)]

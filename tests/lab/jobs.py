@@ -65,30 +65,16 @@ class Jobs:
         path.chmod(0o755)
         return path
 
-    def render(
-        self, artifact: str | Path, *options: str | Path, cwd: Path | None = None, code: int = 0
-    ) -> str:
+    def render(self, artifact: str | Path, *options: str | Path, cwd: Path | None = None, code: int = 0) -> str:
         """Run `envbuild job` on the login host with `options`; what it printed, or its error for another `code`."""
         line = [self.command(), "job", "--site", self.site, artifact, *options]
         done = self.cluster.run(line, cwd=cwd, env=self.env)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stderr if code else done.stdout
 
-    def submit(
-        self, artifact: str | Path, *options: str | Path, arguments: tuple[str, ...] = EPOCHS
-    ) -> int:
+    def submit(self, artifact: str | Path, *options: str | Path, arguments: tuple[str, ...] = EPOCHS) -> int:
         """Submit the bundled trainer; the job's number."""
-        said = self.render(
-            artifact,
-            "--nodes",
-            "2",
-            "--nproc-per-node",
-            "2",
-            *options,
-            "--submit",
-            "--",
-            *arguments,
-        )
+        said = self.render(artifact, "--nodes", "2", "--nproc-per-node", "2", *options, "--submit", "--", *arguments)
         return int(said.splitlines()[-1])
 
     def ended(self, job: int, name: str = "pt_cpu", timeout_s: float = 180) -> Ended:

@@ -29,9 +29,7 @@ _ENUMS = {
 
 def faults(document: dict[str, Any]) -> list[str]:
     """What is wrong with one document of a manifest."""
-    check = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job}.get(
-        document.get("kind", ""), _core
-    )
+    check = {"PyTorchJob": _pytorch_job, "TrainJob": _train_job}.get(document.get("kind", ""), _core)
     try:
         return list(check(document))
     except KeyError as error:
@@ -121,8 +119,7 @@ def _schema(name: str) -> Any:
     files = resources.files("kubernetes_validate") / "kubernetes-json-schema"
     folder = files / f"v{VERSION}-local-strict"
     schema, known = (
-        Resource.from_contents(json.loads((folder / f"{one}.json").read_text()))
-        for one in (name, "_definitions")
+        Resource.from_contents(json.loads((folder / f"{one}.json").read_text())) for one in (name, "_definitions")
     )
     registry: Registry[Any] = Registry().with_resources(
         [("", schema), ("_definitions.json", known), (known.id() or "_definitions.json", known)]
@@ -224,9 +221,5 @@ def _differences(given: Any, understood: Any, at: str = "") -> list[str]:
         ]
     if isinstance(given, list) and isinstance(understood, list) and len(given) == len(understood):
         pairs = enumerate(zip(given, understood, strict=True))
-        return [
-            found
-            for number, (one, two) in pairs
-            for found in _differences(one, two, f"{at}[{number}]")
-        ]
+        return [found for number, (one, two) in pairs for found in _differences(one, two, f"{at}[{number}]")]
     return [] if given == understood else [at]

@@ -35,10 +35,7 @@ def install(folder: Path) -> str:
 
 def missing() -> str | None:
     """Why the plugin cannot be had here; None when it can."""
-    needed = {
-        "libslurm-dev": Path("/usr/include/slurm/spank.h").exists(),
-        "gcc": shutil.which("gcc"),
-    }
+    needed = {"libslurm-dev": Path("/usr/include/slurm/spank.h").exists(), "gcc": shutil.which("gcc")}
     absent = [package for package, found in needed.items() if not found]
     return f"not installed: {', '.join(absent)}" if absent else None
 
@@ -77,9 +74,7 @@ def _create(rootfs: str, image: str, name: str, *_: str) -> None:
         print(rootfs, file=stream)
 
 
-def _enter(
-    rootfs: str, _: str, __: str, mounts: str, workdir: str, named: str, writable: str
-) -> None:
+def _enter(rootfs: str, _: str, __: str, mounts: str, workdir: str, named: str, writable: str) -> None:
     """Set the container up in this process's own mounts; print where its program begins, and its variables."""
     place = DATA / rootfs
     root = place / "root"
@@ -99,9 +94,7 @@ def _enter(
         source, target, flags = [*one.split(":"), ""][:3]
         # pyxis hands mounts on in a shell's function.
         line = f'echo "{source} {target} {flags}"'
-        read = subprocess.run(
-            ["/bin/sh", "-c", line], stdout=subprocess.PIPE, text=True, check=True
-        )
+        read = subprocess.run(["/bin/sh", "-c", line], stdout=subprocess.PIPE, text=True, check=True)
         source, target, *more = read.stdout.split()
         if not Path(source).exists():
             sys.exit(f"[ERROR] mount: {source}: No such file or directory")
@@ -122,11 +115,7 @@ def _enter(
     # The image's own program says where it begins, and may change its variables.
     start = ["/bin/sh", "/etc/rc", "/bin/sh", "-c", "pwd; exec env -0"]
     said = subprocess.run(
-        ["/usr/sbin/chroot", root, *start],
-        env=variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        ["/usr/sbin/chroot", root, *start], env=variables, stdout=subprocess.PIPE, text=True, check=True
     )
     if not writable:
         _mount("-o", "remount,bind,ro", root)
@@ -135,9 +124,7 @@ def _enter(
     found = {name: value for name, value in found.items() if name not in _SHELL} | kept
     if "PYTORCH_VERSION" in found:
         found |= {"RANK": os.environ["SLURM_PROCID"], "LOCAL_RANK": os.environ["SLURM_LOCALID"]}
-    sys.stdout.write(
-        "\0".join([workdir or where, *(f"{name}={value}" for name, value in found.items()), ""])
-    )
+    sys.stdout.write("\0".join([workdir or where, *(f"{name}={value}" for name, value in found.items()), ""]))
 
 
 def _mount(*words: str | Path) -> None:

@@ -32,9 +32,7 @@ class Lab:
     def requests(self, pattern: str = "") -> list[str]:
         """The lines `METHOD path HTTP/x" status` of its access log that hold `pattern`, a regular expression."""
         time.sleep(0.1)  # it logs after it answers
-        lines = re.findall(
-            r'"((?:GET|HEAD|PUT|POST|PATCH|DELETE) .+? \d{3}) ', self.log.read_text()
-        )
+        lines = re.findall(r'"((?:GET|HEAD|PUT|POST|PATCH|DELETE) .+? \d{3}) ', self.log.read_text())
         return [line for line in lines if re.search(pattern, line)]
 
 
@@ -44,9 +42,7 @@ def missing() -> str | None:
 
 
 @contextmanager
-def registry(
-    folder: Path, user: str | None = None, password: str | None = None, *, tls: bool = False
-) -> Iterator[Lab]:
+def registry(folder: Path, user: str | None = None, password: str | None = None, *, tls: bool = False) -> Iterator[Lab]:
     """A registry whose files lie in `folder`; with `user` and `password` it serves nobody else.
 
     With `tls` it speaks HTTPS alone, with a certificate that `folder`/cert.pem itself vouches for.

@@ -26,10 +26,7 @@ from envbuild.image.blobs import Blobs, file_digest
 from envbuild.verify.receipt import receipt_path
 
 # What `./site.toml` is: the guides adjust one of these.
-SITE_OF_PAGE = {
-    "docs/seeds/pytorch-ddp-cpu.md": "aws-eks",
-    "docs/seeds/ddp-dlc-enroot.md": "aws-parallelcluster",
-}
+SITE_OF_PAGE = {"docs/seeds/pytorch-ddp-cpu.md": "aws-eks", "docs/seeds/ddp-dlc-enroot.md": "aws-parallelcluster"}
 # What placeholders stand for, by page where they differ.
 _PLACEHOLDERS = {
     "RECIPE": "pt_cpu",
@@ -110,11 +107,7 @@ class ShownSite:
     def _horovod_of_the_guide(self) -> None:
         """The recipe that docs/seeds/slurm-modules.md has its readers make."""
         page = (TOP / "docs" / "seeds" / "slurm-modules.md").read_text()
-        block = page[
-            page.index("    [targets.cu126-x86_64]") : page.index(
-                "Lock it by `envbuild lock horovod_cu126"
-            )
-        ]
+        block = page[page.index("    [targets.cu126-x86_64]") : page.index("Lock it by `envbuild lock horovod_cu126")]
         shutil.copytree(TOP / "recipes" / "horovod", self.here / "recipes" / "horovod_cu126")
         file = self.here / "recipes" / "horovod_cu126" / "recipe.toml"
         head = file.read_text().partition("[targets")[0].replace('"horovod"', '"horovod_cu126"', 1)
@@ -133,29 +126,15 @@ class ShownSite:
     def _build(self) -> None:
         """Artifacts as builds leave them, with receipts."""
         cpu = self.here / "build" / "pt_cpu" / "cpu-x86_64"
-        for folder in (
-            cpu / "venv",
-            self.top / "envs" / "pt_cpu",
-            self.here / "venvs" / "pytorch-ddp-cpu",
-        ):
+        for folder in (cpu / "venv", self.top / "envs" / "pt_cpu", self.here / "venvs" / "pytorch-ddp-cpu"):
             self._venv(folder)
         self._venv(self.here / "build/my_train/cpu-x86_64/venv", recipe="my_train")
         self._venv(self.here / "venvs" / "gh200-pbs", recipe="gh200_cu126", target="cu126-aarch64")
-        for folder in (
-            self.here / "build/horovod/cpu-x86_64/venv",
-            self.here / "venvs" / "slurm-modules",
-        ):
+        for folder in (self.here / "build/horovod/cpu-x86_64/venv", self.here / "venvs" / "slurm-modules"):
             self._venv(folder, recipe="horovod", packages=(("horovod", "0.28.1", "x"),))
-        artifacts.make_venv(
-            cpu / "conda",
-            artifacts.conda_package("zlib", "1.3", {"lib/z": "z"}, str(cpu / "conda")),
-        )
+        artifacts.make_venv(cpu / "conda", artifacts.conda_package("zlib", "1.3", {"lib/z": "z"}, str(cpu / "conda")))
         (cpu / "conda" / "envbuild.json").write_text(artifacts.state(artifact="conda"))
-        pushed = {
-            "digest": _DIGEST,
-            "path": "pt_cpu:1",
-            "pushed": f"registry.example.org/team/pt_cpu@{_DIGEST}",
-        }
+        pushed = {"digest": _DIGEST, "path": "pt_cpu:1", "pushed": f"registry.example.org/team/pt_cpu@{_DIGEST}"}
         receipt_path(cpu / "docker").write_text(json.dumps({
             **_PASSED, "artifact": pushed, "recipe": {"name": "pt_cpu"}, "target": "cpu-x86_64", "versions": {},
             "settings": {"nodes": 2, "nproc_per_node": 2, "epochs": 3, "faults": False},
@@ -163,18 +142,7 @@ class ShownSite:
         self._images()
 
     def _venv(self, folder: Path, **state: object) -> None:
-        made = State(
-            "venv",
-            "pt_cpu",
-            "r",
-            "l",
-            "p",
-            "cpu-x86_64",
-            "3.11",
-            "3.11.7",
-            "/usr/bin/python3.11",
-            (),
-        )
+        made = State("venv", "pt_cpu", "r", "l", "p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11", ())
         made = dataclasses.replace(made, **state)  # type: ignore[arg-type]
         artifacts.make_venv(folder, {**artifacts.frame(), "envbuild.json": made.render()})
         self._receipt(folder, made.digest)
@@ -184,9 +152,7 @@ class ShownSite:
         blobs = Blobs(self.top / "blobs")
         both = []
         for arch in ("amd64", "arm64"):
-            layer = artifacts.layer(
-                blobs, artifacts.under("opt/env", artifacts.frame(recipe="pt_cpu"))
-            )
+            layer = artifacts.layer(blobs, artifacts.under("opt/env", artifacts.frame(recipe="pt_cpu")))
             manifest, config = artifacts.image(blobs, [layer], arch=arch)
             both.append(manifest)
             if arch == "amd64":
@@ -195,14 +161,7 @@ class ShownSite:
         artifacts.layout(self.here / "image", blobs, [(artifacts.multi(blobs, both), "1")])
         for kind, suffix in (("enroot", "sqsh"), ("apptainer", "sif")):
             file = self.here / f"pytorch.{suffix}"
-            line = [
-                kind,
-                "--from",
-                f"docker-archive:{self.here}/image.tar",
-                "--out",
-                str(file),
-                "--no-verify",
-            ]
+            line = [kind, "--from", f"docker-archive:{self.here}/image.tar", "--out", str(file), "--no-verify"]
             CliRunner().invoke(cli, line, env=self.env, catch_exceptions=False)
             names = ("ada/pt_cpu", "pytorch", "pt", "ddp-pytorch")
             copies = [self.top / f"{name}.{suffix}" for name in names]

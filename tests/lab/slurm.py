@@ -78,9 +78,7 @@ class Cluster:
         stderr: int | None = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         """Start `command` on a host; os.killpg(process.pid, …) ends it."""
-        return self.spaces[on].popen(
-            command, cwd=cwd or self.shared, env=env, stdout=stdout, stderr=stderr
-        )
+        return self.spaces[on].popen(command, cwd=cwd or self.shared, env=env, stdout=stdout, stderr=stderr)
 
     def run(
         self,
@@ -93,9 +91,7 @@ class Cluster:
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run `command` on a host, in `shared` by default. Its environment is a login's and `env`, no more."""
-        return self.spaces[on].run(
-            command, cwd=cwd or self.shared, env=env, timeout_s=timeout_s, check=check
-        )
+        return self.spaces[on].run(command, cwd=cwd or self.shared, env=env, timeout_s=timeout_s, check=check)
 
     def sbatch(
         self, script: Path, *options: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
@@ -160,13 +156,9 @@ class Cluster:
     def set_hosts(self, host: str, text: str | None = None) -> None:
         """Change the host's /etc/hosts; None: back to the right names."""
         # In place: a new file would not be the one that is mounted.
-        (self.folder / "hosts" / host).write_text(
-            default_hosts(_addresses(self.nodes)) if text is None else text
-        )
+        (self.folder / "hosts" / host).write_text(default_hosts(_addresses(self.nodes)) if text is None else text)
 
-    def block(
-        self, host: str, *, port: int | None = None, source: str | None = None, reject: bool = False
-    ) -> None:
+    def block(self, host: str, *, port: int | None = None, source: str | None = None, reject: bool = False) -> None:
         """A firewall on `host`: what comes for TCP `port`, or from host `source`, or both, is dropped, or rejected."""
         rule = ["iptables", "-w", "-A", "INPUT", "-p", "tcp", "!", "-i", "lo"]
         if port is not None:
@@ -218,9 +210,7 @@ class Cluster:
         return tail(self.folder / "log/slurmctld")
 
     def _wait_until_idle(self) -> None:
-        self.until(
-            lambda: list(self.states().values()) == ["IDLE"] * len(self.nodes), READY_SECONDS
-        )
+        self.until(lambda: list(self.states().values()) == ["IDLE"] * len(self.nodes), READY_SECONDS)
 
 
 def missing(*, pbs: bool = False) -> str | None:

@@ -111,9 +111,7 @@ def _write_names(folder: Path, addresses: Mapping[str, str]) -> None:
     for name in ("ctl", *addresses):
         (folder / "hosts" / name).write_text(default_hosts(addresses))
     # Nothing is asked of a name server: what is not in the file has no address, at once.
-    (folder / "nsswitch.conf").write_text(
-        "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
-    )
+    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
     # No account is locked, and none has its password here.
     accounts = re.sub(r"(?m)^([^:\n]+):[^:\n]*", r"\1:*", Path("/etc/shadow").read_text())
     (folder / "shadow").write_text(accounts)
@@ -123,10 +121,7 @@ def _write_names(folder: Path, addresses: Mapping[str, str]) -> None:
 def _write_keys(folder: Path, path: str) -> None:
     for name in ("key", "host_key"):
         (folder / name).unlink(missing_ok=True)
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", folder / name],
-            check=True,
-        )
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", folder / name], check=True)
     (folder / "sshd_config").write_text(_SSHD.format(path=path))
     (folder / "ssh_config").write_text(_SSH)
 

@@ -33,9 +33,7 @@ def write_tree(root: Path, *more: str) -> Path:
             here.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, here)
     library = f"usr/lib/{python.name}"
-    shutil.copytree(
-        f"/{library}", root / library, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True
-    )
+    shutil.copytree(f"/{library}", root / library, ignore=shutil.ignore_patterns(*LEFT_OUT), dirs_exist_ok=True)
     (root / "opt/env/bin").mkdir(parents=True)
     (root / "opt/env/bin/python").symlink_to(f"/{python.relative_to('/')}")
     (root / f"opt/env/lib/{python.name}/site-packages").mkdir(parents=True)

@@ -82,17 +82,8 @@ def libfabric(into: Path) -> SourceArchive:
     env = settings(apt, "trixie", "deb-src")
     said = ""
     # A mirror may have dropped the packaging of a superseded revision; the upstream archive alone is wanted.
-    for command in (
-        ["update"],
-        ["source", "--download-only", "--only-source", "--tar-only", "libfabric"],
-    ):
-        done = subprocess.run(
-            ["apt-get", "-q", *command],
-            cwd=into,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+    for command in (["update"], ["source", "--download-only", "--only-source", "--tar-only", "libfabric"]):
+        done = subprocess.run(["apt-get", "-q", *command], cwd=into, env=env, capture_output=True, text=True)
         said += done.stderr
     shutil.rmtree(apt)
     found = sorted(into.glob("libfabric_2.1.0.orig.tar.*"))

@@ -47,9 +47,7 @@ def main() -> int:
         # torchrun itself may hide an abort that comes after the last rank reported success.
         if result.returncode != 0 or not finished or "terminate called" in result.stderr:
             failed += 1
-            print(
-                f"run {number}: exit code {result.returncode}\n{result.stderr[-2000:]}", flush=True
-            )
+            print(f"run {number}: exit code {result.returncode}\n{result.stderr[-2000:]}", flush=True)
     seconds = time.monotonic() - began
     print(f"{runs - failed} passed, {failed} failed ({seconds / max(runs, 1):.1f} s each)")
     return 1 if failed else 0

@@ -39,9 +39,7 @@ def make_wheel(
     return path
 
 
-def make_recipe(
-    folder: Path, name: str, requirements: Sequence[str], *, targets: str = "", extra: str = ""
-) -> Path:
+def make_recipe(folder: Path, name: str, requirements: Sequence[str], *, targets: str = "", extra: str = "") -> Path:
     """Write `folder`/`name`/recipe.toml for this host's CPU and return its folder."""
     place = folder / name
     place.mkdir(parents=True, exist_ok=True)

@@ -39,15 +39,9 @@ class Command:
 
     def __call__(self, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            self.line(*arguments),
-            capture_output=True,
-            text=True,
-            cwd=self.folder,
-            env=self.variables(env),
+            self.line(*arguments), capture_output=True, text=True, cwd=self.folder, env=self.variables(env)
         )
-        assert "Traceback (most recent call last)" not in done.stderr.split("    seen:")[0], (
-            done.stderr
-        )
+        assert "Traceback (most recent call last)" not in done.stderr.split("    seen:")[0], done.stderr
         return done
 
     def start(self, *arguments: str | Path, **env: str) -> subprocess.Popen[str]:
@@ -184,9 +178,7 @@ def real_apptainer(tmp_path_factory: pytest.TempPathFactory) -> apptainer.Apptai
     reason = apptainer.missing()
     if reason is not None:
         pytest.skip(reason)
-    folder, _ = shared(
-        tmp_path_factory, "apptainer", lambda place: str(apptainer.apptainer(place).folder)
-    )
+    folder, _ = shared(tmp_path_factory, "apptainer", lambda place: str(apptainer.apptainer(place).folder))
     return apptainer.Apptainer(folder)
 
 
@@ -251,10 +243,5 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Where every real test should run (FAIL_ON_SKIP), a skipped one fails the session."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if (
-        os.environ.get("FAIL_ON_SKIP")
-        and reporter
-        and reporter.stats.get("skipped")
-        and exitstatus == 0
-    ):
+    if os.environ.get("FAIL_ON_SKIP") and reporter and reporter.stats.get("skipped") and exitstatus == 0:
         session.exitstatus = 1

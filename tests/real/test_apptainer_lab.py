@@ -22,12 +22,7 @@ from typing import Any
 import pytest
 from lab.apptainer import FLAGS, Apptainer, missing
 
-from envbuild.artifacts.apptainer import (
-    apptainer_files,
-    inspect_metadata,
-    mount_points,
-    oci_config,
-)
+from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.apptainer_engine import build_with_apptainer
 from envbuild.artifacts.enroot import enroot_files
 from envbuild.environment import Environment, load_environment
@@ -42,21 +37,13 @@ ARCH = os.uname().machine
 MTIME = 315532800
 # A program that says what it was given and what it sees, without reading any of it again.
 SHOW = '#!/bin/sh\nprintf "[%s]" "$@"\necho\n'
-ENV = {
-    "PATH": "/opt/env/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PLAIN": "a b",
-    "EQUALS": "a=b=c",
-    "EMPTY": "",
-}
+ENV = {"PATH": "/opt/env/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PLAIN": "a b", "EQUALS": "a=b=c", "EMPTY": ""}
 # Values that Apptainer's own build garbles, since it escapes them twice.
 ODD = {"QUOTES": 'it\'s "q"', "DOLLAR": "$HOME \\n", "LINES": "one\ntwo"}
 # Some of these keep its images from reading any variable at all: ours alone have them.
 _dice = random.Random(7)
 NASTY = {
-    f"V{number}": "".join(
-        _dice.choices("ab $`'\"\\\n!*?~#&;|<>(){}[]=-é\t", k=_dice.randrange(1, 12))
-    )
+    f"V{number}": "".join(_dice.choices("ab $`'\"\\\n!*?~#&;|<>(){}[]=-é\t", k=_dice.randrange(1, 12)))
     for number in range(200)
 } | {"BACKTICK": "`date`", "TILDE": "~", "GLOB": "/*", "DASH": "-n"}
 
@@ -162,35 +149,15 @@ def own_sif(folder: Path, root: Path, config: dict[str, Any], text: str) -> tupl
         if entry.kind != SYMLINK:
             path.chmod(entry.mode)
     squashfs, sif = folder / "ours.sqsh", folder / "ours.sif"
-    command = [
-        "mksquashfs",
-        str(tree),
-        str(squashfs),
-        "-quiet",
-        "-no-progress",
-        "-all-root",
-        "-comp",
-        "zstd",
-    ]
+    command = ["mksquashfs", str(tree), str(squashfs), "-quiet", "-no-progress", "-all-root", "-comp", "zstd"]
     subprocess.run(command, check=True, capture_output=True)
-    jsons = [
-        ("inspect-metadata.json", inspect_metadata(config, text, {})),
-        ("oci-config.json", oci_config(config)),
-    ]
+    jsons = [("inspect-metadata.json", inspect_metadata(config, text, {})), ("oci-config.json", oci_config(config))]
     with sif.open("w+b") as stream:
         at = write_sif_front(stream, text.encode(), jsons, ARCH)
         stream.seek(at)
         stream.write(squashfs.read_bytes())
         size = squashfs.stat().st_size
-        finish_sif(
-            stream,
-            text.encode(),
-            jsons,
-            ARCH,
-            partition_offset=at,
-            partition_size=size,
-            mtime=MTIME,
-        )
+        finish_sif(stream, text.encode(), jsons, ARCH, partition_offset=at, partition_size=size, mtime=MTIME)
     return sif, squashfs
 
 
@@ -207,9 +174,7 @@ def shown(*words: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [[], ["one", "a b"], ["-c", ""], ["*", "it's"]])
-def test_run_starts_the_program_with_the_same_arguments(
-    images: Images, arguments: list[str]
-) -> None:
+def test_run_starts_the_program_with_the_same_arguments(images: Images, arguments: list[str]) -> None:
     ours = images.exec("run", images.ours, *arguments)
     theirs = images.exec("run", images.theirs, *arguments, APPTAINER_NO_EVAL="1")
     assert (ours.returncode, ours.stdout) == (0, theirs.stdout), ours.stderr
@@ -230,9 +195,7 @@ def variables(images: Images, image: Path, *options: str, **env: str) -> dict[st
     return dict(pair.partition("=")[::2] for pair in done.stdout.split("\0") if pair)
 
 
-def test_exec_sees_the_same_variables_and_the_odd_ones_as_the_image_has_them(
-    images: Images,
-) -> None:
+def test_exec_sees_the_same_variables_and_the_odd_ones_as_the_image_has_them(images: Images) -> None:
     ours, theirs = variables(images, images.ours), variables(images, images.theirs)
     for name in {*ours, *theirs} - {*ODD, *NASTY}:
         if not name.endswith(("_CONTAINER", "_NAME")):
@@ -352,15 +315,7 @@ def test_apptainer_builds_on_an_image_of_ours(images: Images, tmp_path: Path) ->
     image = tmp_path / "more.sif"
     # A user namespace gives root the capability that Apptainer asks for here.
     program = str(images.run.bin / "apptainer")
-    command = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        program,
-        "build",
-        str(image),
-        str(tmp_path / "more.def"),
-    ]
+    command = ["unshare", "--user", "--map-root-user", program, "build", str(image), str(tmp_path / "more.def")]
     subprocess.run(command, check=True, capture_output=True, env=images.run.environment())
     assert images.exec("run", image, "x").stdout == "[new][x]\n"
     assert variables(images, image)["ADDED"] == "yes"
@@ -384,14 +339,7 @@ def test_charliecloud_runs_the_squashfs(images: Images) -> None:
     if shutil.which("ch-run") is None:
         pytest.skip("ch-run is not installed")
     env = {"PATH": os.environ["PATH"], "USER": "root"}
-    command = [
-        "ch-run",
-        "--set-env=/dev/null",
-        str(images.squashfs),
-        "--",
-        "/opt/env/bin/show",
-        "a b",
-    ]
+    command = ["ch-run", "--set-env=/dev/null", str(images.squashfs), "--", "/opt/env/bin/show", "a b"]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout == "[a b]\n", done.stderr
     started = [*command[:3], "--", "/bin/sh", "/etc/rc"]
@@ -410,9 +358,7 @@ def engine(real_apptainer: Apptainer, tmp_path: Path) -> Environment:
     return load_environment(known)
 
 
-def test_the_installed_apptainer_builds(
-    images: Images, engine: Environment, tmp_path: Path
-) -> None:
+def test_the_installed_apptainer_builds(images: Images, engine: Environment, tmp_path: Path) -> None:
     out, said = tmp_path / "out/lab.sif", list[str]()
     out.parent.mkdir()
     out.write_text("old")

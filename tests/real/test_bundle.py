@@ -56,9 +56,7 @@ def test_a_node_without_network_home_or_envbuild_builds_from_a_bundle(
     assert told.stdout.startswith("2.")
 
 
-def test_a_bundle_of_the_same_content_is_left_alone_and_one_for_conda_too_is_new(
-    bundle: tuple[Command, Path],
-) -> None:
+def test_a_bundle_of_the_same_content_is_left_alone_and_one_for_conda_too_is_new(bundle: tuple[Command, Path]) -> None:
     command, path = bundle
     before = os.stat(path / "bundle.json").st_ino
     again = command("bundle", "pt_minimal", "--out", path)
@@ -87,9 +85,7 @@ def test_a_bundle_of_a_recipe_that_changed_is_made_anew_whatever_changed(
     assert "nothing changed" in command(*line).stderr
 
 
-def test_a_folder_of_something_else_is_not_touched(
-    bundle: tuple[Command, Path], tmp_path: Path
-) -> None:
+def test_a_folder_of_something_else_is_not_touched(bundle: tuple[Command, Path], tmp_path: Path) -> None:
     command, _ = bundle
     (tmp_path / "thesis.tex").write_text("mine")
     for place in (tmp_path, tmp_path / "thesis.tex"):

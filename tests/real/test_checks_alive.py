@@ -118,9 +118,7 @@ BREAKS = {
 }
 
 
-def run_checks(
-    subject: Subject, tmp_path: Path, code: str = "", settings: Settings = SETTINGS
-) -> list[Check]:
+def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Settings = SETTINGS) -> list[Check]:
     """Verify `subject` with `code` as the launched processes' sitecustomize."""
     folder = tmp_path / "broken"
     folder.mkdir(exist_ok=True)
@@ -158,14 +156,10 @@ def test_exactly_the_broken_things_fail(name: str, subject: Subject, tmp_path: P
     assert (tmp_path / "logs").is_dir()
 
 
-def test_nodes_that_meet_only_themselves(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_meet_only_themselves(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = launch._agent
 
-    def alone(
-        job: launch.TrainingJob, node: int, endpoint: str, run_id: str, address: str
-    ) -> list[str]:
+    def alone(job: launch.TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
         with socket.create_server((address, 0)) as probe:
             own = f"{address}:{probe.getsockname()[1]}"
         return agent(dataclasses.replace(job, nodes=1), 0, own, f"{run_id}-{node}", address)
@@ -175,9 +169,7 @@ def test_nodes_that_meet_only_themselves(
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["world"]
 
 
-def test_no_restart_is_seen(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_restart_is_seen(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = launch._agent
 
     def final(job: launch.TrainingJob, *rest: Any) -> list[str]:
@@ -188,9 +180,7 @@ def test_no_restart_is_seen(
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
 
 
-def test_packages_that_are_not_the_locked_ones(
-    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
-) -> None:
+def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     packages = link_tree(pt_cpu["path"], tmp_path / "v") / "lib/python3.11/site-packages"
     # Edited, not in place: the file is a hardlink.
     file = packages / "sympy" / "abc.py"
@@ -203,18 +193,11 @@ def test_packages_that_are_not_the_locked_ones(
     line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = envbuild(*line)
     assert done.returncode == 5 and "1 of 16 checks failed\n  installed" in done.stderr, done.stderr
-    for word in (
-        "altered file sympy/abc.py",
-        "tqdm: locked",
-        "installed 0.0.1",
-        "unowned file startup.pth",
-    ):
+    for word in ("altered file sympy/abc.py", "tqdm: locked", "installed 0.0.1", "unowned file startup.pth"):
         assert word in done.stderr, word
 
 
-def test_a_library_of_another_architecture(
-    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_library_of_another_architecture(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     """A wheel tagged for any platform that carries an aarch64 (or x86_64) library: locked, yet wrong."""
     from lab.wheels import make_recipe, make_wheel
 

@@ -80,32 +80,24 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def pt_conda(
-    tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path
-) -> Iterator[Site]:
+def pt_conda(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path) -> Iterator[Site]:
     """`envbuild conda pt_cpu`: locked for both architectures, built and verified once."""
     folder = tmp_path_factory.mktemp("pt_conda")
     recipe(folder)
     with serve(conda_channel.folder) as server:
-        command = Command(
-            folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)}
-        )
+        command = Command(folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)})
         done = command("lock", "pt_cpu", "--conda")
         assert done.returncode == 0, done.stderr
         yield Site(command, server, command.json("conda", "pt_cpu", "--locked"))
 
 
 @pytest.fixture(scope="session")
-def tiny(
-    tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path
-) -> Iterator[Site]:
+def tiny(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path) -> Iterator[Site]:
     """NumPy alone, locked and built once: what goes wrong with packages does so without torch, too."""
     folder = tmp_path_factory.mktemp("tiny_conda")
     conda_recipe(folder, ["numpy"])
     with serve(conda_channel.folder) as server:
-        command = Command(
-            folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)}
-        )
+        command = Command(folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)})
         yield Site(command, server, command.json("conda", "tiny", "--no-verify"))
 
 
@@ -120,10 +112,7 @@ def test_the_environment_is_verified(pt_conda: Site) -> None:
 
 
 def test_its_programs_run_from_where_it_lies(pt_conda: Site) -> None:
-    for program in (
-        ["bin/torchrun", *TRAIN],
-        ["bin/python", "-m", "torch.distributed.run", *TRAIN],
-    ):
+    for program in (["bin/torchrun", *TRAIN], ["bin/python", "-m", "torch.distributed.run", *TRAIN]):
         done = subprocess.run(
             [pt_conda.prefix / program[0], *program[1:]],
             cwd=pt_conda.command.folder, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
@@ -151,9 +140,7 @@ def test_verify_sees_what_was_changed_in_it(pt_conda: Site, tmp_path: Path) -> N
     packages = copy / "lib/python3.11/site-packages"
     (packages / "tqdm/std.py").write_text("raise RuntimeError\n")
     (packages / "stray.py").write_text("")
-    done = pt_conda.command(
-        "verify", copy, "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2"
-    )
+    done = pt_conda.command("verify", copy, "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     assert done.returncode == 5
     assert "tqdm/std.py" in done.stderr and "stray.py" in done.stderr
 
@@ -197,14 +184,7 @@ def test_offline_from_the_cache_alone(pt_conda: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("404", "404"),
-        ("401", "401"),
-        ("truncate", "sha256"),
-        ("drop", "numpy"),
-        ("tamper", "sha256"),
-    ],
+    ("fault", "said"), [("404", "404"), ("401", "401"), ("truncate", "sha256"), ("drop", "numpy"), ("tamper", "sha256")]
 )
 def test_a_bad_package_leaves_the_old_environment(
     tiny: Site, conda_channel: Channel, tmp_path: Path, fault: str, said: str
@@ -226,11 +206,7 @@ def test_a_bad_package_leaves_the_old_environment(
             package.write_bytes(data)
         else:
             server.faults[package.name] = fault  # type: ignore[assignment]
-        env = {
-            **site(tmp_path, server.url),
-            "ENVBUILD_STORE": str(tmp_path / "store"),
-            "PIP_RETRIES": "0",
-        }
+        env = {**site(tmp_path, server.url), "ENVBUILD_STORE": str(tmp_path / "store"), "PIP_RETRIES": "0"}
         done = tiny.command("conda", "tiny", "--locked", "--no-verify", "--out", old, **env)
     assert done.returncode == 4, done.stderr
     assert "numpy" in done.stderr and said in done.stderr and "hint:" in done.stderr
@@ -258,9 +234,7 @@ def test_killed_at_any_moment_the_next_build_ends_well(tiny: Site, tmp_path: Pat
 def test_two_builds_at_once_share_an_empty_store(tiny: Site, tmp_path: Path) -> None:
     env = {"ENVBUILD_STORE": str(tmp_path / "store")}
     both = [
-        tiny.command.start(
-            "conda", "tiny", "--locked", "--no-verify", "--json", "--out", tmp_path / name, **env
-        )
+        tiny.command.start("conda", "tiny", "--locked", "--no-verify", "--json", "--out", tmp_path / name, **env)
         for name in ("one", "two")
     ]
     said = [child.communicate() for child in both]
@@ -268,29 +242,21 @@ def test_two_builds_at_once_share_an_empty_store(tiny: Site, tmp_path: Path) -> 
     assert {json.loads(out)["digest"] for out, _ in said} == {tiny.made["digest"]}
 
 
-def test_credentials_of_a_private_mirror_reach_no_file(
-    conda_channel: Channel, tmp_path: Path
-) -> None:
+def test_credentials_of_a_private_mirror_reach_no_file(conda_channel: Channel, tmp_path: Path) -> None:
     conda_recipe(tmp_path, ["numpy"])
     with serve(conda_channel.folder, user="reader", password="pa55word") as server:
         url = server.url.replace("http://", "http://reader:pa55word@")
-        command = Command(
-            tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store"), **site(tmp_path, url)}
-        )
+        command = Command(tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store"), **site(tmp_path, url)})
         done = command("conda", "tiny", "--no-verify")
         assert done.returncode == 0, done.stderr
         assert "pa55word" not in done.stderr + done.stdout
         wrong = site(tmp_path, server.url.replace("http://", "http://reader:wr0ng@"))
-        refused = command(
-            "lock", "tiny", "--conda", "--upgrade", ENVBUILD_STORE=str(tmp_path / "s2"), **wrong
-        )
+        refused = command("lock", "tiny", "--conda", "--upgrade", ENVBUILD_STORE=str(tmp_path / "s2"), **wrong)
         assert refused.returncode == 3 and "401" in refused.stderr
         assert "wr0ng" not in refused.stderr
     (tmp_path / "site.toml").unlink()
     shutil.rmtree(tmp_path / "store/uv", ignore_errors=True)
-    found = subprocess.run(
-        ["grep", "-rlaF", "-e", "pa55word", "-e", "wr0ng", tmp_path], capture_output=True, text=True
-    )
+    found = subprocess.run(["grep", "-rlaF", "-e", "pa55word", "-e", "wr0ng", tmp_path], capture_output=True, text=True)
     assert found.stdout == ""
 
 
@@ -298,9 +264,7 @@ def test_credentials_of_a_private_mirror_reach_no_file(
 def conda_images(tmp_path_factory: pytest.TempPathFactory, pt_conda: Site) -> dict[str, Any]:
     """The same recipe with `environment = "conda"` as an OCI layout of both architectures, .sqsh and .sif."""
     folder = tmp_path_factory.mktemp("conda_images")
-    place = recipe(
-        folder, ("[targets.cpu-x86_64]", f'environment = "conda"\n{QUICK}\n[targets.cpu-x86_64]')
-    )
+    place = recipe(folder, ("[targets.cpu-x86_64]", f'environment = "conda"\n{QUICK}\n[targets.cpu-x86_64]'))
     shutil.copy(pt_conda.lock, place)
     command = Command(folder, {**pt_conda.command.env, **NO_DAEMON})
     command.json(
@@ -319,9 +283,7 @@ def test_squashfs_and_sif_of_conda_packages_are_verified(conda_images: dict[str,
         assert seen["installed"] == "pass"
 
 
-def test_images_of_conda_packages_are_the_same_from_another_store(
-    tiny: Site, tmp_path: Path
-) -> None:
+def test_images_of_conda_packages_are_the_same_from_another_store(tiny: Site, tmp_path: Path) -> None:
     other = {"ENVBUILD_STORE": str(tmp_path / "store")}
     for line in (("docker", "tiny", "--target", f"cpu-{OTHER}"), ("enroot", "tiny")):
         made = []
@@ -332,9 +294,7 @@ def test_images_of_conda_packages_are_the_same_from_another_store(
         assert made[0] == made[1], line
 
 
-def test_the_environment_and_the_images_hold_the_same(
-    conda_images: dict[str, Any], pt_conda: Site
-) -> None:
+def test_the_environment_and_the_images_hold_the_same(conda_images: dict[str, Any], pt_conda: Site) -> None:
     command = conda_images["command"]
     for image in (conda_images["files"][0]["path"], conda_images["files"][1]["path"]):
         done = command("diff", pt_conda.prefix, image)
@@ -345,9 +305,7 @@ def test_the_environment_and_the_images_hold_the_same(
     assert subdirs == {"noarch", "linux-aarch64" if OTHER == "aarch64" else "linux-64"}
 
 
-def test_a_container_of_conda_packages_is_verified(
-    conda_images: dict[str, Any], docker_daemon: Any
-) -> None:
+def test_a_container_of_conda_packages_is_verified(conda_images: dict[str, Any], docker_daemon: Any) -> None:
     command = conda_images["command"]
     made = command.json("docker", "pt_cpu", "--tag", "conda:1", **docker_daemon.environment())
     receipt = json.loads(Path(made["receipt"]).read_text())
@@ -359,9 +317,7 @@ def test_apptainer_runs_torchrun_of_the_conda_environment(
 ) -> None:
     sif = conda_images["files"][1]["path"]
     clean = ["--userns", "--cleanenv", "--no-home", "--pwd", "/workspace"]
-    done = real_apptainer(
-        "exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, "torchrun", *TRAIN
-    )
+    done = real_apptainer("exec", *clean, "--bind", f"{tmp_path}:/workspace", sif, "torchrun", *TRAIN)
     assert done.returncode == 0, done.stderr
 
 

@@ -59,15 +59,11 @@ def locked(file: Path) -> CondaPackage:
     )  # fmt: skip
 
 
-def plan_of(
-    channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] = (), compiled: bool = False
-) -> Plan:
+def plan_of(channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] = (), compiled: bool = False) -> Plan:
     """The plan of a small environment: the interpreter, two packages of the lab, `more`, and `wheels` by pip."""
     files = [channel.package(name) for name in BASE[:2]]
     files += [channel.package(name, SUBDIR) for name in BASE[2:]]
-    pip = tuple(
-        LockedPackage(w.name.split("-")[0], w.name.split("-")[1], (digest(w),)) for w in wheels
-    )
+    pip = tuple(LockedPackage(w.name.split("-")[0], w.name.split("-")[1], (digest(w),)) for w in wheels)
     lock = CondaLock(
         "pt_cpu", TARGET.name, "d", tuple(locked(file) for file in [*files, *more]),
         Lock("pt_cpu", TARGET.name, "3.11", f"{TARGET.arch}-manylinux_2_28", "d", pip),
@@ -145,9 +141,7 @@ def run(place: Path, program: str, *arguments: str) -> str:
 # ---- what is built
 
 
-def test_an_environment_runs_in_its_place_and_is_what_was_locked(
-    lab: Lab, conda_channel: Channel
-) -> None:
+def test_an_environment_runs_in_its_place_and_is_what_was_locked(lab: Lab, conda_channel: Channel) -> None:
     from rattler import PrefixRecord
 
     plan, place = plan_of(conda_channel), lab.folder / "env"
@@ -174,9 +168,7 @@ def test_an_environment_runs_in_its_place_and_is_what_was_locked(
     for path in records:
         record = PrefixRecord.from_path(path)
         assert record.url.startswith(f"{URL}/") and record.channel == URL
-        assert (
-            b"file:" not in path.read_bytes() and str(lab.folder / "store") not in path.read_text()
-        )
+        assert b"file:" not in path.read_bytes() and str(lab.folder / "store") not in path.read_text()
     history = (place / "conda-meta" / "history").read_text()
     assert history.startswith("==> ") and f"+{URL}/noarch::labtool-1.1-pyhlab_0\n" in history
 
@@ -192,9 +184,7 @@ def test_two_environments_of_one_plan_have_one_digest_and_a_moved_one_is_not_cur
 
 
 @pytest.mark.parametrize("name", ["with blanks in it", "prä fix", "x" * 140])
-def test_programs_run_wherever_the_environment_is(
-    lab: Lab, conda_channel: Channel, name: str
-) -> None:
+def test_programs_run_wherever_the_environment_is(lab: Lab, conda_channel: Channel, name: str) -> None:
     wheel = script_wheel(lab.folder / "wheels")
     pip = replace(lab.pip, find_links=(str(wheel.parent),))
     place = lab.folder / name / "env"
@@ -204,16 +194,12 @@ def test_programs_run_wherever_the_environment_is(
     assert run(place, "python", "-c", "import sys; print(sys.prefix)") == f"{place}\n"
 
 
-def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(
-    lab: Lab, conda_channel: Channel
-) -> None:
+def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(lab: Lab, conda_channel: Channel) -> None:
     plan, final = plan_of(conda_channel), lab.folder / "final"
     staged = lab.folder / "staged"
     staged.mkdir()
     conda.build(plan, load_trainer(), lab.environment, staged, final, offline=True)
-    env = conda.launch_environment(
-        staged, {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/x", "A": "1\n2"}
-    )
+    env = conda.launch_environment(staged, {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/x", "A": "1\n2"})
     for program, said in (("labtool", "labtool 1.1\n"), ("python", "Python 3.11.2\n")):
         arguments = ["--version"] if program == "python" else []
         line = conda.command(staged, program, *arguments)
@@ -235,8 +221,7 @@ def test_bytecode_is_compiled_with_the_places_path(lab: Lab, conda_channel: Chan
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [("altered", "altered"), ("removed", "missing"), ("added", "unowned"), ("link", "altered")],
+    ("change", "named"), [("altered", "altered"), ("removed", "missing"), ("added", "unowned"), ("link", "altered")]
 )
 def test_the_survey_names_the_file_that_is_not_as_locked(
     lab: Lab, conda_channel: Channel, change: str, named: str
@@ -261,9 +246,7 @@ def test_the_survey_names_the_file_that_is_not_as_locked(
     assert not as_built(state, found)
 
 
-def test_what_pip_installs_or_removes_later_is_seen_quickly(
-    lab: Lab, conda_channel: Channel
-) -> None:
+def test_what_pip_installs_or_removes_later_is_seen_quickly(lab: Lab, conda_channel: Channel) -> None:
     state, place = lab.build(plan_of(conda_channel)), lab.folder / "env"
     packages = place / "lib/python3.11/site-packages"
     (packages / "foreign-1.0.dist-info").mkdir()
@@ -321,13 +304,7 @@ def test_a_wheel_over_a_conda_package_is_refused(
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [
-        ("404", "404"),
-        ("401", "401"),
-        ("500", "500"),
-        ("truncate", "hash mismatch"),
-        ("drop", "IncompleteRead"),
-    ],
+    [("404", "404"), ("401", "401"), ("500", "500"), ("truncate", "hash mismatch"), ("drop", "IncompleteRead")],
 )
 def test_a_faulty_answer_is_named_and_the_next_call_goes_on(
     web: Lab, conda_server: Server, conda_channel: Channel, fault: Fault, said: str
@@ -344,9 +321,7 @@ def test_a_faulty_answer_is_named_and_the_next_call_goes_on(
     before = len(conda_server.requests)
     assert as_built(web.build(plan), surveyed(place))
     asked = {path.rpartition("/")[2] for path in conda_server.requests[before:]}
-    assert SMALL in asked and (
-        fault == "401" or not any(name.startswith("python") for name in asked)
-    )
+    assert SMALL in asked and (fault == "401" or not any(name.startswith("python") for name in asked))
 
 
 def test_a_channel_that_goes_down_is_not_asked_for_each_package(
@@ -367,9 +342,7 @@ def test_a_tampered_file_of_a_local_channel_is_refused(lab: Lab, conda_channel: 
     mirror = lab.folder / "mirror"
     for subdir in (SUBDIR, "noarch"):
         shutil.copytree(
-            conda_channel.folder / subdir,
-            mirror / subdir,
-            ignore=shutil.ignore_patterns("*torch*", "shards"),
+            conda_channel.folder / subdir, mirror / subdir, ignore=shutil.ignore_patterns("*torch*", "shards")
         )
     plan = plan_of(conda_channel)
     (mirror / "noarch" / SMALL).write_bytes((mirror / "noarch" / SMALL).read_bytes()[:-1] + b"x")
@@ -379,13 +352,9 @@ def test_a_tampered_file_of_a_local_channel_is_refused(lab: Lab, conda_channel: 
     assert SMALL in caught.value.message and "labdata" not in caught.value.message
 
 
-def test_secrets_are_in_no_message_and_no_file(
-    lab: Lab, conda_channel: Channel, tmp_path: Path
-) -> None:
+def test_secrets_are_in_no_message_and_no_file(lab: Lab, conda_channel: Channel, tmp_path: Path) -> None:
     plan = plan_of(conda_channel)
-    with serve(
-        conda_channel.folder, prefix="/t/tok-en/forge", user="me", password="pass-word"
-    ) as server:
+    with serve(conda_channel.folder, prefix="/t/tok-en/forge", user="me", password="pass-word") as server:
         url = server.url.replace("://", "://me:{}@")
         with pytest.raises(BuildError) as caught:
             replace(lab, mirror=url.format("wrong-one")).build(plan)
@@ -431,9 +400,7 @@ def test_packages_are_located_in_the_plans_order_and_once(
 # ---- the store
 
 
-@pytest.mark.parametrize(
-    "damage", ["edited", "cut", "removed", "mode", "no folder", "no stamp", "more"]
-)
+@pytest.mark.parametrize("damage", ["edited", "cut", "removed", "mode", "no folder", "no stamp", "more"])
 def test_a_damaged_unpacked_package_never_gets_into_an_environment(
     lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -481,9 +448,7 @@ def test_a_package_that_is_another_than_locked_is_refused(lab: Lab, conda_channe
         lab.build(replace(plan, conda=wrong))
 
 
-def test_two_builds_at_once_share_a_store(
-    web: Lab, conda_channel: Channel, conda_server: Server
-) -> None:
+def test_two_builds_at_once_share_a_store(web: Lab, conda_channel: Channel, conda_server: Server) -> None:
     children = [start(web, name) for name in ("one", "two")]
     for child in children:
         _, err = child.communicate(timeout=120)
@@ -503,9 +468,7 @@ def test_after_kill_9_the_next_build_works(web: Lab, conda_channel: Channel, aft
     plan = plan_of(conda_channel)
     state = web.build(plan)
     assert as_built(state, surveyed(web.folder / "env"))
-    assert not [
-        p for p in (web.folder / "store/conda/pkgs").iterdir() if p.is_dir() and p.name[0] == "."
-    ]
+    assert not [p for p in (web.folder / "store/conda/pkgs").iterdir() if p.is_dir() and p.name[0] == "."]
 
 
 def start(lab: Lab, name: str) -> subprocess.Popen[str]:
@@ -519,15 +482,7 @@ def start(lab: Lab, name: str) -> subprocess.Popen[str]:
         "Lab(Path(folder), mirror).build(plan_of(Channel(Path(channel))), Path(folder) / name)\n"
     )
     channel = next(folder for folder in _CHANNELS)
-    line = [
-        sys.executable,
-        "-c",
-        code,
-        str(REPOSITORY / "tests"),
-        str(REPOSITORY),
-        str(lab.folder),
-        lab.mirror,
-    ]
+    line = [sys.executable, "-c", code, str(REPOSITORY / "tests"), str(REPOSITORY), str(lab.folder), lab.mirror]
     return subprocess.Popen(
         [*line, channel, name],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -582,28 +537,17 @@ def test_a_read_only_disk_is_said(lab: Lab, conda_channel: Channel, where: str) 
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         chosen = replace(lab, store=disk / "store") if where == "store" else lab
         with pytest.raises(BuildError, match="Read-only file system") as caught:
-            conda.build(
-                plan_of(conda_channel),
-                load_trainer(),
-                chosen.environment,
-                staged,
-                place,
-                offline=True,
-            )
+            conda.build(plan_of(conda_channel), load_trainer(), chosen.environment, staged, place, offline=True)
         assert caught.value.hint
 
 
-def test_a_path_too_long_for_a_package_is_refused_before_anything_is_written(
-    lab: Lab, conda_channel: Channel
-) -> None:
+def test_a_path_too_long_for_a_package_is_refused_before_anything_is_written(lab: Lab, conda_channel: Channel) -> None:
     plan = plan_of(conda_channel)
     longest = "/" + "p" * (len(PLACEHOLDER) - 1)
     staged = lab.folder / "staged"
     staged.mkdir()
     with pytest.raises(BuildError) as caught:
-        conda.build(
-            plan, load_trainer(), lab.environment, staged, Path(longest + "x"), offline=True
-        )
+        conda.build(plan, load_trainer(), lab.environment, staged, Path(longest + "x"), offline=True)
     message = caught.value.message
     assert "256 bytes" in message and "at most 255" in message and "bin/python3.11" in message
     assert not list(staged.iterdir())
@@ -615,14 +559,8 @@ def test_scripts_of_packages_are_not_run_but_said(
     lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mirror = lab.folder / "mirror"
-    shutil.copytree(
-        conda_channel.folder,
-        mirror,
-        ignore=shutil.ignore_patterns("*torch*", "shards", "linux-aarch64"),
-    )
-    with conda_package(
-        mirror, Metadata("linky", "1.0", "0", "noarch", noarch="generic")
-    ) as package:
+    shutil.copytree(conda_channel.folder, mirror, ignore=shutil.ignore_patterns("*torch*", "shards", "linux-aarch64"))
+    with conda_package(mirror, Metadata("linky", "1.0", "0", "noarch", noarch="generic")) as package:
         script = f"#!/bin/sh\ntouch {lab.folder}/ran\n".encode()
         package.file("bin/.linky-post-link.sh", script, executable=True)
         package.file("share/shared.txt", b"one\n")
@@ -631,6 +569,4 @@ def test_scripts_of_packages_are_not_run_but_said(
     assert "bin/.linky-post-link.sh" in capsys.readouterr().err
     assert not (lab.folder / "ran").exists()
     names = [record["name"] for record in read_records(lab.folder / "env")]
-    assert (
-        "linky" in names and json.loads((lab.folder / "env/envbuild.json").read_text())["packages"]
-    )
+    assert "linky" in names and json.loads((lab.folder / "env/envbuild.json").read_text())["packages"]

@@ -95,10 +95,7 @@ def imaged(place: Path, channel: Path, blobs: Blobs, prefix: str) -> Path:
 
 
 def diff(one: Path, other: Path, environment: Environment) -> Comparison:
-    with (
-        open_artifact(str(one), environment, None) as left,
-        open_artifact(str(other), environment, None) as right,
-    ):
+    with open_artifact(str(one), environment, None) as left, open_artifact(str(other), environment, None) as right:
         return compare(left, right, files=True)
 
 
@@ -124,18 +121,9 @@ def test_one_set_of_packages_is_the_same_wherever_and_by_whomever_it_is_installe
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "bin/tool",
-        "bin/tool.sh",
-        "bin/python3.11",
-        "lib/pkgconfig/python.pc",
-        f"{SITE}/tool/__init__.py",
-    ],
+    "path", ["bin/tool", "bin/tool.sh", "bin/python3.11", "lib/pkgconfig/python.pc", f"{SITE}/tool/__init__.py"]
 )
-def test_a_file_altered_after_installing_is_found(
-    tmp_path: Path, environment: Environment, path: str
-) -> None:
+def test_a_file_altered_after_installing_is_found(tmp_path: Path, environment: Environment, path: str) -> None:
     packages = channel(tmp_path / "channel")
     one, other = (installed(tmp_path / n, packages, tmp_path / "cache") for n in ("one", "other"))
     data = (other / path).read_bytes()
@@ -146,12 +134,9 @@ def test_a_file_altered_after_installing_is_found(
     assert [change.name for change in found.files or ()] == [path] and not found.conda
 
 
-def test_a_package_rebuilt_under_its_old_name_is_found(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_package_rebuilt_under_its_old_name_is_found(tmp_path: Path, environment: Environment) -> None:
     one, other = (
-        installed(tmp_path / f"env{n}", channel(tmp_path / f"c{n}", n.encode()), tmp_path / f"k{n}")
-        for n in "12"
+        installed(tmp_path / f"env{n}", channel(tmp_path / f"c{n}", n.encode()), tmp_path / f"k{n}") for n in "12"
     )
     found = diff(one, other, environment)
     assert [(c.name, c.before, c.after) for c in found.conda] == [("tool", "1.0 py_0", "1.0 py_0")]

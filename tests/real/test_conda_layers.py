@@ -17,18 +17,7 @@ from hypothesis import strategies as st
 from lab import artifacts
 from lab.conda_channel import Channel
 from lab.conda_package import PLACEHOLDER
-from lab.conda_trees import (
-    MTIME,
-    SCHEME,
-    Item,
-    Node,
-    install,
-    located,
-    nodes_below,
-    nodes_of,
-    package,
-    record_rows,
-)
+from lab.conda_trees import MTIME, SCHEME, Item, Node, install, located, nodes_below, nodes_of, package, record_rows
 from lab.wheels import make_wheel
 
 from envbuild.environment import load_environment
@@ -111,9 +100,7 @@ def test_the_packages_of_a_channel_lie_as_rattler_installs_them(
 
 # Of a file and a folder of one name rattler refuses some: they are left to the unit tests.
 _NAMES = st.sampled_from(["a", "b", "c.py", "d e", "ü"])
-_FOLDERS = st.sampled_from(
-    ["", "share", "lib", "site-packages", "site-packages/m", "python-scripts", "etc/conda"]
-)
+_FOLDERS = st.sampled_from(["", "share", "lib", "site-packages", "site-packages/m", "python-scripts", "etc/conda"])
 _PIECES = st.sampled_from(
     [PLACEHOLDER.encode(), PLACEHOLDER[:40].encode(), b"\0", b"/lib", b":", b"\n", b"x" * 70_000, b"\xff"]
 )  # fmt: skip
@@ -143,9 +130,7 @@ def _items(draw: st.DrawFn) -> list[Item]:
     st.lists(st.tuples(_items(), st.sampled_from(["", "python", "generic"]),
                        st.sampled_from([".conda", ".tar.bz2"]), st.booleans()), min_size=1, max_size=4)
 )  # fmt: skip
-def test_any_packages_lie_as_rattler_installs_them(
-    made: list[tuple[list[Item], str, str, bool]],
-) -> None:
+def test_any_packages_lie_as_rattler_installs_them(made: list[tuple[list[Item], str, str, bool]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = [located(package(folder, [Item("bin/python3.11", b"#!", 0o755)], name="python"))]
@@ -203,17 +188,13 @@ def config_of(layout: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_image_of_another_architecture_runs_and_needs_no_python_of_debians(
-    at_site: Command, tmp_path: Path
-) -> None:
+def test_an_image_of_another_architecture_runs_and_needs_no_python_of_debians(at_site: Command, tmp_path: Path) -> None:
     """Made with nothing emulated; only this test runs its code."""
     conda_recipe(tmp_path, ["numpy", "labtool"])
     line = ["docker", "tiny", "--target", "cpu-aarch64", "--out", "oci:image"]
     done = at_site(*line, "--json")
     assert done.returncode == 0, done.stderr
-    assert (
-        "not activated in the image: variables that conda's scripts of labtool set" in done.stderr
-    )
+    assert "not activated in the image: variables that conda's scripts of labtool set" in done.stderr
     again = at_site.json(*line)
     assert again["digest"] == json.loads(done.stdout)["digest"]
     environment = config_of(tmp_path / "image")["config"]["Env"]
@@ -257,18 +238,14 @@ def test_an_existing_base_needs_no_python_and_keeps_its_variables_and_pip_adds_i
     assert "python" not in (place / f"cpu-{os.uname().machine}.image.toml").read_text()
 
 
-def test_the_dockerfile_builder_says_that_it_makes_no_conda_images(
-    at_site: Command, tmp_path: Path
-) -> None:
+def test_the_dockerfile_builder_says_that_it_makes_no_conda_images(at_site: Command, tmp_path: Path) -> None:
     conda_recipe(tmp_path, ["tqdm"])
     done = at_site("docker", "tiny", "--builder", "dockerfile")
     assert done.returncode == 2 and "tiny is made of conda packages" in done.stderr
     assert "--builder dockerfile" in done.stderr
 
 
-def test_a_damaged_package_gives_no_layer_and_names_itself(
-    conda_channel: Channel, tmp_path: Path
-) -> None:
+def test_a_damaged_package_gives_no_layer_and_names_itself(conda_channel: Channel, tmp_path: Path) -> None:
     file = located(conda_channel.package("numpy", "linux-64"))
     bad = tmp_path / file.path.name
     data = bytearray(file.path.read_bytes())

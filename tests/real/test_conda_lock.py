@@ -57,16 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         put(folder, "pytorch", "2.13.0", "cpu_py311_0", subdir, python, "numpy >=2", "tool")
         put(folder, "newglibc", "1.0", "0", subdir, "__glibc >=2.34")
         put(folder, "arch", "1.0", "0", subdir, f"__archspec 1 {ARCH[subdir]}")
-    put(
-        folder,
-        "pytorch",
-        "2.13.0",
-        "cuda126_py311_0",
-        "linux-64",
-        python,
-        "numpy >=2",
-        "__cuda >=12.6",
-    )
+    put(folder, "pytorch", "2.13.0", "cuda126_py311_0", "linux-64", python, "numpy >=2", "__cuda >=12.6")
     put(folder, "tool", "1.0", "0", "noarch")
     index(folder)
     return folder
@@ -92,11 +83,7 @@ def site(command: Command, *mirrors: str) -> None:
 
 
 def make(
-    command: Command,
-    dependencies: Sequence[str] = ("numpy 2.*", "pytorch"),
-    *,
-    more: str = "",
-    targets: str = TARGETS,
+    command: Command, dependencies: Sequence[str] = ("numpy 2.*", "pytorch"), *, more: str = "", targets: str = TARGETS
 ) -> Path:
     """A recipe `demo` with [conda]; its folder."""
     rows = "".join(f"  {json.dumps(row)},\n" for row in dependencies)
@@ -139,22 +126,12 @@ def stems(names: Sequence[str]) -> set[str]:
 COMMON = {"numpy-2.2.6-py311_0", "python-3.11.9-h1"}
 
 
-def test_every_target_is_solved_from_any_host_into_files_that_conda_lock_reads(
-    demo: Command,
-) -> None:
+def test_every_target_is_solved_from_any_host_into_files_that_conda_lock_reads(demo: Command) -> None:
     done = demo("lock", "demo", "--conda")
     assert done.returncode == 0, done.stderr
     cpu = packages(demo)
-    assert stems(cpu["linux-64"]) == COMMON | {
-        "pytorch-2.13.0-cpu_py311_0",
-        "tool-1.0-0",
-        "zlib-1.3-h64",
-    }
-    assert stems(cpu["linux-aarch64"]) == COMMON | {
-        "pytorch-2.13.0-cpu_py311_0",
-        "tool-1.0-0",
-        "zlib-1.3-h64",
-    }
+    assert stems(cpu["linux-64"]) == COMMON | {"pytorch-2.13.0-cpu_py311_0", "tool-1.0-0", "zlib-1.3-h64"}
+    assert stems(cpu["linux-aarch64"]) == COMMON | {"pytorch-2.13.0-cpu_py311_0", "tool-1.0-0", "zlib-1.3-h64"}
     cuda = packages(demo, "cu126")
     assert list(cuda) == ["linux-64"]
     assert "pytorch-2.13.0-cuda126_py311_0" in stems(cuda["linux-64"])
@@ -198,9 +175,7 @@ def test_conda_lock_renders_both_kinds_from_it(demo: Command, platform: str) -> 
     locked = stems(packages(demo)[platform])
     explicit = (demo.folder / f"conda-{platform}.lock").read_text().splitlines()
     urls = [line for line in explicit if line.startswith("https://")]
-    assert {
-        url.partition("#")[0].rpartition("/")[2].removesuffix(".conda") for url in urls
-    } == locked
+    assert {url.partition("#")[0].rpartition("/")[2].removesuffix(".conda") for url in urls} == locked
     order = [url.rpartition("/")[2].rpartition("-")[0] for url in urls]
     assert order.index("zlib-1.3") < order.index("python-3.11.9") < order.index("numpy-2.2.6")
     env = (demo.folder / f"conda-{platform}.lock.yml").read_text()
@@ -311,9 +286,7 @@ def test_a_channel_that_fails_breaks_nothing_else(
     make_wheel(lab.folder / "wheels", "alpha")
     site(lab, channel.url)
     extra = '[conda]\ndependencies = ["numpy"]\n'
-    place = make_recipe(
-        lab.folder / "recipes", "demo", ["alpha"], extra=extra, targets="[targets.cpu-x86_64]\n"
-    )
+    place = make_recipe(lab.folder / "recipes", "demo", ["alpha"], extra=extra, targets="[targets.cpu-x86_64]\n")
     channel.faults.update(fault)  # type: ignore[arg-type]
     # Nothing of this test reaches the real channel.
     done = lab("lock", "demo", "--wheels", "--conda", https_proxy="http://127.0.0.1:9")
@@ -328,16 +301,11 @@ def test_a_channel_that_is_away_later_leaves_the_lock_and_offline_uses_what_is_k
     assert demo("lock", "demo", "--conda").returncode == 0
     before = (place / "cpu.conda-lock.yml").read_bytes()
     channel.down()
-    assert (
-        demo("lock", "demo", "--conda", "--upgrade", https_proxy="http://127.0.0.1:9").returncode
-        == 3
-    )
+    assert demo("lock", "demo", "--conda", "--upgrade", https_proxy="http://127.0.0.1:9").returncode == 3
     assert (place / "cpu.conda-lock.yml").read_bytes() == before
     make(demo, ["numpy <2.2"], targets="[targets.cpu-x86_64]\n")
     done = demo("lock", "demo", "--conda", "--offline")
-    assert done.returncode == 0 and "numpy 2.2.6 py311_0 -> 2.1.0 py311_0" in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 0 and "numpy 2.2.6 py311_0 -> 2.1.0 py311_0" in done.stderr, done.stderr
 
 
 def test_offline_without_anything_known_says_so(demo: Command) -> None:
@@ -345,9 +313,7 @@ def test_offline_without_anything_known_says_so(demo: Command) -> None:
     assert done.returncode == 3 and "run it once without --offline" in done.stderr
 
 
-def test_the_next_mirror_serves_where_one_is_down_and_folders_do_too(
-    lab: Command, channel: Server
-) -> None:
+def test_the_next_mirror_serves_where_one_is_down_and_folders_do_too(lab: Command, channel: Server) -> None:
     make(lab, ["numpy"], targets="[targets.cpu-x86_64]\n")
     site(lab, "http://127.0.0.1:9/down", channel.url)
     assert lab("lock", "demo", "--conda").returncode == 0
@@ -400,19 +366,12 @@ def test_a_channel_without_this_platform_is_one_of_noarch_packages(
     assert text.index('url: "http://example.invalid/other"') < text.index('url: "conda-forge"')
 
 
-def test_the_first_channel_is_strictly_preferred(
-    lab: Command, channel: Server, tmp_path: Path
-) -> None:
+def test_the_first_channel_is_strictly_preferred(lab: Command, channel: Server, tmp_path: Path) -> None:
     other = tmp_path / "other"
     put(other, "tool", "0.5", "0", "noarch")
     index(other)
     url = other.as_uri()
-    make(
-        lab,
-        ["tool"],
-        more=f'channels = ["{url}", "conda-forge"]\n',
-        targets="[targets.cpu-x86_64]\n",
-    )
+    make(lab, ["tool"], more=f'channels = ["{url}", "conda-forge"]\n', targets="[targets.cpu-x86_64]\n")
     site(lab, channel.url)
     done = lab("lock", "demo", "--conda")
     assert done.returncode == 0 and "+ tool 0.5 0" in done.stderr, done.stderr
@@ -453,18 +412,14 @@ def test_a_conflict_of_pip_and_conda_is_explained(demo: Command) -> None:
     make_wheel(demo.folder / "wheels", "addon", "1.0", requires=["numpy<2"])
     place = make(demo, more=PIP, targets="[targets.cpu-x86_64]\n")
     done = demo("lock", "demo", "--conda")
-    assert (
-        done.returncode == 3 and "numpy" in done.stderr and "those of the conda" in done.stderr
-    ), done.stderr
+    assert done.returncode == 3 and "numpy" in done.stderr and "those of the conda" in done.stderr, done.stderr
     assert not list(place.glob("*conda*"))
 
 
 def test_a_recipe_of_conda_packages_alone_has_no_wheel_lock(demo: Command) -> None:
     place = make(demo, targets="[targets.cpu-x86_64]\n")
     text = (place / "recipe.toml").read_text()
-    (place / "recipe.toml").write_text(
-        text.replace('python = "3.11"', 'python = "3.11"\nenvironment = "conda"')
-    )
+    (place / "recipe.toml").write_text(text.replace('python = "3.11"', 'python = "3.11"\nenvironment = "conda"'))
     assert demo("lock", "demo", "--conda", "--check").returncode == 3
     done = demo("lock", "demo", "--conda")
     assert done.returncode == 0, done.stderr
@@ -577,7 +532,5 @@ def test_help_shows_examples_and_imports_nothing_heavy(lab: Command) -> None:
         "import sys, envbuild.cli.lock, envbuild.lock.conda_kind\n"
         "assert not {'rattler', 'conda_lock', 'ruamel', 'requests'} & sys.modules.keys()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr

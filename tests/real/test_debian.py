@@ -40,9 +40,7 @@ IMPORTS = (
 )
 
 pytestmark = [
-    pytest.mark.skipif(
-        not host_archives("bookworm"), reason="apt on this host names no Debian archive"
-    ),
+    pytest.mark.skipif(not host_archives("bookworm"), reason="apt on this host names no Debian archive"),
     pytest.mark.skipif(os.geteuid() != 0, reason="unpacking with owners and chroot need root"),
 ]
 
@@ -58,9 +56,7 @@ class Base:
 
     def write(self, out: Path) -> Path:
         with tarfile.open(out, "w") as archive:
-            for entry, content in debian_tree(
-                list(zip(self.lock.packages, self.debs, strict=True)), MTIME
-            ):
+            for entry, content in debian_tree(list(zip(self.lock.packages, self.debs, strict=True)), MTIME):
                 item = tarfile.TarInfo(entry.path)
                 item.type, item.mode, item.size = TYPES[entry.kind], entry.mode, entry.size
                 item.linkname, item.uid, item.gid = entry.target, entry.uid, entry.gid
@@ -82,10 +78,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
     @lru_cache
     def make(suite: str, arch: str) -> Base:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        client, blobs = (
-            debian_client(load_pip_config(os.environ), os.environ),
-            Blobs(folder / "blobs"),
-        )
+        client, blobs = (debian_client(load_pip_config(os.environ), os.environ), Blobs(folder / "blobs"))
         began = time.monotonic()
         lock = resolve_base(
             suite, default_packages(suite), default_without(), arch,
@@ -115,9 +108,7 @@ TARGETS = [("bookworm", "x86_64"), ("bookworm", "aarch64"), ("trixie", "x86_64")
 
 
 @pytest.mark.parametrize(("suite", "arch"), TARGETS)
-def test_a_base_is_small_and_the_same_twice(
-    base: Make, suite: str, arch: str, tmp_path: Path
-) -> None:
+def test_a_base_is_small_and_the_same_twice(base: Make, suite: str, arch: str, tmp_path: Path) -> None:
     made = base(suite, arch)
     assert from_table(made.lock.as_toml_table(), "lock") == made.lock
     assert {p.arch for p in made.lock.packages} == {"all", DEBIAN_ARCH[arch]}
@@ -167,9 +158,7 @@ def test_dpkg_knows_exactly_the_locked_packages(base: Make, suite: str, arch: st
     form = "${Package} ${Version} ${Architecture} ${db:Status-Abbrev}\n"
     query = ["dpkg-query", f"--admindir={made.root}/var/lib/dpkg", "-W", "-f", form]
     listed = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert sorted(listed) == sorted(
-        f"{p.name} {p.version} {p.arch} ii " for p in made.lock.packages
-    )
+    assert sorted(listed) == sorted(f"{p.name} {p.version} {p.arch} ii " for p in made.lock.packages)
     # Every file has the content that its package says, but for those that the slim rule left out.
     verify = ["dpkg", f"--root={made.root}", "--verify"]
     faults = subprocess.run(verify, capture_output=True, text=True)

@@ -149,17 +149,12 @@ def test_a_node_that_cannot_look_up_its_own_name_is_named(cluster: Cluster) -> N
     assert diagnosed(cluster, "own-name-unknown")[0]["id"] == "own-name-unknown"
 
 
-def test_a_firewall_between_the_nodes_is_named_and_a_good_job_yields_nothing(
-    cluster: Cluster,
-) -> None:
+def test_a_firewall_between_the_nodes_is_named_and_a_good_job_yields_nothing(cluster: Cluster) -> None:
     cluster.block("n1", port=29531)
     try:
         launch(
             cluster,
-            {
-                "head-unreachable": [torchrun("n1:29531", wait=12)] * 2,
-                "good": [torchrun("n1:29532", wait=60)] * 2,
-            },
+            {"head-unreachable": [torchrun("n1:29531", wait=12)] * 2, "good": [torchrun("n1:29532", wait=60)] * 2},
         )
     finally:
         cluster.unblock("n1")

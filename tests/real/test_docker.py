@@ -24,19 +24,14 @@ NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 def docker(lab: Lab, *arguments: str) -> str:
     done = subprocess.run(
-        ["docker", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **lab.environment()},
+        ["docker", *arguments], capture_output=True, text=True, env={**os.environ, **lab.environment()}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="session")
-def pt_docker(
-    tmp_path_factory: pytest.TempPathFactory, session_store: Path, docker_daemon: Lab
-) -> dict[str, Any]:
+def pt_docker(tmp_path_factory: pytest.TempPathFactory, session_store: Path, docker_daemon: Lab) -> dict[str, Any]:
     """`envbuild docker pt_cpu`, built and verified once, with a rank killed; and the command's folder."""
     folder = tmp_path_factory.mktemp("pt_docker")
     env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
@@ -53,9 +48,7 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
     assert receipt["runtime"].startswith("docker ")
     checks = {check["name"]: check for check in receipt["checks"]}
     assert len(checks) == 17 and checks["restart"]["status"] == "pass"
-    hosts = {
-        row["host"] for world in checks["world"]["evidence"]["worlds"] for row in world["ranks"]
-    }
+    hosts = {row["host"] for world in checks["world"]["evidence"]["worlds"] for row in world["ranks"]}
     assert len(hosts) == 2, "the ranks were not in two containers"
     assert checks["fabric"]["evidence"]["interface"] == "eth0"
     assert not [c for c in checks["fabric"]["evidence"]["connections"] if "127." in c]
@@ -83,9 +76,7 @@ def test_a_second_call_sends_and_verifies_nothing(pt_docker: dict[str, Any]) -> 
     assert Path(again["receipt"]).read_bytes() == receipt
 
 
-def test_the_image_is_configured_as_users_expect(
-    pt_docker: dict[str, Any], docker_daemon: Lab
-) -> None:
+def test_the_image_is_configured_as_users_expect(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:
     found = json.loads(docker(docker_daemon, "image", "inspect", pt_docker["path"]))[0]
     config = found["Config"]
     assert config["WorkingDir"] == "/workspace" and config["Cmd"] == ["/bin/bash"]
@@ -101,9 +92,7 @@ def test_the_image_is_configured_as_users_expect(
 
 
 @pytest.fixture
-def small(
-    lab: Command, docker_daemon: Lab, layout: dict[str, Any], session_store: Path
-) -> Iterator[Command]:
+def small(lab: Command, docker_daemon: Lab, layout: dict[str, Any], session_store: Path) -> Iterator[Command]:
     """A recipe `small` of two wheels, `alpha` and `beta`, with a store that has the Debian packages."""
     for name in ("alpha", "beta"):
         make_wheel(lab.folder / "wheels", name, "1.0")
@@ -156,9 +145,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         client.images.remove(broken, force=True)
     failed = {check.name: check.seen for check in verdict.checks if check.status == "fail"}
     assert set(failed) == {"installed", "architecture"}
-    assert (
-        "tqdm/std.py" in failed["installed"] and "tqdm/strange.so is arm" in failed["architecture"]
-    )
+    assert "tqdm/std.py" in failed["installed"] and "tqdm/strange.so is arm" in failed["architecture"]
 
 
 class _Client:
@@ -182,11 +169,7 @@ def _assembled(docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, d
     from envbuild.kinds.image import prepare_image
     from envbuild.recipe.load import load_recipe
 
-    variables = {
-        **os.environ,
-        "ENVBUILD_STORE": str(session_store),
-        **docker_daemon.environment(),
-    }
+    variables = {**os.environ, "ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     environment = load_environment(variables)
     loaded = load_recipe(ROOT / "recipes/pt_cpu/recipe.toml")
     one = prepare_image(
@@ -216,9 +199,7 @@ def test_an_interruption_leaves_no_litter(
     assert docker(docker_daemon, "images", "-q", "interrupted") == ""
 
 
-def test_what_a_killed_run_left_goes_with_the_next(
-    pt_docker: dict[str, Any], docker_daemon: Lab
-) -> None:
+def test_what_a_killed_run_left_goes_with_the_next(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:
     from envbuild.verify.containers import LABEL
 
     until = f"{LABEL}={int(time.time()) - 1}"
@@ -262,20 +243,14 @@ def test_two_builds_at_once_agree(small: Command) -> None:
         (["docker", "small", "--no-verify"], 6, "no docker daemon answers at unix:///nonexistent"),
         (["docker", "small", "--out", "oci"], 2, "oci:DIR or docker-archive:FILE"),
         (["docker", "small", "--push"], 2, "--push needs --tag"),
-        (
-            ["docker", "small", "--format", "docker", "--out", "oci:x"],
-            2,
-            "--format docker is for --push",
-        ),
+        (["docker", "small", "--format", "docker", "--out", "oci:x"], 2, "--format docker is for --push"),
         (["docker", "small", "--push", "--tag", "Small"], 2, "upper case"),
         (["docker", "small", "--push", "--tag", "small"], 2, "names no registry or account"),
         (["docker", "small", "--target", "cpu-x86_64", "--target", "cpu-x86_64"], 2, "two targets"),
         (["docker", "small", "--out", "oci:taken", "--no-verify"], 2, "no OCI layout"),
     ],
 )
-def test_misuse_is_one_clear_message(
-    small: Command, arguments: list[str], code: int, said: str
-) -> None:
+def test_misuse_is_one_clear_message(small: Command, arguments: list[str], code: int, said: str) -> None:
     (small.folder / "taken").mkdir()
     (small.folder / "taken" / "thesis.tex").write_text("years")
     done = small(*arguments, **NO_DAEMON)

@@ -25,28 +25,18 @@ from .conftest import NO_DAEMON, REPOSITORY, Command
 QEMU = "/usr/bin/qemu-aarch64-static"
 NOBODY = 65534
 # Not root, but for this: the interpreter and the checkout may lie where only root looks.
-AS_NOBODY = [
-    "setpriv",
-    f"--reuid={NOBODY}",
-    f"--regid={NOBODY}",
-    "--clear-groups",
-    "--no-new-privs",
-]
+AS_NOBODY = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
 AS_NOBODY += ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
 AS_NOBODY += ["--bounding-set=-all,+dac_read_search"]
 
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, **options
-    )
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def under_qemu(
-    root: Path, script: str, *options: str, **env: str
-) -> subprocess.CompletedProcess[str]:
+def under_qemu(root: Path, script: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in the aarch64 tree at `root` with /dev, /proc and /sys, in a mount namespace of its own."""
     shutil.copy(QEMU, root / "qemu")
     mounts = 'for d in dev proc sys; do mount --rbind /$d "$1/$d"; done; exec /usr/sbin/chroot "$@"'
@@ -82,14 +72,7 @@ def test_skopeo_reads_it(layout: dict[str, Any], arch: str, number: int) -> None
 def unpacked(layout: dict[str, Any]) -> Iterator[Path]:
     """The aarch64 image as umoci unpacks it."""
     folder: Path = layout["command"].folder
-    run(
-        "skopeo",
-        "--override-arch",
-        "arm64",
-        "copy",
-        f"oci:{layout['path']}:pt_cpu:1",
-        f"oci:{folder}/arm:1",
-    )
+    run("skopeo", "--override-arch", "arm64", "copy", f"oci:{layout['path']}:pt_cpu:1", f"oci:{folder}/arm:1")
     run("umoci", "unpack", "--image", f"{folder}/arm:1", folder / "bundle")
     yield folder / "bundle" / "rootfs"
     shutil.rmtree(folder / "bundle")
@@ -133,9 +116,7 @@ def test_the_aarch64_image_trains_on_two_ranks_under_qemu_user(unpacked: Path) -
 def test_bytecode_of_the_image_is_taken_as_it_is(unpacked: Path) -> None:
     done = under_qemu(unpacked, "import json.decoder, numpy.linalg._linalg", PYTHONVERBOSE="1")
     for name in ("json/__pycache__/decoder", "linalg/__pycache__/_linalg"):
-        assert any(
-            f"{name}.cpython-311.pyc matches" in line for line in done.stderr.splitlines()
-        ), name
+        assert any(f"{name}.cpython-311.pyc matches" in line for line in done.stderr.splitlines()), name
     assert "wrote" not in done.stderr
 
 
@@ -178,9 +159,7 @@ def test_again_gives_the_same_and_replaces_the_old(layout: dict[str, Any]) -> No
 def test_another_time_gives_another_image(layout: dict[str, Any]) -> None:
     command: Command = layout["command"]
     epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
-    made = command.json(
-        "docker", "pt_minimal", "--locked", "--no-bytecode", "--out", "oci:dated", **epoch
-    )
+    made = command.json("docker", "pt_minimal", "--locked", "--no-bytecode", "--out", "oci:dated", **epoch)
     raw = run("skopeo", "inspect", "--config", f"oci:{made['path']}:pt_minimal:cpu-x86_64").stdout
     assert json.loads(raw)["created"] == "2023-11-14T22:13:20Z"
     refused = command("docker", "pt_minimal", "--out", "oci:dated", SOURCE_DATE_EPOCH="0")
@@ -199,24 +178,18 @@ def test_an_archive_is_loaded_by_docker_and_holds_the_same_image(
         manifest = json.loads(archive.extractfile("manifest.json").read())[0]  # type: ignore[union-attr]
     identity = run("docker", "image", "inspect", "-f", "{{.Id}}", "pt_minimal:cpu-x86_64", env=env)
     assert identity.stdout.strip() == "sha256:" + manifest["Config"].removesuffix(".json")
-    loaded = command.json(
-        "docker", "pt_minimal", "--locked", "--no-verify", **docker_daemon.environment()
-    )
+    loaded = command.json("docker", "pt_minimal", "--locked", "--no-verify", **docker_daemon.environment())
     assert loaded["layers_sent"] == 0 and loaded["digest"] == made["digest"]
 
 
-def test_a_full_disk_is_one_clear_message_and_leaves_the_old_image(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_clear_message_and_leaves_the_old_image(layout: dict[str, Any], tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small file system")
     small = tmp_path / "small"
     small.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", small)
     try:
-        command = Command(
-            tmp_path, {**layout["command"].env, "ENVBUILD_STORE": str(small / "store")}
-        )
+        command = Command(tmp_path, {**layout["command"].env, "ENVBUILD_STORE": str(small / "store")})
         done = command("docker", "pt_cpu", "--locked", "--out", "oci:image")
         assert done.returncode == 4 and "No space left" in done.stderr, done.stderr
         assert not (tmp_path / "image").exists()
@@ -233,23 +206,14 @@ def test_a_full_disk_is_one_clear_message_and_leaves_the_old_image(
 def test_nothing_of_this_machine_is_in_the_image(layout: dict[str, Any]) -> None:
     """No path of the store or the checkout, no user name, no address that packages came from."""
     folder: Path = layout["command"].folder
-    run(
-        "skopeo",
-        "--override-arch",
-        "amd64",
-        "copy",
-        f"oci:{layout['path']}:pt_cpu:1",
-        f"oci:{folder}/amd:1",
-    )
+    run("skopeo", "--override-arch", "amd64", "copy", f"oci:{layout['path']}:pt_cpu:1", f"oci:{folder}/amd:1")
     blobs = list((folder / "amd" / "blobs" / "sha256").iterdir())
     secrets = [str(REPOSITORY), layout["command"].env["ENVBUILD_STORE"], str(folder)]
     needles = [text.encode() for text in secrets]
     for blob in blobs:
         data = blob.read_bytes()
         if data[:2] == b"\x1f\x8b":
-            data = subprocess.run(
-                ["gzip", "-dc"], input=data, capture_output=True, check=True
-            ).stdout
+            data = subprocess.run(["gzip", "-dc"], input=data, capture_output=True, check=True).stdout
         assert not [needle for needle in needles if needle in data], blob.name
 
 
@@ -262,9 +226,7 @@ def test_the_plan_is_printed_and_nothing_is_made(layout: dict[str, Any], tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kill_at_any_moment_leaves_the_old_or_the_new(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_kill_at_any_moment_leaves_the_old_or_the_new(layout: dict[str, Any], tmp_path: Path) -> None:
     command = Command(tmp_path, layout["command"].env)
     for name in ("alpha", "beta"):
         make_wheel(tmp_path / "wheels", name, files={f"{name}/data": os.urandom(2_000_000)})
@@ -286,9 +248,7 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(
         time.sleep(seconds * 1.6 * moment / 100)
         child.kill()
         child.communicate()
-        found = json.loads((tmp_path / "image" / "index.json").read_text())["manifests"][0][
-            "digest"
-        ]
+        found = json.loads((tmp_path / "image" / "index.json").read_text())["manifests"][0]["digest"]
         assert found in both
         run("skopeo", "inspect", f"oci:{tmp_path}/image:small:cpu-x86_64")
         seen.add(found)

@@ -49,9 +49,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryLab]:
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, session_store: Path, loopback: RegistryLab, docker_daemon: Lab
-) -> Command:
+def command(tmp_path: Path, session_store: Path, loopback: RegistryLab, docker_daemon: Lab) -> Command:
     """The command at a site where docker.io is mirrored by the registry on loopback."""
     site = tmp_path / "site.toml"
     site.write_text(
@@ -63,9 +61,7 @@ def command(
 
 
 @pytest.fixture(scope="module")
-def hub(
-    loopback: RegistryLab, session_store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> str:
+def hub(loopback: RegistryLab, session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An index with an image of the shape of PyTorch's on Docker Hub; returns its amd64 manifest's digest."""
     blobs = Blobs(tmp_path_factory.mktemp("hub"))
     variables = {**os.environ, "ENVBUILD_STORE": str(session_store)}
@@ -91,16 +87,7 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["passed"] and receipt["versions"]["torch"].startswith("2.13")
     name = f"{loopback.address}/team/hub:1"
-    job = [
-        "job",
-        "pytorch_hub",
-        "--scheduler",
-        "kubernetes",
-        "--work",
-        "/data",
-        "--strategy",
-        "single",
-    ]
+    job = ["job", "pytorch_hub", "--scheduler", "kubernetes", "--work", "/data", "--strategy", "single"]
     tagged = command.json("docker", "pytorch_hub", "--locked", "--tag", name)
     assert tagged["digest"] == made["digest"]
     refused = command(*job)
@@ -135,22 +122,16 @@ def test_a_base_that_moved_is_still_built_as_locked(
     raw, kind = there.manifest(hub)
     other = canonical({**json.loads(raw), "annotations": {"com.example": "rebuilt"}})
     there.put_manifest(other, kind, HUB.rpartition(":")[2])
-    second = command.json(
-        "docker", "pytorch_hub", "--locked", "--no-verify", "--out", "oci:second", **NO_DAEMON
-    )
+    second = command.json("docker", "pytorch_hub", "--locked", "--no-verify", "--out", "oci:second", **NO_DAEMON)
     assert second["digest"] == first["digest"]
     said = command("lock", "pytorch_hub", "--target", "cpu-x86_64", "--upgrade").stderr
     assert hub in said and digest_of(other) in said
 
 
-def test_a_base_without_the_architecture_or_interpreter_is_refused(
-    command: Command, hub: str
-) -> None:
+def test_a_base_without_the_architecture_or_interpreter_is_refused(command: Command, hub: str) -> None:
     place = own_copy(command, "pytorch_hub")
     recipe = (place / "recipe.toml").read_text()
-    (place / "recipe.toml").write_text(
-        recipe.replace("[targets.cpu-x86_64]", "[targets.cpu-aarch64]")
-    )
+    (place / "recipe.toml").write_text(recipe.replace("[targets.cpu-x86_64]", "[targets.cpu-aarch64]"))
     done = command("docker", "pytorch_hub", "--target", "cpu-aarch64", "--out", "oci:x")
     assert done.returncode == 3 and "arm64" in done.stderr, done.stderr
     (place / "recipe.toml").write_text(recipe.replace("/opt/conda/bin", "/usr/local/bin"))
@@ -172,9 +153,7 @@ def small(command: Command) -> Command:
     return command
 
 
-def test_after_a_small_change_only_what_changed_is_pushed(
-    small: Command, loopback: RegistryLab
-) -> None:
+def test_after_a_small_change_only_what_changed_is_pushed(small: Command, loopback: RegistryLab) -> None:
     name = f"{loopback.address}/team/small:1"
     first = small.json("docker", "small", "--no-verify", "--tag", name, "--push", **NO_DAEMON)
     assert first["pushed"]["uploaded_bytes"] > 6_000_000
@@ -204,9 +183,7 @@ def served(name: str) -> tuple[int, str]:
         return error.code, ""
 
 
-def test_in_dockers_format_enroot_is_served_what_it_asks_for(
-    small: Command, loopback: RegistryLab
-) -> None:
+def test_in_dockers_format_enroot_is_served_what_it_asks_for(small: Command, loopback: RegistryLab) -> None:
     name = f"{loopback.address}/team/small:docker"
     push = ("docker", "small", "--no-verify", "--push", "--tag")
     plain = small.json(*push, name.replace(":docker", ":oci"), **NO_DAEMON)
@@ -223,10 +200,7 @@ def test_in_dockers_format_enroot_is_served_what_it_asks_for(
     assert {layer["mediaType"] for layer in manifest["layers"]} == {DOCKER_LAYER_GZIP}
     # The image is the same; what nodes pull is this manifest.
     assert made["digest"] == plain["digest"] and made["pushed"]["uploaded"] == 0
-    assert (
-        made["reference"].endswith(f"@{digest_of(seen.stdout)}")
-        and made["reference"] != plain["reference"]
-    )
+    assert made["reference"].endswith(f"@{digest_of(seen.stdout)}") and made["reference"] != plain["reference"]
 
 
 @pytest.mark.parametrize("form", ["oci", "docker"])
@@ -237,23 +211,13 @@ def test_docker_pulls_and_runs_what_was_pushed(
     push = ("docker", "small", "--no-verify", "--tag", name, "--push", "--format", form)
     pushed = small.json(*push, **NO_DAEMON)
     env = {**os.environ, **docker_daemon.environment()}
-    run = [
-        "docker",
-        "run",
-        "--rm",
-        pushed["reference"],
-        "python",
-        "-c",
-        "import little; print(little.__version__)",
-    ]
+    run = ["docker", "run", "--rm", pushed["reference"], "python", "-c", "import little; print(little.__version__)"]
     done = subprocess.run(run, capture_output=True, text=True, env=env)
     assert done.stdout == "1.0\n", done.stderr
 
 
 @pytest.mark.parametrize("source", ["docker-daemon", "docker-archive", "oci", "oci-zstd"])
-def test_local_images_serve_as_bases(
-    small: Command, docker_daemon: Lab, source: str, tmp_path: Path
-) -> None:
+def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source: str, tmp_path: Path) -> None:
     """A base by daemon, archive or layout: its digest is locked, and another image in its place refused."""
     env = {**os.environ, **docker_daemon.environment()}
     folder = make_recipe(
@@ -266,23 +230,17 @@ def test_local_images_serve_as_bases(
             subprocess.run(["docker", "save", "lab/base:1"], stdout=stream, env=env, check=True)
     elif source == "oci":
         out = f"oci:{folder / 'base'}"
-        small.json(
-            "docker", "small", "--no-verify", "--out", out, "--tag", "lab/base:1", **NO_DAEMON
-        )
+        small.json("docker", "small", "--no-verify", "--out", out, "--tag", "lab/base:1", **NO_DAEMON)
     elif source == "oci-zstd":  # compressed as Docker 20.10 does not read it
         plain = f"oci:{small.folder / 'plain'}"
-        small.json(
-            "docker", "small", "--no-verify", "--out", plain, "--tag", "lab/base:1", **NO_DAEMON
-        )
+        small.json("docker", "small", "--no-verify", "--out", plain, "--tag", "lab/base:1", **NO_DAEMON)
         subprocess.run(
             ["skopeo", "copy", "--dest-compress-format", "zstd", "--dest-compress",
              f"{plain}:lab/base:1", f"oci:{folder / 'base'}:1"],
             check=True, capture_output=True,
         )  # fmt: skip
         manifests = [
-            path.read_bytes()
-            for path in (folder / "base/blobs/sha256").iterdir()
-            if path.stat().st_size < 5000
+            path.read_bytes() for path in (folder / "base/blobs/sha256").iterdir() if path.stat().st_size < 5000
         ]
         assert any(b"tar+zstd" in text for text in manifests)
     made = small.json("docker", "above", "--no-verify")

@@ -29,17 +29,7 @@ from .conftest import REPOSITORY, Command, own_copy
 
 BASE, BUILD_BASE = "lab-base:1", "lab-build:1"
 # What envbuild installs where it is missing, here by hand: the builds have no network.
-COMPILERS = (
-    "gcc",
-    "g++",
-    "libc6-dev",
-    "make",
-    "patch",
-    "autoconf",
-    "automake",
-    "libtool",
-    "pkg-config",
-)
+COMPILERS = ("gcc", "g++", "libc6-dev", "make", "patch", "autoconf", "automake", "libtool", "pkg-config")
 PASSWORD, MARKER = "hunter2-of-the-index", "marker-in-the-authority"
 # Every file of an environment with its sha256, less what installers write each in their own way.
 WALK = """
@@ -281,9 +271,7 @@ def private_index(wheels: Path, folder: Path) -> Iterator[tuple[str, Path]]:
         server.server_close()
 
 
-def test_by_hand_from_a_private_index_leaves_no_secret(
-    checkout: Path, small: Command, docker: Any
-) -> None:
+def test_by_hand_from_a_private_index_leaves_no_secret(checkout: Path, small: Command, docker: Any) -> None:
     with private_index(small.folder / "wheels", small.folder) as (url, bundle):
         conf = small.folder / "secret.conf"
         conf.write_text(f"[global]\nindex-url = {url}\n")
@@ -300,14 +288,11 @@ def test_by_hand_from_a_private_index_leaves_no_secret(
     assert "alpha" in docker("run", "--rm", "by-hand:1", "python", "-c", "import alpha; print(alpha)")  # fmt: skip
 
 
-def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(
-    checkout: Path, small: Command, docker: Any
-) -> None:
+def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(checkout: Path, small: Command, docker: Any) -> None:
     """Without a network at all. The CUDA base cannot be had here: the lab's stands in for both stages."""
     shutil.copytree(small.folder / "wheels", checkout / "wheels")
     shutil.copy(
-        checkout / "recipes/small/cpu-x86_64.requirements.txt",
-        checkout / "recipes/small/cu126-x86_64.requirements.txt",
+        checkout / "recipes/small/cpu-x86_64.requirements.txt", checkout / "recipes/small/cu126-x86_64.requirements.txt"
     )
     for name in ("cpu", "gpu"):
         docker(
@@ -320,9 +305,7 @@ def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(
     assert {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"} <= set(env)
 
 
-def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(
-    small: Command,
-) -> None:
+def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(small: Command) -> None:
     assert small("lock", "small", "--wheels", "--target", "cpu-x86_64").returncode == 0
     lock = (small.folder / "recipes/small/cpu-x86_64.requirements.txt").read_text()
     digest = lock.partition("--hash=sha256:")[2][:64]
@@ -337,9 +320,7 @@ def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(
     assert list((small.folder / "store" / "docker").iterdir()) == []
 
 
-def test_an_interruption_leaves_no_context_no_container_and_no_name(
-    small: Command, docker: Any
-) -> None:
+def test_an_interruption_leaves_no_context_no_container_and_no_name(small: Command, docker: Any) -> None:
     make_wheel(small.folder / "wheels", "gamma")  # so that no step is docker's to remember
     make_recipe(small.folder / "recipes", "cut", ["gamma"])
     line = ("docker", "cut", "--builder", "dockerfile", "--base", BASE, "--no-verify")
@@ -423,21 +404,15 @@ def layered(small: Command, build_base: str) -> Command:
     folder.mkdir()
     greet, caller = sources.pack("greet", folder), sources.pack("caller", folder)
     place = small.folder / "recipes/small"
-    (place / "greet.patch").write_text(
-        "--- a/COPYING\n+++ b/COPYING\n@@ -0,0 +1 @@\n+patched for the lab\n"
-    )
+    (place / "greet.patch").write_text("--- a/COPYING\n+++ b/COPYING\n@@ -0,0 +1 @@\n+patched for the lab\n")
     text = (place / "recipe.toml").read_text()
     text = text.replace("[image]\n", f'[image]\nbuild_base = "docker-daemon:{build_base}"\n')
     (place / "recipe.toml").write_text(text + LAYERS.format(greet=greet, caller=caller))
     return small
 
 
-def test_layers_are_built_in_a_stage_and_only_their_files_are_in_the_image(
-    layered: Command, docker: Any
-) -> None:
-    made = layered.json(
-        "docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "layered:1"
-    )
+def test_layers_are_built_in_a_stage_and_only_their_files_are_in_the_image(layered: Command, docker: Any) -> None:
+    made = layered.json("docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "layered:1")
     run = ("run", "--rm", "layered:1")
     assert "hello" in docker(*run, "call")
     found = json.loads(docker(*run, "cat", "/opt/env/share/envbuild/layers/greet.json"))
@@ -451,9 +426,7 @@ def test_layers_are_built_in_a_stage_and_only_their_files_are_in_the_image(
     assert list((layered.folder / "store" / "docker").iterdir()) == []
 
 
-def test_a_layer_that_does_not_compile_fails_the_build_with_the_compiler_s_words(
-    layered: Command,
-) -> None:
+def test_a_layer_that_does_not_compile_fails_the_build_with_the_compiler_s_words(layered: Command) -> None:
     folder = layered.folder / "broken"
     folder.mkdir()
     broken = sources.pack("greet", folder, {"greet.c": "int greet(void) { return oops; }\n"})
@@ -468,9 +441,7 @@ def test_a_layer_that_does_not_compile_fails_the_build_with_the_compiler_s_words
     assert "greet 1.0: make failed" in message and "oops" in message and "--mount" not in message
 
 
-def test_by_hand_a_recipe_with_layers_but_no_sources_is_refused(
-    checkout: Path, small: Command, docker: Any
-) -> None:
+def test_by_hand_a_recipe_with_layers_but_no_sources_is_refused(checkout: Path, small: Command, docker: Any) -> None:
     shutil.copytree(small.folder / "wheels", checkout / "wheels")
     with (checkout / "recipes/small/recipe.toml").open("a") as file:
         file.write('[layers.libfabric]\nversion = "2.1.0"\n')

@@ -25,15 +25,9 @@ NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 MOST_S = 30
 
 
-def doctor(
-    *options: str, code: int = 0, cwd: Path | None = None, **env: str | None
-) -> dict[str, dict[str, Any]]:
+def doctor(*options: str, code: int = 0, cwd: Path | None = None, **env: str | None) -> dict[str, dict[str, Any]]:
     """The findings of `envbuild doctor --json` by name, and the whole as "all". A variable that is None is unset."""
-    variables = {
-        k: v
-        for k, v in {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}.items()
-        if v is not None
-    }
+    variables = {k: v for k, v in {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}.items() if v is not None}
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "envbuild", "doctor", "--json", *options],
@@ -72,9 +66,7 @@ def test_what_is_said_of_this_host_is_so() -> None:
     assert found["all"]["artifacts"]["venv"]["build"]["status"] != "fail"
 
 
-def test_the_compressors_are_those_of_images_that_mksquashfs_makes_and_mount_mounts(
-    tmp_path: Path,
-) -> None:
+def test_the_compressors_are_those_of_images_that_mksquashfs_makes_and_mount_mounts(tmp_path: Path) -> None:
     if os.geteuid() != 0 or not shutil.which("mksquashfs"):
         pytest.skip("needs root and squashfs-tools")
     (tmp_path / "tree").mkdir()
@@ -84,14 +76,10 @@ def test_the_compressors_are_those_of_images_that_mksquashfs_makes_and_mount_mou
     for name in ("gzip", "lzo", "xz", "lz4", "zstd"):
         image = tmp_path / f"{name}.sqsh"
         subprocess.run(
-            ["mksquashfs", tmp_path / "tree", image, "-comp", name, "-quiet"],
-            check=True,
-            capture_output=True,
+            ["mksquashfs", tmp_path / "tree", image, "-comp", name, "-quiet"], check=True, capture_output=True
         )
         script = 'mount -o loop,ro "$0" "$1" && cat "$1/file"'
-        done = subprocess.run(
-            ["unshare", "-m", "sh", "-c", script, image, tmp_path / "at"], capture_output=True
-        )
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script, image, tmp_path / "at"], capture_output=True)
         mounted += [name] if done.returncode == 0 else []
     found = doctor("--offline")
     if not mounted:
@@ -110,9 +98,7 @@ def test_the_table_for_people_has_no_password_and_nothing_is_written(tmp_path: P
         "PYTHONPATH": str(REPOSITORY),
     }
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "envbuild", "doctor"], capture_output=True, text=True, env=env
-    )
+    done = subprocess.run([sys.executable, "-m", "envbuild", "doctor"], capture_output=True, text=True, env=env)
     assert time.monotonic() - begin < MOST_S
     assert done.returncode == 0 and done.stderr == ""
     assert "geheim" not in done.stdout and "http://ada:****@127.0.0.1:9" in done.stdout
@@ -141,10 +127,7 @@ def test_nothing_on_path_no_home_no_folder(tmp_path: Path) -> None:
     assert {v["run"]["status"] for v in found["all"]["artifacts"].values()} <= {"ok", "warn"}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("stor = 1\n", "site.toml:1:1"), ("\udcff", "not UTF-8")],
-)
+@pytest.mark.parametrize(("text", "words"), [("stor = 1\n", "site.toml:1:1"), ("\udcff", "not UTF-8")])
 def test_a_faulty_site_file_is_what_makes_it_fail(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "site.toml"
     file.write_bytes(os.fsencode(text))
@@ -241,51 +224,25 @@ def test_a_user_without_any_right_and_an_installation_with_packages_missing(
 ) -> None:
     if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
         pytest.skip("only root can become another user")
-    home = Path(
-        subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip()
-    )
+    home = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
     try:
         packages = home / "packages"
         # This interpreter may lie where nobody may go; Debian's does not.
-        shutil.copytree(
-            REPOSITORY / "envbuild",
-            packages / "envbuild",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        shutil.copytree(REPOSITORY / "envbuild", packages / "envbuild", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(Path(click.__file__).parent, packages / "click")
         os.chown(home, 65534, 65534)
-        env = {
-            "HOME": str(home),
-            "PYTHONPATH": str(packages),
-            "PATH": "/usr/bin:/bin",
-            "TMPDIR": str(home),
-        }
-        command = [
-            *NOBODY,
-            "/usr/bin/python3",
-            "-s",
-            "-m",
-            "envbuild",
-            "doctor",
-            "--json",
-            "--offline",
-        ]
+        env = {"HOME": str(home), "PYTHONPATH": str(packages), "PATH": "/usr/bin:/bin", "TMPDIR": str(home)}
+        command = [*NOBODY, "/usr/bin/python3", "-s", "-m", "envbuild", "doctor", "--json", "--offline"]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=home)
         said = json.loads(done.stdout)
         found = {f["name"]: f for findings in said["areas"].values() for f in findings}
         assert "Traceback" not in done.stderr
-        namespaces = (
-            subprocess.run([*NOBODY, "unshare", "-Um", "true"], capture_output=True).returncode == 0
-        )
+        namespaces = subprocess.run([*NOBODY, "unshare", "-Um", "true"], capture_output=True).returncode == 0
         assert ("extract" in found["own launch"]["facts"]["ways"]) == namespaces
         assert "mount" not in found["own launch"]["facts"]["ways"]
-        assert (
-            found["user"]["facts"] == {"uid": 65534} and found["store"]["facts"]["writable"] is True
-        )
+        assert found["user"]["facts"] == {"uid": 65534} and found["store"]["facts"]["writable"] is True
         missing = found["packages"]["facts"]["missing"]
-        assert (done.returncode == 6) == (
-            "rattler" in missing and "requests" in missing and "deflate" in missing
-        )
+        assert (done.returncode == 6) == ("rattler" in missing and "requests" in missing and "deflate" in missing)
         left = [path.name for path in home.iterdir() if path.name.startswith("envbuild-doctor-")]
         assert left == []
     finally:
@@ -296,14 +253,7 @@ def test_a_host_that_forbids_namespaces_is_told_with_the_settings_that_do(tmp_pa
     """In a user namespace of our own, whose limits are ours to set."""
     script = "cd /proc/sys/user && echo 0 >max_mnt_namespaces && echo 0 >max_user_namespaces && cd - >/dev/null && "
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "ENVBUILD_STORE": str(tmp_path / "s")}
-    command = [
-        "unshare",
-        "-Ur",
-        "sh",
-        "-c",
-        f'{script} exec "$0" -m envbuild doctor --json --offline',
-        sys.executable,
-    ]
+    command = ["unshare", "-Ur", "sh", "-c", f'{script} exec "$0" -m envbuild doctor --json --offline', sys.executable]
     if subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode != 0:
         pytest.skip("user namespaces are forbidden here")
     found = read(subprocess.run(command, capture_output=True, text=True, env=env), 0)
@@ -355,13 +305,9 @@ def test_doctor_sees_the_cluster_and_inside_of_a_job_the_allocation(cluster: Clu
     assert jobs["Slurm"]["facts"]["partitions"] == jobs["PBS"]["facts"]["queues"] == ["main"]
     assert jobs["pyxis"]["facts"] == {"there": False}
     cluster.set_hosts("n1", "127.0.0.1 localhost\n127.0.1.1 n1\n")
-    inside = json.loads(
-        on(cluster, "doctor", "--json", "--offline", before=("srun", "-N1", "-w", "n1"))
-    )
+    inside = json.loads(on(cluster, "doctor", "--json", "--offline", before=("srun", "-N1", "-w", "n1")))
     cluster.set_hosts("n1")
-    found = {
-        finding["name"]: finding for findings in inside["areas"].values() for finding in findings
-    }
+    found = {finding["name"]: finding for findings in inside["areas"].values() for finding in findings}
     allocations = [f["what"] for f in inside["areas"]["jobs"] if f["name"] == "allocation"]
     assert any("of Slurm on n1" in what for what in allocations)
     assert found["own name"]["status"] == "warn" and "127.0.1.1 for n1" in found["own name"]["what"]
@@ -386,14 +332,10 @@ def test_what_the_cluster_does_not_have_is_found(cluster: Cluster) -> None:
     head = '[scheduler]\nkind = "slurm"\n{scheduler}\n[modules]\nrun = [{run}]\nbuild = [{run}]\n'
     head += f'init = "{lmod.INIT}"\n'
     good = checked(
-        cluster,
-        head.format(scheduler="", run='"python/3.11.7"')
-        + f'[paths]\nshared = "{cluster.shared}"\n',
+        cluster, head.format(scheduler="", run='"python/3.11.7"') + f'[paths]\nshared = "{cluster.shared}"\n'
     )
     assert good["[scheduler] partition"]["status"] == good["[modules] run"]["status"] == "ok"
-    assert (
-        good["[paths] shared"]["status"] == "warn"
-    )  # a local file system, as far as anyone can tell
+    assert good["[paths] shared"]["status"] == "warn"  # a local file system, as far as anyone can tell
     bad = checked(
         cluster,
         head.format(scheduler='partition = "mian"', run='"python/3.12"')
@@ -401,18 +343,9 @@ def test_what_the_cluster_does_not_have_is_found(cluster: Cluster) -> None:
         code=2,
     )
     wrong = {name for name, finding in bad.items() if finding["status"] == "fail"}
-    assert wrong == {
-        "[scheduler] partition",
-        "[modules] run",
-        "[paths] shared",
-        "[container] runtime",
-    }
+    assert wrong == {"[scheduler] partition", "[modules] run", "[paths] shared", "[container] runtime"}
     assert "did you mean 'main'" in bad["[scheduler] partition"]["what"]
     assert "python/3.12" in bad["[modules] run"]["what"]
     assert bad["[fabric] interface"]["status"] == "info"  # nodes may have it
-    much = checked(
-        cluster, '[scheduler]\nkind = "slurm"\n[node]\ngpus = 8\ncpus = 5\nmemory = "1T"\n', code=2
-    )
-    assert {"[node] gpus", "[node] cpus", "[node] memory"} <= {
-        n for n, f in much.items() if f["status"] == "fail"
-    }
+    much = checked(cluster, '[scheduler]\nkind = "slurm"\n[node]\ngpus = 8\ncpus = 5\nmemory = "1T"\n', code=2)
+    assert {"[node] gpus", "[node] cpus", "[node] memory"} <= {n for n, f in much.items() if f["status"] == "fail"}

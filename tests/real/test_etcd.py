@@ -49,10 +49,7 @@ class Pods:
     venv: Path
 
     def train(
-        self,
-        plan: JobPlan,
-        server: Callable[[], AbstractContextManager[object]] = nullcontext,
-        operator: str = "1.9",
+        self, plan: JobPlan, server: Callable[[], AbstractContextManager[object]] = nullcontext, operator: str = "1.9"
     ) -> tuple[dict[str, Any], str]:
         """Run the two pods of a job to their end; the trainer's report, and what both printed.
 
@@ -61,8 +58,7 @@ class Pods:
         *_, job = YAML(typ="safe", pure=True).load_all(render_kubernetes(plan))
         # What Kubernetes' name service knows: pods, and the service of the job's etcd.
         names = "".join(
-            f"{self.cluster.address(pod)} {pod} {NAME}-node-0-{number}.{NAME}\n"
-            for number, pod in enumerate(PODS)
+            f"{self.cluster.address(pod)} {pod} {NAME}-node-0-{number}.{NAME}\n" for number, pod in enumerate(PODS)
         )
         names += f"127.0.0.1 localhost\n{self.cluster.address('ctl')} {NAME}-etcd\n"
         logs = [Path(f"{plan.work}-{pod}.log") for pod in PODS]
@@ -74,16 +70,10 @@ class Pods:
         try:
             for number, pod in enumerate(PODS):
                 self.cluster.set_hosts(pod, names)
-                line, variables = process_of(
-                    job, number, self.cluster.address(pod), operator=operator
-                )
+                line, variables = process_of(job, number, self.cluster.address(pod), operator=operator)
                 with logs[number].open("w") as log:
                     output = log.fileno()
-                    running.append(
-                        self.cluster.popen(
-                            line, on=pod, env=variables, stdout=output, stderr=output
-                        )
-                    )
+                    running.append(self.cluster.popen(line, on=pod, env=variables, stdout=output, stderr=output))
             if server is not nullcontext:
                 self.cluster.until(lambda: printed().count("waiting for") >= len(PODS))
             with server():
@@ -96,9 +86,7 @@ class Pods:
         assert codes == [0, 0], printed()
         folder = Path(plan.work) / NAME
         # What remains when the operator removes the pods.
-        assert [(folder / f"pod-{n}.log").read_text() for n in (0, 1)] == [
-            one.read_text() for one in logs
-        ]
+        assert [(folder / f"pod-{n}.log").read_text() for n in (0, 1)] == [one.read_text() for one in logs]
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())
         return report, printed()
 
@@ -157,9 +145,7 @@ def check(report: dict[str, Any], printed: str, backend: str, world: int = 2) ->
 
 
 @pytest.mark.parametrize("operator", ["1.7", "1.9"])
-def test_a_pytorchjob_trains_by_c10d_with_the_variables_of_the_operator_emulated(
-    pods: Pods, operator: str
-) -> None:
+def test_a_pytorchjob_trains_by_c10d_with_the_variables_of_the_operator_emulated(pods: Pods, operator: str) -> None:
     check(*pods.train(pods.plan(f"c10d-{operator}"), operator=operator), "c10d")
 
 
@@ -169,9 +155,7 @@ def test_a_trainjob_trains_by_c10d_with_the_variables_of_the_operator_emulated(p
     check(*pods.train(replace(plan, site=second)), "c10d", world=4)
 
 
-def test_a_pytorchjob_waits_for_a_real_etcd_and_trains_with_the_variables_of_the_operator_emulated(
-    pods: Pods,
-) -> None:
+def test_a_pytorchjob_waits_for_a_real_etcd_and_trains_with_the_variables_of_the_operator_emulated(pods: Pods) -> None:
     plan = pods.plan("etcd", rendezvous="etcd-v2", preflight=True)
     address, folder = pods.cluster.address("ctl"), pods.cluster.folder / "etcd"
     report, printed = pods.train(plan, lambda: etcd(folder, address, cluster=pods.cluster))

@@ -58,9 +58,7 @@ def alive(tmp_path: Path) -> Iterator[Callable[[], list[str]]]:
 def run(
     line: list[str], code: int = 0, *, cwd: Path | None = None, given: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        line, input=given, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env}
-    )
+    done = subprocess.run(line, input=given, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env})
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done
@@ -95,14 +93,7 @@ def test_a_program_has_the_images_files_and_the_hosts_network_and_what_was_bound
     mark.touch()
     value = 'it\'s "given" $HOME \\ ü'
     options = ("--runtime", f"own:{way}", "--env", f"GIVEN={value}", "--env", "SECRET", "--env", "NONE")  # fmt: skip
-    options += (
-        "--env",
-        f"MARK={mark.name}",
-        "--bind",
-        f"{data}:/data/new:ro",
-        "--bind",
-        f"{conf}:/etc/site.conf",
-    )
+    options += ("--env", f"MARK={mark.name}", "--bind", f"{data}:/data/new:ro", "--bind", f"{conf}:/etc/site.conf")
     try:
         done = run(
             line(images[form], "sh", "-c", SEEN, options=options), 9, cwd=tmp_path,
@@ -154,9 +145,7 @@ def test_a_signal_reaches_the_program_once_and_its_exit_code_comes_back(
     images: dict[str, Path], tmp_path: Path, line: Callable[..., list[str]], whom: str
 ) -> None:
     log = tmp_path / "log"
-    child = subprocess.Popen(
-        line(images["sqsh"], "sh", "-c", TRAP.format(log, 8, "")), start_new_session=True
-    )
+    child = subprocess.Popen(line(images["sqsh"], "sh", "-c", TRAP.format(log, 8, "")), start_new_session=True)
     wait_for(lambda: log.exists() and "up" in log.read_text())
     if whom == "launcher":
         child.terminate()
@@ -219,9 +208,7 @@ def sleepers() -> list[str]:
     return found
 
 
-def test_what_a_program_leaves_behind_ends_with_it(
-    images: dict[str, Path], line: Callable[..., list[str]]
-) -> None:
+def test_what_a_program_leaves_behind_ends_with_it(images: dict[str, Path], line: Callable[..., list[str]]) -> None:
     run(line(images["sqsh"], "sh", "-c", f"{SLEEP} >/dev/null 2>&1 & exit 3"), 3)
     assert sleepers() == []
 
@@ -233,9 +220,7 @@ def test_several_run_from_one_image_at_the_same_time(
     script = f": >{tmp_path}/$SLURM_PROCID; until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ] "
     script += f"&& [ -e {tmp_path}/2 ] && [ -e {tmp_path}/3 ]; do sleep 0.05; done; exit $SLURM_PROCID"  # fmt: skip
     children = [
-        subprocess.Popen(
-            line(images["sif"], "sh", "-c", script), env={**os.environ, "SLURM_PROCID": str(number)}
-        )
+        subprocess.Popen(line(images["sif"], "sh", "-c", script), env={**os.environ, "SLURM_PROCID": str(number)})
         for number in range(4)
     ]
     assert [child.wait(30) for child in children] == [0, 1, 2, 3]

@@ -85,9 +85,7 @@ def test_one_rank_with_another_interface_is_seen(subject: Subject, tmp_path: Pat
     """
     checks = run_checks(subject, tmp_path, code)
     assert failed(checks) == ["fabric"], [(c.name, c.seen) for c in checks]
-    assert f"rank 1: GLOO_SOCKET_IFNAME is {name}" in next(
-        c.seen for c in checks if c.name == "fabric"
-    )
+    assert f"rank 1: GLOO_SOCKET_IFNAME is {name}" in next(c.seen for c in checks if c.name == "fabric")
 
 
 def test_layers_commands_are_run_in_the_artifact_and_the_recipe_s_floor_goes_over_the_site_s(
@@ -138,9 +136,7 @@ def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """libnccl.so.2 of each version."""
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
     wanted = {
-        version: WantedWheel(
-            "nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]})
-        )
+        version: WantedWheel("nvidia-nccl-cu12", version, frozenset({NCCL_WHEELS[version, host_arch()]}))
         for version in VERSIONS
     }
     found = locate_wheels(
@@ -182,9 +178,7 @@ def started(library: Path, log: Path, **env: str) -> NcclLog:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_real_lines_of_nccl_are_understood(
-    version: str, nccl: dict[str, Path], tmp_path: Path
-) -> None:
+def test_real_lines_of_nccl_are_understood(version: str, nccl: dict[str, Path], tmp_path: Path) -> None:
     log = tmp_path / "nccl.txt"
     without = started(nccl[version], log, NCCL_SOCKET_IFNAME="lo")
     assert [fault.kind for fault in without.having("fatal")] == ["fatal"] * len(without.faults)

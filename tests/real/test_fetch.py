@@ -51,9 +51,7 @@ class Index:
     seen: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     url: str = ""
 
-    def add(
-        self, filename: str, data: bytes, *, listed: str | None = "", yanked: bool = False
-    ) -> WantedWheel:
+    def add(self, filename: str, data: bytes, *, listed: str | None = "", yanked: bool = False) -> WantedWheel:
         """Publish a file; `listed` is the sha256 on its page: "" the true one, None none at all."""
         digest = hashlib.sha256(data).hexdigest()
         name, version = filename.split("-")[:2]
@@ -208,9 +206,7 @@ def fetch(
 ) -> dict[WantedWheel, Path]:
     store = Store(folder)
     site = site or Site(folder, ())
-    return locate_wheels(
-        wanted, store, pip, site, indexes, offline=offline, env={}, default_index=no_default
-    )
+    return locate_wheels(wanted, store, pip, site, indexes, offline=offline, env={}, default_index=no_default)
 
 
 def digest_of(path: Path) -> str:
@@ -227,9 +223,7 @@ def refusal(folder: Path, pip: PipConfig, *wanted: WantedWheel, **options: Any) 
 # ---- plain fetching
 
 
-def test_wheels_go_into_the_store_and_are_not_asked_for_again(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_wheels_go_into_the_store_and_are_not_asked_for_again(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
     wanted = [index.add(f"demo{n}-1.0-py3-none-any.whl", b"%d" % n * 999) for n in range(20)]
     found = fetch(tmp_path, pip_for(index.url), *wanted)
@@ -292,17 +286,13 @@ def test_find_links_pages_local_and_remote(tmp_path: Path, serve: Callable[..., 
 # ---- credentials, certificates, proxies
 
 
-def test_credentials_from_the_url_reach_pages_and_files(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_credentials_from_the_url_reach_pages_and_files(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve(auth="me:p@ss")
     wanted = index.add("demo-1.0-py3-none-any.whl", b"private")
     assert fetch(tmp_path, pip_for(index.with_user("me:p%40ss")), wanted)
 
 
-def test_credentials_from_netrc(
-    tmp_path: Path, serve: Callable[..., Index], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_from_netrc(tmp_path: Path, serve: Callable[..., Index], monkeypatch: pytest.MonkeyPatch) -> None:
     index = serve(auth="me:secret")
     wanted = index.add("demo-1.0-py3-none-any.whl", b"private")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
@@ -310,9 +300,7 @@ def test_credentials_from_netrc(
     assert fetch(tmp_path, pip_for(index.url), wanted)
 
 
-def test_refused_credentials_are_said_and_not_shown(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_refused_credentials_are_said_and_not_shown(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve(auth="me:secret")
     wanted = index.add("demo-1.0-py3-none-any.whl", b"private")
     said = refusal(tmp_path, pip_for(index.with_user("me:hunter2")), wanted)
@@ -370,19 +358,14 @@ def test_trust_does_not_follow_a_redirect_to_another_server(
     assert "certificate verify failed" in said and not other.seen
 
 
-def test_the_password_does_not_follow_a_redirect_to_another_server(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_the_password_does_not_follow_a_redirect_to_another_server(tmp_path: Path, serve: Callable[..., Index]) -> None:
     other = serve()
     index = serve(auth="me:secret")
     wanted = index.add("demo-1.0-py3-none-any.whl", b"data")
     other.add("demo-1.0-py3-none-any.whl", b"data")
     # `localhost` is another host than 127.0.0.1 to every client.
     elsewhere = other.url.replace("127.0.0.1", "localhost").replace("/simple", "/files")
-    index.always["/files/demo-1.0-py3-none-any.whl"] = (
-        302,
-        {"Location": f"{elsewhere}/demo-1.0-py3-none-any.whl"},
-    )
+    index.always["/files/demo-1.0-py3-none-any.whl"] = (302, {"Location": f"{elsewhere}/demo-1.0-py3-none-any.whl"})
     assert fetch(tmp_path, pip_for(index.with_user("me:secret")), wanted)
     assert other.seen and "Authorization" not in other.seen[0][1]
 
@@ -422,9 +405,7 @@ def test_a_dropped_connection_is_resumed(tmp_path: Path, serve: Callable[..., In
     assert len(index.asked(path)) == 2 and begun >= MEBIBYTE
 
 
-def test_a_later_call_goes_on_where_an_earlier_one_was_cut(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_a_later_call_goes_on_where_an_earlier_one_was_cut(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
     wanted = index.add("demo-1.0-py3-none-any.whl", os.urandom(3 * MEBIBYTE))
     path = "/files/demo-1.0-py3-none-any.whl"
@@ -434,9 +415,7 @@ def test_a_later_call_goes_on_where_an_earlier_one_was_cut(
     assert "Range" in index.asked(path)[1]
 
 
-def test_more_cuts_than_retries_are_survived_while_bytes_arrive(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_more_cuts_than_retries_are_survived_while_bytes_arrive(tmp_path: Path, serve: Callable[..., Index]) -> None:
     """Each piece is progress: a large file over a bad line must not fail for its number of cuts."""
     index = serve()
     data = os.urandom(4 * MEBIBYTE)
@@ -454,9 +433,7 @@ def test_more_cuts_than_retries_are_survived_while_bytes_arrive(
     assert fetch(tmp_path, pip_for(index.url, retries=1), wanted)
 
 
-def test_a_server_that_ignores_range_is_started_over(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_a_server_that_ignores_range_is_started_over(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve(ranges=False)
     wanted = index.add("demo-1.0-py3-none-any.whl", os.urandom(2 * MEBIBYTE))
     index.faults["/files/demo-1.0-py3-none-any.whl"] = [cut_after(MEBIBYTE)]
@@ -484,9 +461,7 @@ def test_a_cut_page_is_asked_again(tmp_path: Path, serve: Callable[..., Index]) 
     assert "cannot be used" in refusal(tmp_path / "two", pip_for(index.url), wanted)
 
 
-def test_busy_and_failing_servers_are_asked_again(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_busy_and_failing_servers_are_asked_again(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
     wanted = index.add("demo-1.0-py3-none-any.whl", b"data")
     index.faults["/simple/demo/"] = [(429, {"Retry-After": "1"}), 500]
@@ -498,9 +473,7 @@ def test_busy_and_failing_servers_are_asked_again(
 
 
 @pytest.mark.parametrize("code", [403, 404, 500])
-def test_one_project_refused_does_not_hide_the_others(
-    tmp_path: Path, serve: Callable[..., Index], code: int
-) -> None:
+def test_one_project_refused_does_not_hide_the_others(tmp_path: Path, serve: Callable[..., Index], code: int) -> None:
     """Object stores answer 403 for what they do not have; one bad page is not a dead index."""
     index, second = serve(), serve()
     refused = second.add("alpha-1.0-py3-none-any.whl", b"alpha")
@@ -524,9 +497,7 @@ def test_a_dead_index_is_waited_for_once(tmp_path: Path, serve: Callable[..., In
 # ---- wrong content, missing files, and what is said of them
 
 
-def test_wrong_content_is_refused_and_the_next_index_used(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_wrong_content_is_refused_and_the_next_index_used(tmp_path: Path, serve: Callable[..., Index]) -> None:
     wrong, right = serve(), serve()
     wanted = right.add("demo-1.0-py3-none-any.whl", b"right")
     wrong.add("demo-1.0-py3-none-any.whl", b"wrong", listed=None)
@@ -534,9 +505,7 @@ def test_wrong_content_is_refused_and_the_next_index_used(
     assert found[wanted].read_bytes() == b"right"
 
 
-def test_a_file_listed_with_another_hash_is_not_downloaded(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_a_file_listed_with_another_hash_is_not_downloaded(tmp_path: Path, serve: Callable[..., Index]) -> None:
     wrong, right = serve(), serve()
     wanted = right.add("demo-1.0-py3-none-any.whl", b"right")
     wrong.add("demo-1.0-py3-none-any.whl", b"wrong")
@@ -553,9 +522,7 @@ def test_an_index_that_lies_about_a_hash(tmp_path: Path, serve: Callable[..., In
     assert "ab" * 32 in said and not list(tmp_path.glob("wheels/*/*"))
 
 
-def test_one_error_says_what_every_source_answered(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_one_error_says_what_every_source_answered(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
     index.add("demo-1.0-py3-none-any.whl", b"other")
     (tmp_path / "links").mkdir()
@@ -576,9 +543,7 @@ def test_a_dead_index_does_not_matter_where_find_links_has_the_wheel(tmp_path: P
     assert fetch(tmp_path / "store", pip, wanted, indexes=["http://no-such-host.invalid/simple"])
 
 
-def test_a_mirror_is_asked_first_and_the_original_is_the_way_out(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_a_mirror_is_asked_first_and_the_original_is_the_way_out(tmp_path: Path, serve: Callable[..., Index]) -> None:
     mirror, index = serve(), serve()
     both = index.add("both-1.0-py3-none-any.whl", b"both")
     mirror.add("both-1.0-py3-none-any.whl", b"both")
@@ -645,9 +610,7 @@ def child(store: Path, index: Index, wanted: WantedWheel, user: str = "-") -> su
     )
 
 
-def test_two_processes_fetch_the_same_wheel_at_once(
-    tmp_path: Path, serve: Callable[..., Index]
-) -> None:
+def test_two_processes_fetch_the_same_wheel_at_once(tmp_path: Path, serve: Callable[..., Index]) -> None:
     index = serve()
     wanted = index.add("demo-1.0-py3-none-any.whl", os.urandom(30 * MEBIBYTE))
     children = [child(tmp_path, index, wanted) for _ in range(4)]
@@ -668,9 +631,7 @@ def test_memory_stays_small(tmp_path: Path, serve: Callable[..., Index]) -> None
 
 
 @pytest.mark.parametrize("how", ["page", "file"])
-def test_an_interrupt_ends_a_hung_transfer_at_once(
-    tmp_path: Path, serve: Callable[..., Index], how: str
-) -> None:
+def test_an_interrupt_ends_a_hung_transfer_at_once(tmp_path: Path, serve: Callable[..., Index], how: str) -> None:
     index = serve()
     wanted = index.add("demo-1.0-py3-none-any.whl", os.urandom(2 * MEBIBYTE))
     path = "/simple/demo/" if how == "page" else "/files/demo-1.0-py3-none-any.whl"
@@ -712,10 +673,7 @@ def test_a_store_of_another_user(tmp_path: Path, serve: Callable[..., Index]) ->
     for folder in [tmp_path, *tmp_path.parents]:
         if folder.owner() == "root" and str(folder).startswith("/tmp/"):
             folder.chmod(0o755)
-    allowed, refused = (
-        child(tmp_path, index, there, "65534"),
-        child(tmp_path, index, absent, "65534"),
-    )
+    allowed, refused = (child(tmp_path, index, there, "65534"), child(tmp_path, index, absent, "65534"))
     _, err = allowed.communicate(timeout=60)
     assert allowed.returncode == 0, err
     _, err = refused.communicate(timeout=60)
@@ -735,9 +693,7 @@ def test_a_full_disk(tmp_path: Path, serve: Callable[..., Index]) -> None:
     wanted = index.add("demo-1.0-py3-none-any.whl", os.urandom(6 * MEBIBYTE))
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], capture_output=True, text=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", disk], capture_output=True, text=True)
     if mounted.returncode != 0:
         pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.strip()}")
     try:
@@ -759,9 +715,7 @@ def test_uv_resolves_by_the_rendered_settings(tmp_path: Path, serve: Callable[..
         index.add(wheel.name, wheel.read_bytes())
     make_wheel(tmp_path / "links", "beta")
     gamma = make_wheel(tmp_path / "tree/gamma", "gamma")
-    (gamma.parent / "index.html").write_text(
-        f'<a href="{gamma.name}#sha256={digest_of(gamma)}">{gamma.name}</a>'
-    )
+    (gamma.parent / "index.html").write_text(f'<a href="{gamma.name}#sha256={digest_of(gamma)}">{gamma.name}</a>')
     pip = PipConfig(
         index_url=private.with_user("me:secret"),
         extra_index_urls=((tmp_path / "tree").as_uri(), CLOSED),

@@ -73,9 +73,7 @@ def wanted(data: bytes) -> WantedWheel:
 
 def locate(root: Path, pip: PipConfig, *wheels: WantedWheel) -> dict[WantedWheel, Path]:
     site = Site(root, ())
-    return locate_wheels(
-        wheels, Store(root), pip, site, [], offline=False, env={}, default_index=lambda: "x:"
-    )
+    return locate_wheels(wheels, Store(root), pip, site, [], offline=False, env={}, default_index=lambda: "x:")
 
 
 # ---- names
@@ -156,9 +154,7 @@ def index(site: dict[str, Any], data: bytes, code: int = 200) -> PipConfig:
 
 @pytest.mark.parametrize("code", [200, 416])
 @pytest.mark.parametrize("leftover", [b"no beginning", b"data" * 50])
-def test_a_useless_partial_is_no_retry(
-    tmp_path: Path, site: dict[str, Any], code: int, leftover: bytes
-) -> None:
+def test_a_useless_partial_is_no_retry(tmp_path: Path, site: dict[str, Any], code: int, leftover: bytes) -> None:
     """Whatever an earlier call left, a call that may not retry still gets the file."""
     data = b"data" * 10
     pip = index(site, data, code)
@@ -177,9 +173,7 @@ def test_a_finished_partial_is_not_loaded_again(tmp_path: Path, site: dict[str, 
     assert not [path for path, _ in site["asked"] if path == f"/{WHEEL}"]
 
 
-def test_a_range_that_was_not_asked_for_is_not_appended(
-    tmp_path: Path, site: dict[str, Any]
-) -> None:
+def test_a_range_that_was_not_asked_for_is_not_appended(tmp_path: Path, site: dict[str, Any]) -> None:
     data = b"data" * 10
     pip = index(site, data)
     site[f"/{WHEEL}"] = (206, {"Content-Range": "bytes 0-39/40"}, data)
@@ -196,9 +190,7 @@ def test_a_certificate_file_that_is_not_there(tmp_path: Path, setting: str) -> N
     assert "ENVBUILD_STORE" not in (caught.value.hint or "")
 
 
-def test_a_name_with_a_telling_word_is_retried(
-    site: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_a_telling_word_is_retried(site: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the kind of an error says whether a retry helps, never a word of the URL."""
     monkeypatch.setattr("envbuild.cache.retry.pause", lambda *_: site["asked"].append("pause"))
     client = Client(PipConfig(retries=1, timeout_s=0.3), {})

@@ -122,9 +122,7 @@ def test_an_image_with_it_is_refused_and_says_what_to_do(horovod: dict[str, Any]
     assert done.returncode == 2 and "for images yet" in done.stderr, done.stderr
 
 
-def test_two_nodes_of_two_ranks_take_the_steps_of_ddp_and_resume(
-    horovod: dict[str, Any], tmp_path: Path
-) -> None:
+def test_two_nodes_of_two_ranks_take_the_steps_of_ddp_and_resume(horovod: dict[str, Any], tmp_path: Path) -> None:
     venv = Path(horovod["path"])
     common = ["1", "--model", "cnn", "--dataset_size", "256", "--report", "report.json"]
     ours, theirs = tmp_path / "horovod", tmp_path / "ddp"
@@ -153,9 +151,7 @@ def test_two_nodes_of_two_ranks_take_the_steps_of_ddp_and_resume(
 
 def test_ranks_that_would_train_alone_are_refused(horovod: dict[str, Any], tmp_path: Path) -> None:
     """mpirun starts them, and this Horovod, built without MPI, knows nothing of each other."""
-    done = _mpirun(
-        2, Path(horovod["path"]), tmp_path, "1", "1", "--strategy", "horovod", told=False
-    )
+    done = _mpirun(2, Path(horovod["path"]), tmp_path, "1", "1", "--strategy", "horovod", told=False)
     assert done.returncode != 0
     assert "2 ranks were started and Horovod sees 1" in done.stderr and "without MPI" in done.stderr
     assert not (tmp_path / "snapshot.pt").exists()
@@ -186,9 +182,7 @@ def test_a_python_project_comes_into_a_conda_environment(
             f'[layers.worded]\nversion = "1.0"\nurl = "{Path(archive).as_uri()}"\nsha256 = "{sha256}"\n'
             'system = "wheel"\n'
         )
-    command = Command(
-        tmp_path, {"ENVBUILD_STORE": str(session_store), **site(tmp_path, conda_server.url)}
-    )
+    command = Command(tmp_path, {"ENVBUILD_STORE": str(session_store), **site(tmp_path, conda_server.url)})
     done = command("conda", "pt_cpu", "--no-verify", "--out", "env", "--json")
     assert done.returncode == 0, done.stderr
     assert "worded 1.0: pip wheel" in done.stderr

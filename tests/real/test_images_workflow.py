@@ -61,9 +61,7 @@ class Runner:
             "CALLS": str(self.calls),
         }
         line = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-        done = subprocess.run(
-            line, cwd=self.top, env={**os.environ, **given, **env}, capture_output=True, text=True
-        )
+        done = subprocess.run(line, cwd=self.top, env={**os.environ, **given, **env}, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
         return dict(line.split("=", 1) for line in self.output.read_text().splitlines())
@@ -76,9 +74,7 @@ class Runner:
 def runner(tmp_path: Path) -> Runner:
     made = Runner(tmp_path)
     # Only the checkout's recipes, not those that envbuild ships.
-    made.program(
-        f'#!/bin/sh\ncommand=$1; shift\nexec {sys.executable} -m envbuild $command one two "$@"\n'
-    )
+    made.program(f'#!/bin/sh\ncommand=$1; shift\nexec {sys.executable} -m envbuild $command one two "$@"\n')
     return made
 
 
@@ -139,11 +135,7 @@ def test_only_images_are_pushed_and_only_where_publishing_is_on(runner: Runner) 
             runner.run(text, PUBLISH=publish, **variables)
             told = runner.called()[-1]
             tag = f"ghcr.io/owner/envbuild/{entry['recipe']}:main-{entry['target']}"
-            pushed = (
-                ["--tag", tag, "--push"]
-                if (publish, entry["artifact"]) == ("true", "docker")
-                else []
-            )
+            pushed = ["--tag", tag, "--push"] if (publish, entry["artifact"]) == ("true", "docker") else []
             gpu = ["--no-verify"] if entry["gpu"] else []
             assert told == [
                 entry["artifact"], entry["recipe"], "--target", entry["target"], "--locked", *gpu, "--json", *pushed

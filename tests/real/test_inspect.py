@@ -49,12 +49,8 @@ def forms(command: Command, loopback: RegistryLab, docker_daemon: Lab) -> dict[s
     blobs = Blobs(command.folder / "blobs")
     status = Path("/var/lib/dpkg/status").read_bytes()
     base = made.layer(blobs, {"var/lib/dpkg/status": status, "usr/bin/": "", "old": "1"})
-    top = made.layer(
-        blobs, {**made.package("six", "1.16", {"six.py": "1"}, site=SITE), ".wh.old": ""}
-    )
-    descriptor, config = made.image(
-        blobs, [base, top], Env=["PATH=/bin", "HF_TOKEN=hunter2"], Cmd=["sh"]
-    )
+    top = made.layer(blobs, {**made.package("six", "1.16", {"six.py": "1"}, site=SITE), ".wh.old": ""})
+    descriptor, config = made.image(blobs, [base, top], Env=["PATH=/bin", "HF_TOKEN=hunter2"], Cmd=["sh"])
     made.layout(command.folder / "layout", blobs, [(descriptor, "lab:1")])
     made.docker_archive(command.folder / "image.tar", blobs, config, [base, top], "inspected:1")
     copy = ["skopeo", "copy", "--quiet", "--insecure-policy", "--dest-tls-verify=false"]
@@ -73,11 +69,7 @@ def forms(command: Command, loopback: RegistryLab, docker_daemon: Lab) -> dict[s
 
 @pytest.mark.skipif(shutil.which("skopeo") is None, reason="not installed: skopeo")
 def test_an_image_is_the_same_wherever_it_lies(command: Command, forms: dict[str, str]) -> None:
-    listed = [
-        "dpkg-query",
-        "--show",
-        "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture}\n",
-    ]
+    listed = ["dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture}\n"]
     rows = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
     expected = sorted(row.split()[1:] for row in rows if row.startswith("installed "))
     for place, text in forms.items():
@@ -88,9 +80,7 @@ def test_an_image_is_the_same_wherever_it_lies(command: Command, forms: dict[str
         assert sorted(packages) == expected, place
         assert [p["name"] for p in found["python_packages"]] == ["six"]
         assert found["env"] == {"PATH": "/bin", "HF_TOKEN": "****"} and found["cmd"] == ["sh"]
-        assert [layer["title"] for layer in found["layers"]] == [
-            f"RUN step {n} --token=****" for n in range(2)
-        ]
+        assert [layer["title"] for layer in found["layers"]] == [f"RUN step {n} --token=****" for n in range(2)]
         done = command("diff", "layout", text, **store)
         assert (done.returncode, done.stdout) == (0, "equal\n"), place
         sbom = command("inspect", text, "--sbom", "cyclonedx", **store)
@@ -98,9 +88,7 @@ def test_an_image_is_the_same_wherever_it_lies(command: Command, forms: dict[str
 
 
 @pytest.mark.skipif(shutil.which("skopeo") is None, reason="not installed: skopeo")
-def test_a_container_changed_and_committed_differs_in_just_that(
-    command: Command, forms: dict[str, str]
-) -> None:
+def test_a_container_changed_and_committed_differs_in_just_that(command: Command, forms: dict[str, str]) -> None:
     from contextlib import closing
 
     import docker
@@ -130,9 +118,7 @@ def test_misuse_names_what_is_missing(command: Command) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, session_store: Path
-) -> tuple[Command, dict[str, str]]:
+def pair(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> tuple[Command, dict[str, str]]:
     """The shipped pt_minimal as two venvs and an image layout, from one lock."""
     folder = tmp_path_factory.mktemp("pair")
     command = Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
@@ -144,9 +130,7 @@ def pair(
     return command, {"venv": "venv", "other": "deep/venv", "image": "image"}
 
 
-def test_a_venv_built_twice_is_equal_and_equals_the_image_of_its_lock(
-    pair: tuple[Command, dict[str, str]],
-) -> None:
+def test_a_venv_built_twice_is_equal_and_equals_the_image_of_its_lock(pair: tuple[Command, dict[str, str]]) -> None:
     command, places = pair
     for one, other in (("venv", "other"), ("venv", "image")):
         found = command.json("diff", places[one], places[other])
@@ -158,9 +142,7 @@ def test_a_venv_built_twice_is_equal_and_equals_the_image_of_its_lock(
     assert command("diff", "venv", "deep/venv").returncode == 0
 
 
-def test_what_was_changed_in_a_venv_after_its_build_is_found(
-    pair: tuple[Command, dict[str, str]],
-) -> None:
+def test_what_was_changed_in_a_venv_after_its_build_is_found(pair: tuple[Command, dict[str, str]]) -> None:
     command, places = pair
     changed = command.folder / "changed"
     shutil.copytree(command.folder / places["venv"], changed, symlinks=True)
@@ -172,9 +154,7 @@ def test_what_was_changed_in_a_venv_after_its_build_is_found(
         done = command("diff", places[other], "changed", "--json", "--all")
         found = json.loads(done.stdout)
         assert done.returncode == 1
-        assert [(c["change"], c["name"]) for c in found["python_packages"]] == [
-            ("removed", "mpmath")
-        ]
+        assert [(c["change"], c["name"]) for c in found["python_packages"]] == [("removed", "mpmath")]
         names = {c["name"]: c["change"] for c in found["files"]}
         base = "lib/python3.11/site-packages"
         assert names.pop(f"{base}/sympy/__init__.py") == "changed"

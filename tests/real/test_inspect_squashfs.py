@@ -127,9 +127,7 @@ def seen(root: Path) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("maker", [*MAKERS, "tar2sqfs"])
-def test_an_unpacked_image_is_the_tree_it_was_made_of(
-    maker: str, tree: Path, tmp_path: Path
-) -> None:
+def test_an_unpacked_image_is_the_tree_it_was_made_of(maker: str, tree: Path, tmp_path: Path) -> None:
     image = tmp_path / "image.sqsh"
     if maker == "tar2sqfs":
         tar2sqfs(tree, image, "-c", "zstd")
@@ -203,9 +201,7 @@ def test_files_of_any_size_take_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_damaged_images_of_every_maker_are_errors_and_never_worse(
-    maker: str, tmp_path: Path
-) -> None:
+def test_damaged_images_of_every_maker_are_errors_and_never_worse(maker: str, tmp_path: Path) -> None:
     chance = random.Random(maker)
     tree = tmp_path / "t"
     (tree / "some/where").mkdir(parents=True)
@@ -283,9 +279,7 @@ def forms(command: Command) -> dict[str, str]:
     return {"venv": "venv", "image": "image", "sqsh": "lab.sqsh", "sif": "lab.sif"}
 
 
-def test_a_squashfs_and_a_sif_tell_what_an_image_tells(
-    command: Command, forms: dict[str, str]
-) -> None:
+def test_a_squashfs_and_a_sif_tell_what_an_image_tells(command: Command, forms: dict[str, str]) -> None:
     found = {form: command.json("inspect", forms[form]) for form in forms}
     image, sqsh, sif = found["image"], found["sqsh"], found["sif"]
     same = ("python_packages", "debian_packages", "python", "plan", "target")
@@ -335,9 +329,7 @@ def test_variables_are_read_from_what_sets_them(command: Command, script: str) -
     assert command.json("inspect", "image.sqsh")["env"] == {"PATH": "/other"}
 
 
-def test_differences_are_those_of_content_whatever_holds_the_files(
-    command: Command, forms: dict[str, str]
-) -> None:
+def test_differences_are_those_of_content_whatever_holds_the_files(command: Command, forms: dict[str, str]) -> None:
     assert command("diff", forms["sqsh"], forms["sif"]).stdout == "equal\n"
     assert command("diff", forms["venv"], forms["sqsh"]).stdout == "equal\n"
     assert command("diff", "plain.sqsh", forms["image"]).stdout == "equal\n"
@@ -364,9 +356,7 @@ def test_differences_are_those_of_content_whatever_holds_the_files(
         assert one == "venv" or names["etc/hostname"]["what"] == {"mode": ["0644", "0600"]}
 
 
-def test_what_cannot_be_read_is_said_and_is_no_traceback(
-    command: Command, forms: dict[str, str]
-) -> None:
+def test_what_cannot_be_read_is_said_and_is_no_traceback(command: Command, forms: dict[str, str]) -> None:
     folder = command.folder
     whole = (folder / forms["sif"]).read_bytes()
     (folder / "cut.sif").write_bytes(whole[:-100])

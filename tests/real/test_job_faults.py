@@ -30,21 +30,14 @@ def jobs(
     if reason := slurm.missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("faults")
-    share = [
-        session_store,
-        Path(pt_cpu["path"]),
-        Path(squash["apptainer"]["path"]),
-        real_apptainer.folder,
-    ]
+    share = [session_store, Path(pt_cpu["path"]), Path(squash["apptainer"]["path"]), real_apptainer.folder]
     with slurm_cluster(folder / "cluster", second_network=True, share=share) as cluster:
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         jobs.write_site()
         yield jobs
 
 
-@pytest.mark.parametrize(
-    "hosts", [(LOOPBACK, NONE), (NONE, LOOPBACK)], ids=["loopback first", "none first"]
-)
+@pytest.mark.parametrize("hosts", [(LOOPBACK, NONE), (NONE, LOOPBACK)], ids=["loopback first", "none first"])
 def test_names_that_mislead_or_are_unknown_do_not_matter(
     jobs: Jobs, pt_cpu: dict[str, Any], hosts: tuple[str, str]
 ) -> None:
@@ -90,9 +83,7 @@ def test_a_killed_rank_restarts_from_the_snapshot_on_the_interface_that_the_site
     assert max(rank["restart_count"] for rank in report["ranks"]) == 1
 
 
-def test_a_job_whose_node_dies_goes_on_from_the_snapshot(
-    jobs: Jobs, pt_cpu: dict[str, Any]
-) -> None:
+def test_a_job_whose_node_dies_goes_on_from_the_snapshot(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
     job = jobs.submit(pt_cpu["path"], arguments=LONG)
     under_way(jobs, job)
     jobs.cluster.kill_node("n2")
@@ -137,18 +128,14 @@ def told_to_end(jobs: Jobs, artifact: str) -> set[str]:
     # As #SBATCH --signal=B:USR1@120 does two minutes before the end.
     jobs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
     ended = jobs.ended(job)
-    assert sorted(path.name for path in run.glob("state-*")) == [
-        f"state-{rank}" for rank in range(4)
-    ], ended.log
+    assert sorted(path.name for path in run.glob("state-*")) == [f"state-{rank}" for rank in range(4)], ended.log
     assert ended.end.state == "FAILED" and ended.end.exit_code == 1, ended.log
     assert "Killed" not in ended.log and "forcing" not in ended.log
     return said
 
 
 @pytest.mark.parametrize(
-    ("exclusive", "cpus", "has"),
-    [(True, 2, 4), (False, 0, 2)],
-    ids=["alone on its nodes", "beside others"],
+    ("exclusive", "cpus", "has"), [(True, 2, 4), (False, 0, 2)], ids=["alone on its nodes", "beside others"]
 )
 def test_told_to_end_every_node_has_the_time_it_needs(
     jobs: Jobs, pt_cpu: dict[str, Any], exclusive: bool, cpus: int, has: int
@@ -167,8 +154,7 @@ def test_told_to_end_a_container_keeps_its_image_until_every_rank_has_saved_its_
     modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
     lmod.module_tree(jobs.cluster.modules, modules)
     jobs.write_site(
-        '[container]\nruntime = "apptainer"\n\n'
-        f'[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
+        f'[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
         APPTAINER_USERNS="true",
     )
     said = told_to_end(jobs, squash["apptainer"]["path"])
@@ -179,23 +165,11 @@ def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, A
     """The outer job's memory for each CPU, said in its environment, excludes the inner one's for each node."""
     jobs.write_site()
     jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", 'cpus = 2\nmemory = "1G"'))
-    line = [
-        jobs.command(),
-        "job",
-        "--site",
-        jobs.site,
-        pt_cpu["path"],
-        "--nodes",
-        "2",
-        "--nproc-per-node",
-        "2",
-    ]
+    line = [jobs.command(), "job", "--site", jobs.site, pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "2"]
     words = " ".join(shlex.quote(str(word)) for word in [*line, "--submit", "--", "2", "1"])
     outer = jobs.cluster.shared / "outer.sh"
     outer.write_text(f'#!/bin/bash\n[ -n "$SLURM_MEM_PER_CPU" ] && {words} >inner 2>inner.log\n')
-    end = jobs.cluster.wait(
-        jobs.cluster.sbatch(outer, "--mem-per-cpu=100", "--output=outer.log", env=jobs.env)
-    )
+    end = jobs.cluster.wait(jobs.cluster.sbatch(outer, "--mem-per-cpu=100", "--output=outer.log", env=jobs.env))
     jobs.write_site()
     shared = jobs.cluster.shared
     assert end.state == "COMPLETED", (shared / "inner.log").read_text()

@@ -34,12 +34,7 @@ def jobs(
     if reason := slurm.missing(pbs=True):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("jobs")
-    share = [
-        session_store,
-        Path(pt_cpu["path"]),
-        Path(squash["enroot"]["path"]),
-        real_apptainer.folder,
-    ]
+    share = [session_store, Path(pt_cpu["path"]), Path(squash["enroot"]["path"]), real_apptainer.folder]
     with slurm_cluster(folder / "cluster", pbs=True, cpus=6, share=share) as cluster:
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         jobs.write_site()
@@ -50,10 +45,7 @@ def jobs(
 def owners(jobs: Jobs) -> Iterator[list[subprocess.Popen[str]]]:
     """Programs on the head that have the ports which the first jobs would take."""
     listen = "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); print(1, flush=True); s.accept()"
-    found = [
-        jobs.cluster.popen([sys.executable, "-c", listen, str(PORTS + job)], on="n1")
-        for job in range(1, 7)
-    ]
+    found = [jobs.cluster.popen([sys.executable, "-c", listen, str(PORTS + job)], on="n1") for job in range(1, 7)]
     for owner in found:
         assert owner.stdout is not None and owner.stdout.readline() == "1\n"
     yield found
@@ -85,8 +77,7 @@ def started(
     modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
     lmod.module_tree(jobs.cluster.modules, modules)
     jobs.write_site(
-        '[container]\nruntime = "apptainer"\n\n'
-        f'[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
+        f'[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
         APPTAINER_USERNS="true",
     )
     found["apptainer"] = jobs.submit(sif)
@@ -123,9 +114,7 @@ def test_occupied_ports_of_the_head_were_left_to_their_owners(
     assert all(owner.poll() is None for owner in owners)
 
 
-def test_a_script_of_the_users_gets_its_arguments_as_they_are(
-    jobs: Jobs, pt_cpu: dict[str, Any]
-) -> None:
+def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
     folder = jobs.cluster.shared / "it's a folder"
     folder.mkdir()
     script = folder / "train $HOME $local_rank.py"
@@ -135,15 +124,7 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(
         "here |= {name: value for name, value in os.environ.items() if name.startswith('ENVBUILD_')}\n"
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(json.dumps(here))\n"
     )
-    awkward = [
-        'it\'s "q"',
-        "$HOME `id` \\",
-        "*",
-        "",
-        "--flag=a b",
-        "naïve\ttab",
-        "a$$b ${local_rank}",
-    ]
+    awkward = ['it\'s "q"', "$HOME `id` \\", "*", "", "--flag=a b", "naïve\ttab", "a$$b ${local_rank}"]
     said = jobs.render(
         pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1", "--script", script, "--submit", "--", *awkward
     )  # fmt: skip
@@ -158,9 +139,7 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(
         assert told["ENVBUILD_RUN"] == str(ended.run) and told["ENVBUILD_INTERFACE"] == "eth0"
 
 
-def test_what_did_not_pass_its_verification_is_refused(
-    jobs: Jobs, squash: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_did_not_pass_its_verification_is_refused(jobs: Jobs, squash: dict[str, Any], tmp_path: Path) -> None:
     copy = jobs.cluster.shared / "copy.sqsh"
     os.link(squash["enroot"]["path"], copy)
     refused = jobs.render(copy, code=5)

@@ -104,19 +104,13 @@ def installed(
         return Installed(prefix, install(records, prefix, folder / "packages", request.param))
 
 
-@pytest.mark.parametrize(
-    ("subdir", "pytorch"), [("linux-64", "2.13.0"), ("linux-aarch64", "2.10.0")]
-)
-def test_a_recipe_for_conda_forge_resolves(
-    conda_server: Server, tmp_path: Path, subdir: str, pytorch: str
-) -> None:
+@pytest.mark.parametrize(("subdir", "pytorch"), [("linux-64", "2.13.0"), ("linux-aarch64", "2.10.0")])
+def test_a_recipe_for_conda_forge_resolves(conda_server: Server, tmp_path: Path, subdir: str, pytorch: str) -> None:
     records = solve(conda_server.url, tmp_path, subdir, SPECS)
     assert str(records["pytorch"].version) == pytorch
     assert str(records["pytorch"].build).startswith("cpu_")
     assert {r.subdir for r in records.values()} == {subdir, "noarch"}
-    assert {"typing_extensions", "jinja2", "markupsafe", "sympy", "mpmath", "libgcc"} <= set(
-        records
-    )
+    assert {"typing_extensions", "jinja2", "markupsafe", "sympy", "mpmath", "libgcc"} <= set(records)
     assert ("setuptools" in records) == (subdir == "linux-64")
     for record in records.values():
         assert record.sha256 is not None and record.md5 is not None and record.license
@@ -174,9 +168,7 @@ def test_prefixes_are_replaced_in_text_and_in_binaries(installed: Installed) -> 
             if "file_mode" in row:
                 modes[row["_path"]] = row["file_mode"]
                 assert row["prefix_placeholder"] == PLACEHOLDER and len(PLACEHOLDER) == 255
-    assert {"bin/torchrun", "lib/pkgconfig/python-3.11.pc", "share/labdata/settings.conf"} <= set(
-        modes
-    )
+    assert {"bin/torchrun", "lib/pkgconfig/python-3.11.pc", "share/labdata/settings.conf"} <= set(modes)
     assert modes["bin/python3.11"] == "binary"
     for name, mode in modes.items():
         path = installed.prefix / name
@@ -223,14 +215,10 @@ def test_a_tool_is_upgraded_in_place(conda_server: Server, tmp_path: Path) -> No
         metas = install(records, prefix, cache, HOST)
         environment = Installed(prefix, metas)
         assert environment.run("labtool") == f"labtool {version}\n"
-        assert [p.name for p in site_packages.glob("*.dist-info")] == [
-            f"labtool-{version}.dist-info"
-        ]
+        assert [p.name for p in site_packages.glob("*.dist-info")] == [f"labtool-{version}.dist-info"]
         assert activation.exists() == (version == "1.1")
     shell = f". {activation}; echo $LABTOOL_HOME"
-    done = subprocess.run(
-        ["sh", "-c", shell], capture_output=True, text=True, env={"CONDA_PREFIX": str(prefix)}
-    )
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, env={"CONDA_PREFIX": str(prefix)})
     assert done.stdout == f"{prefix}/share/labtool\n"
 
 
@@ -285,15 +273,11 @@ def small(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
-def ask(
-    server: Server, path: str = "/a.conda", method: str = "GET", **headers: str
-) -> tuple[int, bytes, Any]:
+def ask(server: Server, path: str = "/a.conda", method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
     """(status, content, headers) of an answer; `Authorization` is sent unless it is given."""
     login = "Basic " + base64.b64encode(b"me:p:w").decode()
     named = {key.replace("_", "-"): value for key, value in headers.items()}
-    request = urllib.request.Request(
-        server.url + path, headers={"Authorization": login, **named}, method=method
-    )
+    request = urllib.request.Request(server.url + path, headers={"Authorization": login, **named}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=10) as answer:
@@ -309,11 +293,7 @@ def test_files_are_served_whole_in_parts_and_only_when_changed(small: Server) ->
     assert ask(small, method="HEAD")[:2] == (200, b"")
     assert ask(small, method="HEAD")[2]["Content-Length"] == "10240"
     status, content, part = ask(small, Range="bytes=10000-", If_Range=headers["ETag"])
-    assert (status, content, part["Content-Range"]) == (
-        206,
-        BODY[10000:],
-        "bytes 10000-10239/10240",
-    )
+    assert (status, content, part["Content-Range"]) == (206, BODY[10000:], "bytes 10000-10239/10240")
     assert ask(small, Range="bytes=5-8")[:2] == (206, BODY[5:9])
     assert ask(small, Range="bytes=-3")[:2] == (206, BODY[-3:])
     assert ask(small, Range="bytes=10000-", If_Range='"other"')[:2] == (200, BODY)
@@ -328,9 +308,7 @@ def test_files_are_served_whole_in_parts_and_only_when_changed(small: Server) ->
     [("/a.conda", "", 401), ("/a.conda", "Basic bWU6bm8=", 401), ("/b.conda", None, 404), ("/../secret", None, 404),
      ("/%2e%2e/secret", None, 404)],
 )  # fmt: skip
-def test_nobody_else_and_nothing_else_is_served(
-    small: Server, path: str, login: str | None, status: int
-) -> None:
+def test_nobody_else_and_nothing_else_is_served(small: Server, path: str, login: str | None, status: int) -> None:
     assert ask(small, path, **({} if login is None else {"Authorization": login}))[0] == status
 
 

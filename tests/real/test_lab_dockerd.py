@@ -53,11 +53,7 @@ def bash_image() -> bytes:
     }
     manifest = [{"Config": "config.json", "RepoTags": ["lab:bash"], "Layers": ["layer.tar"]}]
     return pack(
-        {
-            "config.json": json.dumps(config).encode(),
-            "layer.tar": layer,
-            "manifest.json": json.dumps(manifest).encode(),
-        }
+        {"config.json": json.dumps(config).encode(), "layer.tar": layer, "manifest.json": json.dumps(manifest).encode()}
     )
 
 
@@ -92,13 +88,10 @@ class Traces:
             "interfaces": "\n".join(os.listdir("/sys/class/net")),
             "rules": output("iptables-save"),
             "cgroups": output("find", "/sys/fs/cgroup", "-type", "d"),
-            "folders": "\n".join(
-                map(str, [*Path("/run").iterdir(), *self.lab.log.parent.iterdir()])
-            ),
+            "folders": "\n".join(map(str, [*Path("/run").iterdir(), *self.lab.log.parent.iterdir()])),
         }
         found = {
-            place: [line for line in text.splitlines() if self.ours.search(line)]
-            for place, text in places.items()
+            place: [line for line in text.splitlines() if self.ours.search(line)] for place, text in places.items()
         }
         processes = filter(self._inside, Path("/proc").glob("[0-9]*/ns/pid"))
         found["processes"] = [path.parent.parent.name for path in processes]
@@ -133,9 +126,7 @@ def use(lab: Lab) -> Traces:
 
 def test_containers_run_and_their_output_and_status_come_back(tmp_path: Path) -> None:
     with dockerd(tmp_path) as lab, client(lab) as opened:
-        version = subprocess.run(
-            ["bash", "-c", "echo $BASH_VERSION"], capture_output=True, text=True
-        )
+        version = subprocess.run(["bash", "-c", "echo $BASH_VERSION"], capture_output=True, text=True)
         assert run(opened, "echo $BASH_VERSION") == version.stdout.strip()
         with pytest.raises(docker.errors.ContainerError) as failed:
             run(opened, "exit 7")
@@ -213,9 +204,7 @@ def test_a_container_reaches_beyond_the_machine_by_its_address(tmp_path: Path) -
         dockerd(tmp_path) as lab,
         client(lab) as opened,
         subprocess.Popen(
-            ["unshare", "--net", sys.executable, "-c", server],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            ["unshare", "--net", sys.executable, "-c", server], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as machine,
     ):
         assert machine.stdin is not None and machine.stdout is not None

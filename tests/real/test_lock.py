@@ -25,9 +25,7 @@ def lock_text(command: Command, name: str, target: str = "cpu-x86_64") -> str:
 
 
 def pins(text: str) -> list[str]:
-    return [
-        line.split()[0] for line in text.splitlines() if "==" in line and not line.startswith("#")
-    ]
+    return [line.split()[0] for line in text.splitlines() if "==" in line and not line.startswith("#")]
 
 
 @pytest.fixture
@@ -78,17 +76,13 @@ def test_only_hashes_that_fit_the_target_are_locked(lab: Command) -> None:
         "cp311-cp311-manylinux_2_34_x86_64",
         "cp39-abi3-manylinux2014_x86_64",
     ):
-        wheel = make_wheel(
-            lab.folder / "wheels", "native", tag=tag, files={"native/lib.so": tag.encode()}
-        )
+        wheel = make_wheel(lab.folder / "wheels", "native", tag=tag, files={"native/lib.so": tag.encode()})
         digests[tag] = hashlib.sha256(wheel.read_bytes()).hexdigest()
     make_recipe(lab.folder / "recipes", "n", ["native"])
     assert lab("lock", "n", "--wheels").returncode == 0
     x86, arm = lock_text(lab, "n"), lock_text(lab, "n", "cpu-aarch64")
     assert digests["cp311-cp311-manylinux_2_28_x86_64"] in x86
-    assert (
-        digests["cp311-cp311-manylinux_2_17_aarch64"] in arm and arm.count("sha256:") == 2
-    )  # and the digest
+    assert digests["cp311-cp311-manylinux_2_17_aarch64"] in arm and arm.count("sha256:") == 2  # and the digest
     for tag in ("cp312-cp312-manylinux_2_28_x86_64", "cp311-cp311-musllinux_1_2_x86_64",
                 "cp311-cp311-manylinux_2_34_x86_64", "cp311-cp311-manylinux_2_17_aarch64"):  # fmt: skip
         assert digests[tag] not in x86, tag
@@ -99,12 +93,7 @@ def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
     make_wheel(lab.folder / "wheels", "beta")
     make_recipe(lab.folder / "recipes", "bad", ["alpha", "beta<2"])
     done = lab("lock", "bad", "--wheels")
-    assert (
-        done.returncode == 3
-        and "alpha" in done.stderr
-        and "beta" in done.stderr
-        and "hint:" in done.stderr
-    )
+    assert done.returncode == 3 and "alpha" in done.stderr and "beta" in done.stderr and "hint:" in done.stderr
     assert not list((lab.folder / "recipes/bad").glob("*.txt"))
 
 
@@ -144,9 +133,7 @@ def private_index(tmp_path: Path) -> Iterator[tuple[str, str]]:
         server.shutdown()
 
 
-def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
-    lab: Command, private_index: tuple[str, str]
-) -> None:
+def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(lab: Command, private_index: tuple[str, str]) -> None:
     url, password = private_index
     env = {"PIP_INDEX_URL": url, "PIP_NO_INDEX": "0"}
     (lab.folder / "pip.conf").write_text("")
@@ -160,48 +147,22 @@ def test_credentials_and_addresses_stay_out_of_lock_log_and_venv(
     built = lab("venv", "private", "--no-verify", "--out", "v", **env)
     assert built.returncode == 0, built.stderr
     wrong = lab(
-        "lock",
-        "private",
-        "--wheels",
-        "--upgrade",
-        **{**env, "PIP_INDEX_URL": url.replace(password, "wr0ng-w0rd")},
+        "lock", "private", "--wheels", "--upgrade", **{**env, "PIP_INDEX_URL": url.replace(password, "wr0ng-w0rd")}
     )
     assert wrong.returncode == 3
     for output in (locked, built, wrong):
         assert password not in output.stdout + output.stderr and "wr0ng-w0rd" not in output.stderr
-    found = subprocess.run(
-        ["grep", "-rl", password, lab.folder / "v", lab.folder / "recipes"], capture_output=True
-    )
+    found = subprocess.run(["grep", "-rl", password, lab.folder / "v", lab.folder / "recipes"], capture_output=True)
     assert found.stdout == b""
 
 
 def test_an_exported_pylock_is_read_by_uv(two: Command) -> None:
-    done = two(
-        "lock",
-        "two",
-        "--wheels",
-        "--target",
-        "cpu-x86_64",
-        "--export",
-        "pylock",
-        "--export-dir",
-        "out",
-    )
+    done = two("lock", "two", "--wheels", "--target", "cpu-x86_64", "--export", "pylock", "--export-dir", "out")
     assert done.returncode == 0 and done.stdout.strip() == "out/pylock.two-cpu-x86_64.toml"
     import sys
 
     uv = str(Path(sys.executable).parent / "uv")
-    line = [
-        uv,
-        "pip",
-        "install",
-        "--dry-run",
-        "--no-config",
-        "--target",
-        "t",
-        "-r",
-        done.stdout.strip(),
-    ]
+    line = [uv, "pip", "install", "--dry-run", "--no-config", "--target", "t", "-r", done.stdout.strip()]
     read = subprocess.run(line, cwd=two.folder, capture_output=True, text=True)
     assert read.returncode == 0 and "alpha==1.0" in read.stderr, read.stderr
 
@@ -228,12 +189,7 @@ def dated_index(tmp_path: Path) -> Iterator[str]:
     files = tmp_path / "served/files"
     wheels = {"aged-1.0": "2020", "young-1.0": "2025", "outer-1.0": "2019", "outer-2.0": "2026"}
     rows: dict[str, list[dict[str, object]]] = {}
-    for pin, year in {
-        **wheels,
-        "aged-9.0": "2026",
-        "young-1.1": "2026",
-        "inner-3.0": "2026",
-    }.items():
+    for pin, year in {**wheels, "aged-9.0": "2026", "young-1.1": "2026", "inner-3.0": "2026"}.items():
         name, _, version = pin.partition("-")
         requires = ["inner==3.0"] if pin == "outer-2.0" else []
         path = files / f"{pin}.tar.gz"
@@ -253,12 +209,7 @@ def dated_index(tmp_path: Path) -> Iterator[str]:
             if not self.path.startswith("/simple/") or name not in rows:
                 super().do_GET()
                 return
-            page = {
-                "meta": {"api-version": "1.1"},
-                "name": name,
-                "versions": [],
-                "files": rows[name],
-            }
+            page = {"meta": {"api-version": "1.1"}, "name": name, "versions": [], "files": rows[name]}
             self.send_response(200)
             self.send_header("Content-Type", "application/vnd.pypi.simple.v1+json")
             self.end_headers()
@@ -274,9 +225,7 @@ def dated_index(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_newer_releases_without_a_wheel_are_not_skipped_in_silence(
-    lab: Command, dated_index: str
-) -> None:
+def test_newer_releases_without_a_wheel_are_not_skipped_in_silence(lab: Command, dated_index: str) -> None:
     (lab.folder / "pip.conf").write_text("")
     lab.env |= {"PIP_INDEX_URL": dated_index, "PIP_NO_INDEX": "0"}
     make_recipe(lab.folder / "recipes", "r", ["aged", "outer"], targets="[targets.cpu-x86_64]")
@@ -323,9 +272,7 @@ def test_a_failed_resolution_names_its_cause_and_no_index_that_would_not_help(
 
 
 def test_a_cpu_target_that_resolves_to_cuda_is_an_error(envbuild: Command) -> None:
-    make_recipe(
-        envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cpu-x86_64]"
-    )
+    make_recipe(envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cpu-x86_64]")
     done = envbuild("lock", "trap", "--wheels", PIP_FIND_LINKS="")
     assert done.returncode == 3, done.stderr
     assert "is for CPUs" in done.stderr and "nvidia-" in done.stderr and "whl/cpu" in done.stderr
@@ -333,22 +280,16 @@ def test_a_cpu_target_that_resolves_to_cuda_is_an_error(envbuild: Command) -> No
 
 
 def test_a_cuda_target_that_resolves_to_a_cpu_torch_is_an_error(envbuild: Command) -> None:
-    make_recipe(
-        envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cu126-aarch64]"
-    )
+    make_recipe(envbuild.folder / "recipes", "trap", ["torch==2.9.1"], targets="[targets.cu126-aarch64]")
     done = envbuild("lock", "trap", "--wheels")
-    assert (
-        done.returncode == 3 and "CPU-only build" in done.stderr and "whl/cu126" in done.stderr
-    ), done.stderr
+    assert done.returncode == 3 and "CPU-only build" in done.stderr and "whl/cu126" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])
 def test_a_new_requirement_moves_nothing_else(target: str, envbuild: Command) -> None:
     shutil.copytree(REPOSITORY / "recipes/pt_minimal", envbuild.folder / "recipes/pt_minimal")
     recipe = envbuild.folder / "recipes/pt_minimal/recipe.toml"
-    recipe.write_text(
-        recipe.read_text().replace("requirements = [", 'requirements = ["packaging==24.0", ', 1)
-    )
+    recipe.write_text(recipe.read_text().replace("requirements = [", 'requirements = ["packaging==24.0", ', 1))
     done = envbuild("lock", "pt_minimal", "--wheels", "--target", target)
     assert done.returncode == 0, done.stderr
     changed = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
@@ -401,9 +342,7 @@ def test_a_newer_nccl_takes_the_place_of_torch_s_and_is_installed(cuda: Command)
         ("2.99.0", "no version of nvidia-nccl-cu12==2.99.0"),
     ],
 )
-def test_an_nccl_that_cannot_take_torch_s_place_is_refused(
-    cuda: Command, nccl: str, said: str
-) -> None:
+def test_an_nccl_that_cannot_take_torch_s_place_is_refused(cuda: Command, nccl: str, said: str) -> None:
     cuda_recipe(cuda, nccl)
     done = cuda("lock", "gpu", "--wheels")
     assert done.returncode == 3 and said in " ".join(done.stderr.split()), done.stderr
@@ -428,9 +367,7 @@ def test_a_cpu_torch_under_a_lock_for_cuda_is_refused_when_it_is_built(cuda: Com
 
 def test_an_index_out_of_reach_is_named_with_the_command_for_elsewhere(cuda: Command) -> None:
     index = "http://127.0.0.1:9/whl/cu126"
-    tables = (
-        f'[targets.cu126-x86_64]\nrequirements = ["torch==2.9.1+cu126"]\nindexes = ["{index}"]\n'
-    )
+    tables = f'[targets.cu126-x86_64]\nrequirements = ["torch==2.9.1+cu126"]\nindexes = ["{index}"]\n'
     make_recipe(cuda.folder / "recipes", "gpu", [], targets=tables)
     command = "`envbuild lock gpu --target cu126-x86_64"
     for arguments in (["lock", "gpu", "--wheels"], ["plan", "gpu"]):

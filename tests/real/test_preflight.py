@@ -167,9 +167,7 @@ def test_a_firewall_before_the_head_is_told_apart_from_nobody_listening(cluster:
     assert f"{where}: refused" in told.words["n3"] and "a firewall rejects" in told.words["n3"]
 
 
-def test_a_firewall_between_other_nodes_and_packets_that_are_too_large_are_found(
-    cluster: Cluster,
-) -> None:
+def test_a_firewall_between_other_nodes_and_packets_that_are_too_large_are_found(cluster: Cluster) -> None:
     cluster.block("n3", source="n2")
     try:
         told = preflight(cluster)

@@ -31,9 +31,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("pyxis")
     plugin, tree = folder / "cluster/plugin", folder / "tree"
-    ctypes = next(
-        Path("/usr/lib").glob("python3.*/lib-dynload/_ctypes.*.so")
-    )  # it has a library of its own
+    ctypes = next(Path("/usr/lib").glob("python3.*/lib-dynload/_ctypes.*.so"))  # it has a library of its own
     tools = ("/usr/bin/touch", "/bin/mkdir", "/bin/readlink", str(ctypes))
     library = small_image.write_tree(tree, *tools)
     shutil.copytree(REPOSITORY / "ddp_train", library / "ddp_train")
@@ -120,9 +118,7 @@ def containers(jobs: Jobs) -> str:
     return on_all(jobs.cluster, "ls", DATA)
 
 
-def test_a_requeued_job_starts_again_and_no_program_sees_the_ranks_of_pyxis(
-    jobs: Jobs, cluster: Cluster
-) -> None:
+def test_a_requeued_job_starts_again_and_no_program_sees_the_ranks_of_pyxis(jobs: Jobs, cluster: Cluster) -> None:
     job = submit(jobs, arguments=("wait",))
     waiting(jobs, job)
     cluster.run(["scontrol", "requeue", str(job)], check=True)

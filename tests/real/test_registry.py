@@ -139,9 +139,7 @@ def test_what_is_pushed_is_what_skopeo_reads_and_what_is_pulled(lab: Lab, tmp_pa
 
 def test_what_skopeo_pushed_is_pulled(lab: Lab, tmp_path: Path) -> None:
     blobs, pushed = Blobs(tmp_path / "blobs"), image(Blobs(tmp_path / "blobs"), 3)
-    reach(lab.address, "first", tmp_path).push(
-        blobs, parts(pushed), pushed.raw, OCI_MANIFEST, pushed.digest
-    )
+    reach(lab.address, "first", tmp_path).push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, pushed.digest)
     subprocess.run(
         ["skopeo", "copy", "-q", "--format=v2s2", "--src-tls-verify=false", "--dest-tls-verify=false",
          f"docker://{lab.address}/first@{pushed.digest}", f"docker://{lab.address}/by/skopeo:1"],
@@ -149,9 +147,7 @@ def test_what_skopeo_pushed_is_pulled(lab: Lab, tmp_path: Path) -> None:
     )  # fmt: skip
     there = reach(lab.address, "by/skopeo:1", tmp_path)
     found = parse(*_named(there))
-    assert isinstance(found, ImageManifest) and found.media_type.startswith(
-        "application/vnd.docker."
-    )
+    assert isinstance(found, ImageManifest) and found.media_type.startswith("application/vnd.docker.")
     files = there.fetch_blobs(parts(found), Blobs(tmp_path / "pulled"), lambda _count: None)
     assert [digest_of(file.read_bytes()) for file in files] == [b.digest for b in parts(found)]
 
@@ -175,15 +171,11 @@ def test_only_a_changed_layer_is_sent(lab: Lab, tmp_path: Path) -> None:
     assert (again.uploaded, again.present, again.uploaded_bytes) == (0, 4, 0)
 
 
-def test_blobs_of_another_repository_are_mounted_and_move_no_bytes(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_blobs_of_another_repository_are_mounted_and_move_no_bytes(lab: Lab, tmp_path: Path) -> None:
     blobs, pushed = Blobs(tmp_path), image(Blobs(tmp_path), 20, 21)
     reach(lab.address, "origin", tmp_path).push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1")
     there = reach(lab.address, "sibling", tmp_path)
-    done = there.push(
-        blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1", mount_from=("nothing/here", "origin")
-    )
+    done = there.push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1", mount_from=("nothing/here", "origin"))
     assert (done.uploaded, done.mounted, done.present) == (0, 3, 0)
     assert not lab.requests("^(PATCH|PUT) .*/sibling/blobs/")
     assert len(lab.requests("^POST .*/sibling/blobs/uploads/.*from=origin.* 201$")) == 3
@@ -237,18 +229,14 @@ def test_an_upload_cut_inside_a_request_is_finished(lab: Lab, tmp_path: Path, ch
         there.push_blob(blob, blobs.path(blob.digest), progress, chunk=chunk)
         assert line.cuts == 2
     assert progress.total == blob.size and there.endpoint.retries == 5
-    fetched = reach(lab.address, f"cut/{chunk}", tmp_path).fetch_blob(
-        blob, Blobs(tmp_path / "pulled"), progress
-    )
+    fetched = reach(lab.address, f"cut/{chunk}", tmp_path).fetch_blob(blob, Blobs(tmp_path / "pulled"), progress)
     assert fetched.read_bytes() == blobs.read(blob.digest)
 
 
 def test_a_download_that_is_cut_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
     blobs, pulled = Blobs(tmp_path / "blobs"), Blobs(tmp_path / "pulled")
     blob, _ = layer(blobs, 40, 5 * MIB)
-    reach(lab.address, "cut-down", tmp_path).push_blob(
-        blob, blobs.path(blob.digest), lambda _count: None
-    )
+    reach(lab.address, "cut-down", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
     with forwarder(lab.address) as line:
         # more cuts than retries: each try brings something new
         line.down = [MIB // 2] * 8
@@ -264,9 +252,7 @@ def test_what_an_earlier_run_got_is_used_and_checked(lab: Lab, tmp_path: Path) -
     blob, _ = layer(blobs, 41, MIB)
     content = blobs.read(blob.digest)
     there.push_blob(blob, blobs.path(blob.digest), lambda _count: None)
-    for number, start in enumerate(
-        (content[:1000], content, b"x" * 1000, content + b"more", b"x" * len(content))
-    ):
+    for number, start in enumerate((content[:1000], content, b"x" * 1000, content + b"more", b"x" * len(content))):
         pulled, progress = Blobs(tmp_path / f"pulled{number}"), Progress()
         pulled.partial(blob.digest).write_bytes(start)
         file = there.fetch_blob(blob, pulled, progress)
@@ -279,13 +265,10 @@ def test_two_runs_that_fetch_one_blob_do_not_spoil_it(lab: Lab, tmp_path: Path) 
 
     blobs, pulled = Blobs(tmp_path / "blobs"), Blobs(tmp_path / "pulled")
     blob, _ = layer(blobs, 42, 3 * MIB)
-    reach(lab.address, "both", tmp_path).push_blob(
-        blob, blobs.path(blob.digest), lambda _count: None
-    )
+    reach(lab.address, "both", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
     with ThreadPoolExecutor(4) as pool:
         fetch = [
-            pool.submit(reach(lab.address, "both", tmp_path).fetch_blob, blob, pulled, Progress())
-            for _ in range(4)
+            pool.submit(reach(lab.address, "both", tmp_path).fetch_blob, blob, pulled, Progress()) for _ in range(4)
         ]
     assert {digest_of(one.result().read_bytes()) for one in fetch} == {blob.digest}
     assert len(lab.requests(f"^GET .*/both/blobs/{blob.digest}")) == 1
@@ -354,14 +337,10 @@ def test_wrong_and_missing_passwords_are_said_without_them(locked: Lab, tmp_path
     blobs = Blobs(tmp_path / "blobs")
     pushed = image(blobs, 60)
     with pytest.raises(BuildError, match=r"pushing .*some/thing:1.*401"):
-        reach(locked.address, "some/thing", tmp_path).push(
-            blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1"
-        )
+        reach(locked.address, "some/thing", tmp_path).push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1")
 
 
-def test_a_helper_that_fails_or_hangs_is_named(
-    locked: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_helper_that_fails_or_hangs_is_named(locked: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = write_helper(tmp_path, "echo 'the keyring is locked'; exit 1")
     with pytest.raises(HostError, match=r"docker-credential-lab get failed.*keyring is locked"):
         reach(locked.address, "a", tmp_path, **env).manifest("1")
@@ -376,14 +355,10 @@ def test_a_helper_that_fails_or_hangs_is_named(
         reach(locked.address, "a", tmp_path, **env).manifest("1")
 
 
-def test_a_mirror_is_asked_first_and_one_that_fails_is_passed_over(
-    lab: Lab, locked: Lab, tmp_path: Path
-) -> None:
+def test_a_mirror_is_asked_first_and_one_that_fails_is_passed_over(lab: Lab, locked: Lab, tmp_path: Path) -> None:
     blobs, pushed = Blobs(tmp_path / "blobs"), image(Blobs(tmp_path / "blobs"), 70, 71)
     for repository in ("hub/tools/app", "tools/only-here"):
-        reach(lab.address, repository, tmp_path).push(
-            blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1"
-        )
+        reach(lab.address, repository, tmp_path).push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, "1")
     transport = Transport(insecure=frozenset({lab.address}), timeout_s=5)
     env = {"HOME": str(tmp_path)}
     mirrors = ("http://127.0.0.1:9", f"http://{locked.address}", f"http://{lab.address}/hub")
@@ -397,12 +372,7 @@ def test_a_mirror_is_asked_first_and_one_that_fails_is_passed_over(
     here.fetch_blobs(parts(pushed), Blobs(tmp_path / "two"), lambda _count: None)
     with pytest.raises(BuildError) as nowhere:
         open_registry("registry.invalid/no/such:1", transport, env, mirrors).manifest()
-    for said in (
-        "127.0.0.1:9: ",
-        f"{locked.address}: HTTP 401",
-        "/hub: HTTP 404",
-        "registry.invalid",
-    ):
+    for said in ("127.0.0.1:9: ", f"{locked.address}: HTTP 401", "/hub: HTTP 404", "registry.invalid"):
         assert said in nowhere.value.message
 
 
@@ -448,9 +418,7 @@ def test_certificates_are_checked_by_the_sites_bundle(tmp_path: Path) -> None:
 def test_ctrl_c_stops_a_pull_at_once_and_keeps_what_came(lab: Lab, tmp_path: Path) -> None:
     blobs = Blobs(tmp_path / "blobs")
     blob, _ = layer(blobs, 80, 8 * MIB)
-    reach(lab.address, "slow", tmp_path).push_blob(
-        blob, blobs.path(blob.digest), lambda _count: None
-    )
+    reach(lab.address, "slow", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
     script = f"""
 import sys, time
 from pathlib import Path

@@ -259,9 +259,7 @@ print(json.dumps([runtime.name, done.returncode, done.stdout, done.stderr]))
 
 
 @pytest.mark.parametrize("form", ["sqsh", "sif"])
-def test_a_user_without_any_right_starts_it_too(
-    images: dict[str, Path], place: Path, form: str
-) -> None:
+def test_a_user_without_any_right_starts_it_too(images: dict[str, Path], place: Path, form: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     package, home = place / "package", place / f"home-{form}"
@@ -271,15 +269,7 @@ def test_a_user_without_any_right_starts_it_too(
     os.chown(home, 65534, 65534)
     # This interpreter may lie where nobody may go; Debian's does not.
     variables = [f"HOME={home}", f"ENVBUILD_STORE={home}/store", f"PYTHONPATH={package}"]
-    command = [
-        *NOBODY,
-        *variables,
-        "/usr/bin/python3",
-        "-c",
-        AS_NOBODY,
-        str(images[form]),
-        str(home),
-    ]
+    command = [*NOBODY, *variables, "/usr/bin/python3", "-c", AS_NOBODY, str(images[form]), str(home)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     name, code, out, err = json.loads(done.stdout)
@@ -318,9 +308,7 @@ def test_apptainer_starts_a_sif_with_the_jobs_variables_and_the_work_folder(
     assert runtime.name.startswith("apptainer 1.4."), runtime.name
     (tmp_path / "input").write_text("of host")
     given = 'it\'s "given", a=b'  # a `$` in it Apptainer takes for a variable
-    script = (
-        f'cd {runtime.work}; echo "$PATH|$OF_IMAGE|${{HOST-none}}|$GIVEN|$(cat input)|$NCCL_DEBUG"'
-    )
+    script = f'cd {runtime.work}; echo "$PATH|$OF_IMAGE|${{HOST-none}}|$GIVEN|$(cat input)|$NCCL_DEBUG"'
     said = say(runtime, tmp_path, f"{script}; echo out >output", GIVEN=given)
     path, _, rest = said.partition("|")
     assert path.startswith(PATH) and rest == f"of image|none|{given}|of host|INFO\n"

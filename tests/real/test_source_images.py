@@ -49,9 +49,7 @@ def fabric_recipe(folder: Path, archive: SourceArchive, configure: Sequence[str]
 
 
 @pytest.fixture(scope="session")
-def fabric(
-    tmp_path_factory: pytest.TempPathFactory, session_store: Path, libfabric_source: SourceArchive
-) -> Command:
+def fabric(tmp_path_factory: pytest.TempPathFactory, session_store: Path, libfabric_source: SourceArchive) -> Command:
     """The command in a folder with a recipe that has libfabric with options that halve the time of its compilation."""
     folder = tmp_path_factory.mktemp("fabric")
     light = ["--disable-static", "--disable-shm", "--disable-rxd", "--disable-udp", "CFLAGS=-O0"]
@@ -86,9 +84,7 @@ def inside(file: str, work: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_image_files_hold_the_layer_and_pass_with_it(
-    fabric: Command, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_image_files_hold_the_layer_and_pass_with_it(fabric: Command, files: dict[str, Any], tmp_path: Path) -> None:
     lock = fabric.folder / f"recipes/pt_minimal/cpu-{ARCH}.build.toml"
     assert f"{lock.relative_to(fabric.folder)}: no lock of the builder" in files["said"]
     names = lock.read_text()
@@ -109,30 +105,22 @@ def test_image_files_hold_the_layer_and_pass_with_it(
     bill = json.loads(fabric("inspect", files["apptainer"]["path"], "--sbom", "cyclonedx").stdout)
     (part,) = [one for one in bill["components"] if one["name"] == "libfabric"]
     assert part["type"] == "library" and part["purl"].startswith("pkg:generic/libfabric@2.1.0?")
-    assert {"name": "envbuild:licence", "value": f"{_TREE}/{layer['licences'][0]}"} in part[
-        "properties"
-    ]
+    assert {"name": "envbuild:licence", "value": f"{_TREE}/{layer['licences'][0]}"} in part["properties"]
     assert "libfabric 2.1.0" in fabric("show", "pt_minimal").stdout
 
 
-def test_apptainer_itself_runs_what_was_built(
-    files: dict[str, Any], real_apptainer: Apptainer
-) -> None:
+def test_apptainer_itself_runs_what_was_built(files: dict[str, Any], real_apptainer: Apptainer) -> None:
     said = real_apptainer("exec", *FLAGS, files["apptainer"]["path"], "fi_info", "-p", "tcp")
     assert "provider: tcp" in said.stdout
 
 
-def test_built_again_nothing_is_compiled_and_not_a_bit_differs(
-    fabric: Command, files: dict[str, Any]
-) -> None:
+def test_built_again_nothing_is_compiled_and_not_a_bit_differs(fabric: Command, files: dict[str, Any]) -> None:
     line = ["build", "pt_minimal", "--artifact", "enroot,apptainer", "--locked", "--offline"]
     shutil.rmtree(fabric.folder / "build")
     done = fabric(*line, "--no-verify", "--json")
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)["artifacts"]
-    assert [one["digest"] for one in again] == [
-        files[kind]["digest"] for kind in ("enroot", "apptainer")
-    ]
+    assert [one["digest"] for one in again] == [files[kind]["digest"] for kind in ("enroot", "apptainer")]
     assert "configure" not in done.stderr and "builder" not in done.stderr
 
 
@@ -194,17 +182,13 @@ def small(tmp_path: Path, session_store: Path) -> Command:
     return Command(tmp_path, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON, **pip})
 
 
-def recipe(
-    folder: Path, archive: SourceArchive, extra: str = "", options: Sequence[str] = ()
-) -> Path:
+def recipe(folder: Path, archive: SourceArchive, extra: str = "", options: Sequence[str] = ()) -> Path:
     """A recipe `small` with the layer greet."""
     layers = layer_table("greet", archive, configure=list(options))
     return make_recipe(folder / "recipes", "small", ["tiny"], extra=f"{extra}\n{layers}")
 
 
-def test_two_images_differ_in_the_layer_alone_and_diff_says_so(
-    small: Command, tmp_path: Path
-) -> None:
+def test_two_images_differ_in_the_layer_alone_and_diff_says_so(small: Command, tmp_path: Path) -> None:
     archive = pack("greet", tmp_path)
     made = []
     for word in ("hello", "good evening"):
@@ -242,9 +226,7 @@ def test_the_same_sources_and_packages_give_the_same_layer_in_another_store(
     assert second["files"] == first["files"]
 
 
-def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(
-    small: Command, tmp_path: Path
-) -> None:
+def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(small: Command, tmp_path: Path) -> None:
     archive = pack("greet", tmp_path)
     blobs = Blobs(tmp_path / "blobs")
     below = artifacts.layer(blobs, {"usr/bin/python3.11": "x"})
@@ -260,9 +242,7 @@ def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(
         assert "recipe.toml:5:" in done.stderr and "`build_base`" in done.stderr
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
     # Such an image here: the builder of Debian packages, as an image of its own.
-    make_recipe(
-        tmp_path / "recipes", "devel", [], extra='[image]\npackages = ["gcc", "libc6-dev", "make"]'
-    )
+    make_recipe(tmp_path / "recipes", "devel", [], extra='[image]\npackages = ["gcc", "libc6-dev", "make"]')
     devel = ["docker", "devel", "--target", f"cpu-{ARCH}", "--no-verify", "--out", "oci:devel"]
     small.json(*devel)
     recipe(tmp_path, archive, base + 'build_base = "oci:../../devel"\n')
@@ -275,9 +255,7 @@ def test_a_base_without_compilers_is_refused_and_one_with_them_is_taken(
     assert names == ["greet"]
 
 
-def test_another_processors_layers_are_asked_of_a_node_that_has_it(
-    small: Command, tmp_path: Path
-) -> None:
+def test_another_processors_layers_are_asked_of_a_node_that_has_it(small: Command, tmp_path: Path) -> None:
     place = recipe(tmp_path, pack("greet", tmp_path))
     line = ["docker", "small", "--target", f"cpu-{OTHER}", "--out", "oci:image"]
     done = small(*line, "--locked")
@@ -308,9 +286,7 @@ def test_a_build_that_fails_leaves_the_venv_that_is_there(small: Command, tmp_pa
     (Path(made["path"]) / "share/envbuild/layers/greet.json").unlink()
     assert small.json("venv", "small", "--no-verify")["built"] is True
     (tmp_path / "worse").mkdir()
-    recipe(
-        tmp_path, pack("greet", tmp_path / "worse", {"main.c": "int main(void) { return x; }\n"})
-    )
+    recipe(tmp_path, pack("greet", tmp_path / "worse", {"main.c": "int main(void) { return x; }\n"}))
     done = small("venv", "small", "--no-verify")
     assert done.returncode == 4 and "greet 1.0: make failed" in done.stderr
     assert "main.c" in done.stderr and greet.is_file()

@@ -48,9 +48,7 @@ print(build_layer(layers[0], {}, lambda work: local_build_host(work, os.environ)
 QUICK = """#!/bin/sh
 printf 'install:\\n\\tmkdir -p $(DESTDIR)/opt/env/bin && cp COPYING $(DESTDIR)/opt/env/bin/greet\\n' >Makefile
 """
-SLOW = (
-    "all:\n\t@sh -c 'sleep 61.7 & sleep 61.7; wait'\ninstall:\n\tmkdir -p $(DESTDIR)@prefix@/bin\n"
-)
+SLOW = "all:\n\t@sh -c 'sleep 61.7 & sleep 61.7; wait'\ninstall:\n\tmkdir -p $(DESTDIR)@prefix@/bin\n"
 
 
 @dataclass
@@ -68,9 +66,7 @@ class Builder:
     def environment(self) -> Environment:
         return load_environment({**os.environ, "ENVBUILD_STORE": str(self.store)})
 
-    def pack(
-        self, edits: dict[str, str | None] | None = None, name: str = "greet"
-    ) -> SourceArchive:
+    def pack(self, edits: dict[str, str | None] | None = None, name: str = "greet") -> SourceArchive:
         return pack(name, self.folder, edits)
 
     def layer(self, archive: SourceArchive, name: str = "greet", **other: object) -> SourceLayer:
@@ -97,9 +93,7 @@ class Builder:
     def left(self) -> list[str]:
         """What builds left in the store besides archives and layers."""
         folders = ("building", "partial")
-        return sorted(
-            str(p) for f in folders if (self.store / f).is_dir() for p in (self.store / f).iterdir()
-        )
+        return sorted(str(p) for f in folders if (self.store / f).is_dir() for p in (self.store / f).iterdir())
 
 
 @pytest.fixture
@@ -111,9 +105,7 @@ def builder(tmp_path: Path) -> Builder:
 
 
 def _run(program: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, env={"PATH": os.defpath}
-    )
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, env={"PATH": os.defpath})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -123,9 +115,7 @@ def _libraries(program: Path) -> dict[str, str]:
     return dict(re.findall(r"(\S+) => (.+) \(0x", _run(Path("/usr/bin/ldd"), str(program))))
 
 
-def test_a_layer_is_built_once_and_works_wherever_its_files_are(
-    builder: Builder, tmp_path: Path
-) -> None:
+def test_a_layer_is_built_once_and_works_wherever_its_files_are(builder: Builder, tmp_path: Path) -> None:
     one = builder.layer(builder.pack(), configure=("--with-word=moin",))
     tree = builder(one)
     assert any("make install" in line for line in builder.said)
@@ -137,9 +127,7 @@ def test_a_layer_is_built_once_and_works_wherever_its_files_are(
     for program in ("bin/greet", "libexec/greet/helper"):
         assert _run(moved / program) == "moin"
         # ldd says the path with the parts that the RUNPATH has.
-        assert os.path.realpath(_libraries(moved / program)["libgreet.so.1"]) == str(
-            moved / "lib/libgreet.so.1"
-        )
+        assert os.path.realpath(_libraries(moved / program)["libgreet.so.1"]) == str(moved / "lib/libgreet.so.1")
     found = {path.relative_to(moved).as_posix() for path in moved.rglob("*") if not path.is_dir()}
     assert found == {
         "bin/greet", "libexec/greet/helper", "lib/libgreet.so", "lib/libgreet.so.1", "lib/pkgconfig/greet.pc",
@@ -168,12 +156,7 @@ def test_each_input_makes_another_layer(builder: Builder) -> None:
         builder(replace(one, patches=(patch(builder.folder / "w.patch", _WORD),))),
     }
     assert len(trees) == 4
-    assert sorted(_run(tree / "bin/greet") for tree in trees) == [
-        "HELLO!",
-        "hello",
-        "hello",
-        "servus",
-    ]
+    assert sorted(_run(tree / "bin/greet") for tree in trees) == ["HELLO!", "hello", "hello", "servus"]
 
 
 _WORD = """--- a/greet.c
@@ -187,9 +170,7 @@ _WORD = """--- a/greet.c
 """  # noqa: W293 - a blank line of context
 
 
-def test_a_tags_archive_makes_its_configure_script_first_and_is_told_its_version(
-    builder: Builder,
-) -> None:
+def test_a_tags_archive_makes_its_configure_script_first_and_is_told_its_version(builder: Builder) -> None:
     configure = (sources.AUTOTOOLS / "greet/configure").read_text()
     # No "#!" line, as in aws-ofi-nccl, which asks for its version in this file.
     autogen = "set -e\ngrep -qx 1.0 .release_version\nmv real configure\n"
@@ -201,11 +182,7 @@ def test_a_tags_archive_makes_its_configure_script_first_and_is_told_its_version
 def test_a_layer_is_linked_with_those_that_it_requires(builder: Builder, tmp_path: Path) -> None:
     greet = builder(builder.layer(builder.pack()))
     calling = builder.layer(
-        builder.pack(name="caller"),
-        "caller",
-        system="make",
-        configure=("GREET={greet}",),
-        requires=("greet",),
+        builder.pack(name="caller"), "caller", system="make", configure=("GREET={greet}",), requires=("greet",)
     )
     with pytest.raises(BuildError, match=r"caller 1\.0 requires greet"):
         builder(calling)
@@ -220,11 +197,7 @@ def test_a_library_of_the_host_is_used_where_it_lies(builder: Builder, tmp_path:
     host = tmp_path / "opt/greet"
     shutil.copytree(builder(builder.layer(builder.pack())), host, symlinks=True)
     calling = builder.layer(
-        builder.pack(name="caller"),
-        "caller",
-        system="make",
-        configure=("GREET={greet}",),
-        requires=("greet",),
+        builder.pack(name="caller"), "caller", system="make", configure=("GREET={greet}",), requires=("greet",)
     )
     tree = builder(calling, hosts={"greet": str(host)})
     elf = read_elf(tree / "bin/call")
@@ -270,29 +243,21 @@ def test_an_archive_with_another_hash_is_refused_and_not_kept(builder: Builder) 
     wrong = replace(builder.layer(archive), sha256="0" * 64)
     with pytest.raises(BuildError) as caught:
         builder(wrong)
-    assert (
-        archive.url in caught.value.message and f"wanted sha256:{'0' * 64}" in caught.value.message
-    )
+    assert archive.url in caught.value.message and f"wanted sha256:{'0' * 64}" in caught.value.message
     assert f"it has sha256:{archive.sha256}" in caught.value.message
     assert archive.sha256 in (caught.value.hint or "")
     assert not (builder.store / "sources").exists() and not (builder.store / "built").exists()
 
 
-def test_an_archive_comes_from_a_mirror_and_passwords_stay_out_of_messages(
-    builder: Builder, tmp_path: Path
-) -> None:
+def test_an_archive_comes_from_a_mirror_and_passwords_stay_out_of_messages(builder: Builder, tmp_path: Path) -> None:
     archive = builder.pack()
-    one = replace(
-        builder.layer(archive), url="https://user:secret@127.0.0.1:9/src/greet-1.0.tar.gz"
-    )
+    one = replace(builder.layer(archive), url="https://user:secret@127.0.0.1:9/src/greet-1.0.tar.gz")
     with pytest.raises(BuildError) as caught:
         builder(one, offline=True)
     assert "not asked, --offline" in caught.value.message
     assert "secret" not in f"{caught.value.message} {caught.value.hint}"
     site = tmp_path / "site.toml"
-    site.write_text(
-        f'[mirrors]\n"https://user:secret@127.0.0.1:9/src" = ["{archive.path.parent.as_uri()}"]\n'
-    )
+    site.write_text(f'[mirrors]\n"https://user:secret@127.0.0.1:9/src" = ["{archive.path.parent.as_uri()}"]\n')
     variables = {**os.environ, "ENVBUILD_STORE": str(builder.store), "ENVBUILD_SITE": str(site)}
     tree = build_layer(
         one, {}, lambda work: local_build_host(work, os.environ), load_environment(variables), builder.said.append,
@@ -346,9 +311,7 @@ def test_a_patch_that_does_not_fit_is_said(builder: Builder) -> None:
     assert "does not fit this version" in (caught.value.hint or "")
 
 
-def test_programs_and_compilers_that_are_missing_are_named(
-    builder: Builder, tmp_path: Path
-) -> None:
+def test_programs_and_compilers_that_are_missing_are_named(builder: Builder, tmp_path: Path) -> None:
     one = builder.layer(builder.pack(), tools=("no-such-tool", "make", "no-other"))
     with pytest.raises(BuildError, match=r"greet 1\.0: programs failed") as caught:
         builder(one)
@@ -440,16 +403,10 @@ def test_a_damaged_layer_is_built_again(builder: Builder) -> None:
     assert _run(builder(one) / "bin/greet") == "hello"
 
 
-def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(
-    builder: Builder, tmp_path: Path
-) -> None:
+def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(builder: Builder, tmp_path: Path) -> None:
     greet = builder.layer(builder.pack(), patches=(patch(tmp_path / "w.patch", _WORD),))
     calling = builder.layer(
-        builder.pack(name="caller"),
-        "caller",
-        system="make",
-        configure=("GREET={greet}",),
-        requires=("greet",),
+        builder.pack(name="caller"), "caller", system="make", configure=("GREET={greet}",), requires=("greet",)
     )
     archives = tmp_path / "archives"
     archives.mkdir()
@@ -460,14 +417,7 @@ def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(
 
     def stage(prefix: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "envbuild.layers.source_standalone",
-                tmp_path / "layers.json",
-                archives,
-                prefix,
-            ],
+            [sys.executable, "-m", "envbuild.layers.source_standalone", tmp_path / "layers.json", archives, prefix],
             capture_output=True,
             text=True,
         )
@@ -485,9 +435,7 @@ def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(
 def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(
     libfabric_source: SourceArchive, session_store: Path, tmp_path: Path
 ) -> None:
-    absent = [
-        tool for tool in ("cc", "make", "autoreconf", "libtoolize") if shutil.which(tool) is None
-    ]
+    absent = [tool for tool in ("cc", "make", "autoreconf", "libtoolize") if shutil.which(tool) is None]
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)}")
     arch = host_arch()
@@ -511,9 +459,7 @@ def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(
     assert os.path.realpath(libraries["libfabric.so.1"]).startswith(str(moved))
     # Nothing of the build machine besides the C library: what is not named in sources.toml must not creep in.
     base = re.compile(r"lib(?:c|m|dl|rt|pthread|atomic|gcc_s)\.so\.\d+")
-    for library in set(_libraries(moved / "lib/libfabric.so.1")) | set(libraries) - {
-        "libfabric.so.1"
-    }:
+    for library in set(_libraries(moved / "lib/libfabric.so.1")) | set(libraries) - {"libfabric.so.1"}:
         assert base.fullmatch(library), library
     assert "lib/libfabric.so.1" in {path.relative_to(moved).as_posix() for path in moved.rglob("*")}
     assert (moved / "share/licenses/libfabric/COPYING").is_file()

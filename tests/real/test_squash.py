@@ -22,14 +22,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import (
-    GOARCH,
-    OCI_CONFIG,
-    OCI_MANIFEST,
-    Descriptor,
-    canonical,
-    digest_of,
-)
+from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of
 
 from .conftest import NO_DAEMON, Command, link_tree
 from .test_docker_out import AS_NOBODY, NOBODY
@@ -53,9 +46,7 @@ def sha256(path: str | Path) -> str:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def test_both_artifacts_of_one_build_are_verified_and_hold_one_squashfs(
-    squash: dict[str, Any],
-) -> None:
+def test_both_artifacts_of_one_build_are_verified_and_hold_one_squashfs(squash: dict[str, Any]) -> None:
     for kind, suffix in (("enroot", ".sqsh"), ("apptainer", ".sif")):
         made = squash[kind]
         assert made["path"].endswith(f"build/pt_cpu/cpu-{ARCH}/pt_cpu{suffix}")
@@ -96,10 +87,7 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
         **os.environ, **NO_DAEMON, "HOME": str(folder), "ENVBUILD_STORE": str(folder / "store"),
         "TMPDIR": str(folder),
     }  # fmt: skip
-    line = [
-        *AS_NOBODY,
-        *Command(folder).line("enroot", "--out", "pytorch.sqsh", "--locked", "--json"),
-    ]
+    line = [*AS_NOBODY, *Command(folder).line("enroot", "--out", "pytorch.sqsh", "--locked", "--json")]
     made = json.loads(run(*line, cwd=folder, env=env).stdout)
     assert made["digest"] == squash["enroot"]["digest"]
     receipt = json.loads(Path(made["receipt"]).read_text())
@@ -174,14 +162,11 @@ Content = bytes | None
 Layers = Sequence[Sequence[tuple[Entry, Content]]]
 
 
-def layout_of(
-    folder: Path, layers: Layers, arch: str = ARCH, config: dict[str, Any] | None = None
-) -> str:
+def layout_of(folder: Path, layers: Layers, arch: str = ARCH, config: dict[str, Any] | None = None) -> str:
     """An OCI layout of `layers`; returns how to spell it."""
     blobs = Blobs(folder.parent / f"{folder.name}.blobs")
     made: list[Layer] = [
-        write_layer(((e, None if data is None else io.BytesIO(data)) for e, data in layer), blobs)
-        for layer in layers
+        write_layer(((e, None if data is None else io.BytesIO(data)) for e, data in layer), blobs) for layer in layers
     ]
     document = canonical(
         {
@@ -287,12 +272,7 @@ def own(found: dict[bytes, tuple[Any, ...]]) -> dict[bytes, tuple[Any, ...]]:
 
 @pytest.fixture
 def odd(tmp_path: Path) -> str:
-    config = {
-        "Env": ["PATH=/usr/bin", "A=b c"],
-        "Cmd": ["sh"],
-        "WorkingDir": "/work",
-        "Volumes": {"/data": {}},
-    }
+    config = {"Env": ["PATH=/usr/bin", "A=b c"], "Cmd": ["sh"], "WorkingDir": "/work", "Volumes": {"/data": {}}}
     return layout_of(tmp_path / "odd", ODD, config=config)
 
 
@@ -302,14 +282,7 @@ def test_the_trees_of_both_files_are_umocis_but_for_what_is_documented(
 ) -> None:
     for kind in ("enroot", "apptainer"):
         envbuild.json(kind, "--from", odd, "--out", f"image.{kind}")
-    run(
-        "umoci",
-        "raw",
-        "unpack",
-        "--image",
-        f"{odd.removeprefix('oci:')}:lab:1",
-        tmp_path / "theirs",
-    )
+    run("umoci", "raw", "unpack", "--image", f"{odd.removeprefix('oci:')}:lab:1", tmp_path / "theirs")
     from envbuild.image.sif import read_sif
 
     with (tmp_path / "image.apptainer").open("rb") as stream:
@@ -334,9 +307,7 @@ def layout_blobs(folder: Path) -> Iterator[bytes]:
         yield path.read_bytes()
 
 
-def test_the_bytes_do_not_depend_on_how_and_where_a_local_image_is_found(
-    envbuild: Command, tmp_path: Path
-) -> None:
+def test_the_bytes_do_not_depend_on_how_and_where_a_local_image_is_found(envbuild: Command, tmp_path: Path) -> None:
     layers: Layers = [[file("a", b"a")]]
     layout_of(tmp_path / "odd", layers, config={"Cmd": ["sh"]})
     (tmp_path / "img").mkdir()
@@ -348,9 +319,7 @@ def test_the_bytes_do_not_depend_on_how_and_where_a_local_image_is_found(
             made.add((kind, hashlib.sha256((tmp_path / out).read_bytes()).hexdigest()))
     assert len(made) == 2
     for word in (b"odd", b"even", os.fsencode(tmp_path)):
-        assert (
-            word not in (tmp_path / "o.sif").read_bytes()[:32176]
-        )  # what stands before the partition
+        assert word not in (tmp_path / "o.sif").read_bytes()[:32176]  # what stands before the partition
 
 
 def test_data_that_upper_layers_hide_is_in_no_image(envbuild: Command, tmp_path: Path) -> None:
@@ -389,9 +358,7 @@ def test_an_image_from_a_recipes_own_layers_is_that_of_the_recipe(
     }
 
 
-def test_enroots_spellings_reach_a_registry_and_name_the_file(
-    envbuild: Command, odd: str, tmp_path: Path
-) -> None:
+def test_enroots_spellings_reach_a_registry_and_name_the_file(envbuild: Command, odd: str, tmp_path: Path) -> None:
     from lab.registry import registry
 
     with registry(tmp_path / "registry") as lab:
@@ -407,9 +374,7 @@ def test_enroots_spellings_reach_a_registry_and_name_the_file(
         assert done.returncode == 2 and "no credentials of 'me'" in done.stderr
 
 
-def test_an_image_is_the_same_from_wherever_it_is_read(
-    envbuild: Command, tmp_path: Path, docker_daemon: Lab
-) -> None:
+def test_an_image_is_the_same_from_wherever_it_is_read(envbuild: Command, tmp_path: Path, docker_daemon: Lab) -> None:
     # A daemon refuses links to files of other layers.
     layers = [[item for item in layer if item[0].kind != HARDLINK] for layer in ODD]
     odd = layout_of(tmp_path / "odd", layers, config={"Cmd": ["sh"]})
@@ -442,22 +407,16 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(envbuild: Command, 
 # Bad input and bad luck
 
 
-def test_an_image_for_another_architecture_is_refused_unless_it_is_asked_for(
-    envbuild: Command, tmp_path: Path
-) -> None:
+def test_an_image_for_another_architecture_is_refused_unless_it_is_asked_for(envbuild: Command, tmp_path: Path) -> None:
     source = layout_of(tmp_path / "l", [[file("a", b"a")]], OTHER)
     done = envbuild("apptainer", "--from", source, "--out", "o.sif")
     assert done.returncode == 4 and GOARCH[OTHER] in done.stderr
-    made = envbuild.json(
-        "apptainer", "--from", source, "--out", "o.sif", "--target", f"cpu-{OTHER}"
-    )
+    made = envbuild.json("apptainer", "--from", source, "--out", "o.sif", "--target", f"cpu-{OTHER}")
     assert f"{GOARCH[OTHER]}" in envbuild("inspect", made["path"]).stdout
     assert made["receipt"] is None
 
 
-def test_a_damaged_layer_is_named_and_leaves_the_old_file(
-    envbuild: Command, tmp_path: Path
-) -> None:
+def test_a_damaged_layer_is_named_and_leaves_the_old_file(envbuild: Command, tmp_path: Path) -> None:
     source = layout_of(tmp_path / "l", [[file("a", os.urandom(100_000))]])
     envbuild.json("enroot", "--from", source, "--out", "o.sqsh")
     before = (tmp_path / "o.sqsh").read_bytes()
@@ -507,9 +466,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
-    envbuild: Command, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_is_told_before_anything_is_written(envbuild: Command, tmp_path: Path, small_disk: Path) -> None:
     source = layout_of(tmp_path / "l", [[file("a", os.urandom(3_000_000))]])
     done = envbuild("enroot", "--from", source, "--out", small_disk / "o.sqsh")
     assert done.returncode == 4 and "MB" in done.stderr and "--out" in done.stderr
@@ -529,9 +486,7 @@ def test_a_read_only_place_is_told(envbuild: Command, tmp_path: Path, small_disk
     assert done.returncode == 4 and "--out" in done.stderr
 
 
-def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(
-    envbuild: Command, tmp_path: Path
-) -> None:
+def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: Command, tmp_path: Path) -> None:
     small = layout_of(tmp_path / "s", [[file("a", b"a")]])
     envbuild.json("enroot", "--from", small, "--out", "o.sqsh")
     before = sha256(tmp_path / "o.sqsh")
@@ -556,9 +511,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(
     assert not list(tmp_path.glob(".o.sqsh*"))
 
 
-def test_interrupted_a_run_leaves_nothing_beside_the_file(
-    envbuild: Command, tmp_path: Path
-) -> None:
+def test_interrupted_a_run_leaves_nothing_beside_the_file(envbuild: Command, tmp_path: Path) -> None:
     large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
     child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh",
                            ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
@@ -581,9 +534,7 @@ def test_two_writers_to_one_place_take_turns(envbuild: Command, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cpus", ["0", "0-1"])
-def test_processors_and_the_cache_change_no_byte(
-    envbuild: Command, odd: str, tmp_path: Path, cpus: str
-) -> None:
+def test_processors_and_the_cache_change_no_byte(envbuild: Command, odd: str, tmp_path: Path, cpus: str) -> None:
     for store in ("one", "two"):
         line = envbuild.line("enroot", "--from", odd, "--out", f"{store}.sqsh")
         env = envbuild.variables({"ENVBUILD_STORE": str(tmp_path / store)})
@@ -595,9 +546,7 @@ def test_processors_and_the_cache_change_no_byte(
     assert sha256(tmp_path / "one.last") == sha256(tmp_path / "two.last")
 
 
-def test_a_recipe_for_another_architecture_is_built_here_and_not_verified(
-    envbuild: Command,
-) -> None:
+def test_a_recipe_for_another_architecture_is_built_here_and_not_verified(envbuild: Command) -> None:
     made = envbuild.json("apptainer", "pt_minimal", "--target", f"cpu-{OTHER}", "--locked")
     assert made["receipt"] is None and made["target"] == f"cpu-{OTHER}"
     about = json.loads(envbuild("inspect", made["path"], "--json").stdout)
@@ -608,9 +557,7 @@ def test_apptainer_as_engine_builds_an_image_that_is_verified(
     envbuild: Command, real_apptainer: Apptainer, odd: str, tmp_path: Path
 ) -> None:
     env = real_apptainer.environment()
-    made = envbuild.json(
-        "apptainer", "--from", odd, "--out", "o.sif", "--engine", "apptainer", **env
-    )
+    made = envbuild.json("apptainer", "--from", odd, "--out", "o.sif", "--engine", "apptainer", **env)
     assert made["digest"] == sha256(tmp_path / "o.sif")
     done = envbuild("apptainer", "--from", odd, "--engine", "apptainer", PATH="/usr/bin:/bin")
     assert done.returncode == 6 and "install Apptainer" in done.stderr

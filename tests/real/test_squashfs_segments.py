@@ -76,9 +76,7 @@ def segments_of(tars: Sequence[bytes], folder: Path, workers: int = 2) -> list[S
     ]  # fmt: skip
 
 
-def image_of(
-    tars: Sequence[bytes], segments: Sequence[Segment], place: Path, workers: int = 2
-) -> bytes:
+def image_of(tars: Sequence[bytes], segments: Sequence[Segment], place: Path, workers: int = 2) -> bytes:
     """The image, written behind some other bytes, which stay."""
     entries = list(merge(sources(tars)).entries.values())
     with place.open("w+b") as out:
@@ -133,13 +131,8 @@ def crowded(draw: st.DrawFn) -> Stack:
     return stack
 
 
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
-@given(
-    st.one_of(stacks(), crowded(), crowded()),
-    st.lists(st.integers(0, len(CONTENTS) - 1), min_size=1, max_size=24),
-)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.one_of(stacks(), crowded(), crowded()), st.lists(st.integers(0, len(CONTENTS) - 1), min_size=1, max_size=24))
 def test_what_unsquashfs_unpacks_is_what_we_merged(stack: Stack, kinds: list[int]) -> None:
     """From any number of threads, from segments made now or kept, the same bytes."""
     count = iter(range(1000))
@@ -179,8 +172,7 @@ def test_what_unsquashfs_unpacks_is_what_we_merged(stack: Stack, kinds: list[int
 def test_what_upper_layers_hide_is_not_in_the_image(tmp_path: Path) -> None:
     small, large = [noise(9000, i) for i in range(40)], [noise(200_000, 100 + i) for i in range(5)]
     lower = of_files(
-        **{f"s{i:02}": data for i, data in enumerate(small)},
-        **{f"t{i}": data for i, data in enumerate(large)},
+        **{f"s{i:02}": data for i, data in enumerate(small)}, **{f"t{i}": data for i, data in enumerate(large)}
     )
     upper = tar_of([
         (Entry(".wh.s07"), b""), (Entry("s30"), b"new"), (Entry(".wh.t2"), b""), (Entry(".wh.t4"), b""),
@@ -213,10 +205,7 @@ def test_equal_files_of_several_layers_are_stored_once(tmp_path: Path) -> None:
 def test_equal_files_among_blocks_that_are_both_repacked_are_stored_once(tmp_path: Path) -> None:
     # Two of the equal files fit into no block together: there zstd would hide the second.
     same, others = noise(70_000, 1), [noise(50_000, 10 + i) for i in range(4)]
-    layers = [
-        of_files(a=same, b=others[0], c=others[1]),
-        of_files(x=same, y=others[2], z=others[3]),
-    ]
+    layers = [of_files(a=same, b=others[0], c=others[1]), of_files(x=same, y=others[2], z=others[3])]
     layers.append(tar_of([(Entry(".wh.b"), b""), (Entry(".wh.y"), b"")]))
     image = compose(layers, tmp_path)
     root = extracted(image, tmp_path)
@@ -231,8 +220,7 @@ def test_parts_of_blocks_are_repacked_with_every_compressor(name: str, tmp_path:
     texts = {f"f{i:03}": (f"line {i}\n" * 900).encode() for i in range(90)}
     tars = [of_files(**texts), tar_of([(Entry(f".wh.f{i:03}"), b"") for i in range(0, 90, 9)])]
     segments = [
-        write_segment(tar_items(io.BytesIO(tar), "layer"), tmp_path / str(i), codec, 2)
-        for i, tar in enumerate(tars)
+        write_segment(tar_items(io.BytesIO(tar), "layer"), tmp_path / str(i), codec, 2) for i, tar in enumerate(tars)
     ]
     with (tmp_path / "image").open("w+b") as out:
         entries = merge(sources(tars)).entries.values()
@@ -266,9 +254,7 @@ def test_a_harmed_segment_is_told_by_its_path(harm: str, repacked: bool, tmp_pat
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
-    )
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode()}")
     try:
@@ -277,9 +263,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_an_image_for_another_file_system_is_the_same_and_a_full_one_is_told(
-    tmp_path: Path,
-) -> None:
+def test_an_image_for_another_file_system_is_the_same_and_a_full_one_is_told(tmp_path: Path) -> None:
     """The kernel does not copy spans between file systems of two kinds by itself."""
     tars = [of_files(a=noise(700_000, 1), b=noise(9000, 2))]
     segments = segments_of(tars, tmp_path)
@@ -296,9 +280,7 @@ def test_an_image_for_another_file_system_is_the_same_and_a_full_one_is_told(
 def test_room_is_found_missing_before_anything_is_written(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=2m,nr_inodes=4") as disk:
         check_disk_space(disk, 2 << 20)
-        with pytest.raises(
-            BuildError, match=r"not enough disk space for 3\.1 MB; 2\.1 MB are free"
-        ) as error:
+        with pytest.raises(BuildError, match=r"not enough disk space for 3\.1 MB; 2\.1 MB are free") as error:
             check_disk_space(disk, 3 << 20)
         assert error.value.exit_code == 4 and "--out" in str(error.value.hint)
         with (disk / "image").open("w+b") as out:
@@ -323,9 +305,7 @@ def test_a_limit_of_file_sizes_is_met_before_anything_is_written(tmp_path: Path)
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "reserve(open(sys.argv[1], 'w+b'), 1 << 21)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "image"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "image"], capture_output=True, text=True)
     assert "BuildError" in done.stderr and "a quota or a limit on file sizes" in done.stderr
     assert (tmp_path / "image").stat().st_size == 0
 
@@ -394,9 +374,7 @@ def test_large_layers_take_little_memory(which: str, most: int, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     before, made = map(int, done.stdout.split())
     assert made - before < most, (before, made)
-    listing = subprocess.run(
-        ["unsquashfs", "-lls", "image"], capture_output=True, text=True, cwd=tmp_path
-    )
+    listing = subprocess.run(["unsquashfs", "-lls", "image"], capture_output=True, text=True, cwd=tmp_path)
     assert listing.returncode == 0, listing.stderr
     lines = listing.stdout.splitlines()
     image = (tmp_path / "image").stat().st_size

@@ -167,9 +167,7 @@ def seen(root: Path) -> Seen:
         kind = TYPES[stat.S_IFMT(status.st_mode)]
         target = os.readlink(path) if kind == SYMLINK else ""
         content = Path(path).read_bytes() if kind == FILE else b""
-        attributes = tuple(
-            (key, os.getxattr(path, key, follow_symlinks=False)) for key in attributes_of(path)
-        )
+        attributes = tuple((key, os.getxattr(path, key, follow_symlinks=False)) for key in attributes_of(path))
         device = (os.major(status.st_rdev), os.minor(status.st_rdev))
         entry = Entry(
             name,
@@ -223,10 +221,7 @@ def told(tar: bytes) -> Seen:
     for path in set(merged.entries) - {""}:
         entry = merged.entries[path].entry
         content = contents.get(path, b"")
-        found[path] = (
-            replace(entry, size=len(content), xattrs=tuple(sorted(entry.xattrs))),
-            content,
-        )
+        found[path] = (replace(entry, size=len(content), xattrs=tuple(sorted(entry.xattrs))), content)
     return found
 
 
@@ -248,8 +243,7 @@ NAMES = st.one_of(
     .map(lambda raw: raw.decode("utf-8", "surrogateescape")),
 ).filter(lambda name: name not in (".", ".."))
 SIZES = st.one_of(
-    st.integers(0, 300),
-    st.sampled_from([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 5]),
+    st.integers(0, 300), st.sampled_from([1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 5])
 )
 NUMBERS = st.one_of(st.integers(0, 1000), st.sampled_from([65535, 65536, LAST_SECOND - 1]))
 TIMES = st.one_of(st.integers(0, LAST_SECOND), st.sampled_from([0, 1 << 31, LAST_SECOND]))
@@ -286,9 +280,7 @@ def trees(draw: st.DrawFn) -> list[tuple[Entry, bytes]]:
             draw(NUMBERS),
             draw(NUMBERS),
             draw(TIMES),
-            (draw(st.integers(0, 4095)), draw(st.integers(0, (1 << 20) - 1)))
-            if kind in (CHAR, BLOCK)
-            else (0, 0),
+            (draw(st.integers(0, 4095)), draw(st.integers(0, (1 << 20) - 1))) if kind in (CHAR, BLOCK) else (0, 0),
             tuple(draw(st.dictionaries(keys, VALUES, max_size=2)).items()),
         )
         if kind == DIR and path.count("/") < 6:
@@ -299,9 +291,7 @@ def trees(draw: st.DrawFn) -> list[tuple[Entry, bytes]]:
 
 
 @pytest.mark.parametrize("name", ["gzip", "xz", "lz4", "lz4:9", "zstd"])
-def test_every_reader_sees_the_tree_as_it_was_described(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_reader_sees_the_tree_as_it_was_described(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     codec = codec_of(name)
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -362,12 +352,7 @@ def check_crowd(root: Path, entries: dict[str, Entry], space: str = "") -> None:
     assert {f"d/{name}" for name in listed} == {path for path in entries if path.startswith("d/")}
     names = sorted(listed)
     # Look-ups go through the index.
-    for name in [
-        *names[:50],
-        *random.Random(1).sample(names, 200),
-        *names[-50:],
-        *names[500::9000],
-    ]:
+    for name in [*names[:50], *random.Random(1).sample(names, 200), *names[-50:], *names[500::9000]]:
         wanted = entries[f"d/{name}"]
         wanted = entries.get(wanted.target, wanted)
         status = os.lstat(root / "d" / name)

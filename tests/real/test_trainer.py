@@ -72,16 +72,12 @@ class Job:
     def workers(self) -> list[int]:
         """Process ids of torchrun's children that run the trainer."""
         listing = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
         ).stdout
         return [int(row.split()[0]) for row in listing.splitlines() if "ddp_train" in row]
 
 
-def wait_until(
-    true: Callable[[], bool], what: str, job: Job | None = None, limit: float = LIMIT
-) -> None:
+def wait_until(true: Callable[[], bool], what: str, job: Job | None = None, limit: float = LIMIT) -> None:
     deadline = time.monotonic() + limit
     while not true():
         if time.monotonic() > deadline:
@@ -157,9 +153,7 @@ def test_a_network_that_adds_wrongly_ends_a_job_and_not_a_verification(
 
 
 @pytest.mark.parametrize("model", ["linear", "cnn"])
-def test_two_ranks_follow_the_curve_of_one_process(
-    start: Callable[..., Job], tmp_path: Path, model: str
-) -> None:
+def test_two_ranks_follow_the_curve_of_one_process(start: Callable[..., Job], tmp_path: Path, model: str) -> None:
     common = ["3", "2", "--model", model, "--dataset_size", "512", "--seed", "7"]
     alone = start(
         [
@@ -187,9 +181,7 @@ def test_two_ranks_follow_the_curve_of_one_process(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
-def test_bandwidth_and_connections_are_in_the_report(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_bandwidth_and_connections_are_in_the_report(start: Callable[..., Job], tmp_path: Path) -> None:
     options = ["--bandwidth", "0.5", "--backend", "gloo", "--report", "report.json"]
     job = start(local(3, "1", "1", *options), GLOO_SOCKET_IFNAME="lo")
     assert job.end() == 0, job.output
@@ -197,9 +189,7 @@ def test_bandwidth_and_connections_are_in_the_report(
     rows = report["bandwidth"]
     assert [row["bytes"] for row in rows] == [2**16 * 4**n for n in range(len(rows))] and rows
     for row in rows:
-        assert row["algbw"] == pytest.approx(
-            row["bytes"] / row["seconds"] / 1e9, rel=0.01, abs=2e-6
-        )
+        assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9, rel=0.01, abs=2e-6)
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * 2 / 3, rel=0.01, abs=2e-6)
     assert job.output.count("busbw (GB/s)") == 1, "rank 0 alone shows the table"
     sockets = [{tuple(pair) for pair in rank["sockets"]} for rank in report["ranks"]]
@@ -209,9 +199,7 @@ def test_bandwidth_and_connections_are_in_the_report(
     assert any(end.endswith(f":{port}") for pair in sockets[1] for end in pair)
 
 
-def test_a_slow_network_ends_the_measurement_in_time(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_slow_network_ends_the_measurement_in_time(start: Callable[..., Job], tmp_path: Path) -> None:
     """Each all-reduce takes a quarter of a second more: one size must be enough."""
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -233,9 +221,7 @@ def test_a_slow_network_ends_the_measurement_in_time(
     assert len(rows) == 1 and rows[0]["seconds"] >= 0.25
 
 
-def test_damaged_snapshot_falls_back_on_all_ranks(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_damaged_snapshot_falls_back_on_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     options = ["--dataset_size", "256", "--report", "report.json"]
     first = start(local(2, "3", "1", *options))
     assert first.end() == 0, first.output
@@ -284,9 +270,7 @@ def test_foreseen_failures_end_all_ranks_with_one_line(
     assert f"exitcode  : {code} " in job.output
 
 
-def test_full_disk_during_training_ends_all_ranks(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_full_disk_during_training_ends_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     """A limit on file sizes (4 blocks of 1024 bytes) stands for the full disk."""
     command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", *local(2, "3", "1")]
     job = start(command)

@@ -32,15 +32,7 @@ from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
 from envbuild.image.layer import header
 from envbuild.image.layout import fill_layout, read_layout
 from envbuild.image.merge import Merged, merge
-from envbuild.image.model import (
-    GOARCH,
-    OCI_CONFIG,
-    OCI_LAYER,
-    OCI_MANIFEST,
-    Descriptor,
-    canonical,
-    digest_of,
-)
+from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_LAYER, OCI_MANIFEST, Descriptor, canonical, digest_of
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("umoci"), reason="umoci is not installed"),
@@ -183,9 +175,7 @@ def agree(tars: Sequence[bytes], folder: Path) -> str:
         assert done.returncode != 0, f"we refused: {error.message}"
         reasons = ("not a directory", "root directory", "invalid tar header")
         path = error.message.split(": ")[1]
-        at_fault = path in done.stderr.replace("/./", "/") or any(
-            reason in done.stderr for reason in reasons
-        )
+        at_fault = path in done.stderr.replace("/./", "/") or any(reason in done.stderr for reason in reasons)
         assert at_fault, (error.message, done.stderr)
         return "both refuse"
     if done.returncode != 0:
@@ -215,25 +205,18 @@ targets = st.one_of(
     st.builds("{}{}".format, st.sampled_from(["../", "../../", "./", "/../../"]), paths),
     st.sampled_from(["..", ".", "/", "/etc", "nowhere/at/all"]),
 )
-odd = st.one_of(
-    paths,
-    st.builds("{}{}".format, st.sampled_from(["./", "/", "../", "a/../", "//", "./a/.//"]), paths),
-)
+odd = st.one_of(paths, st.builds("{}{}".format, st.sampled_from(["./", "/", "../", "a/../", "//", "./a/.//"]), paths))
 modes = st.sampled_from([0o755, 0o644, 0o700, 0o4755, 0o2755, 0o1777, 0o600, 0o000])
 # No setgid: below such a directory the kernel gives it to each directory that no layer describes.
 folder_modes = st.sampled_from([0o755, 0o700, 0o1777, 0o000])
 owners = st.sampled_from([0, 0, 1000, 70000])
 times = st.integers(0, LATEST)
-xattrs = st.sampled_from(
-    [(), (), (("user.one", b"1"),), (("user.one", b"\xff\x01"), ("user.two", b"2"))]
-)
+xattrs = st.sampled_from([(), (), (("user.one", b"1"),), (("user.one", b"\xff\x01"), ("user.two", b"2"))])
 
 
 def made(kind: str, path: st.SearchStrategy[str], **more: Any) -> st.SearchStrategy[Entry]:
     mode = folder_modes if kind == DIR else modes
-    return st.builds(
-        Entry, path, st.just(kind), mode=mode, uid=owners, gid=owners, mtime=times, **more
-    )
+    return st.builds(Entry, path, st.just(kind), mode=mode, uid=owners, gid=owners, mtime=times, **more)
 
 
 members = st.one_of(
@@ -266,9 +249,7 @@ def stacks(draw: st.DrawFn) -> Stack:
     return stack
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(stacks())
 # A link whose target a later layer replaces keeps the old content.
 @example([[Entry("a"), Entry("b", HARDLINK, target="a")], [Entry("a")]])
@@ -285,11 +266,7 @@ def test_what_umoci_unpacks_is_what_we_merge(stack: Stack) -> None:
 
 
 def raw(
-    name: str,
-    kind: bytes = tarfile.REGTYPE,
-    link: str = "",
-    form: Literal[1, 2] = tarfile.PAX_FORMAT,
-    **more: Any,
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", form: Literal[1, 2] = tarfile.PAX_FORMAT, **more: Any
 ) -> bytes:
     """A member whose header is written as asked, however odd."""
     info = tarfile.TarInfo(name)
@@ -393,14 +370,7 @@ def test_we_read_what_skopeo_writes(kind: str, compress: bool, tmp_path: Path) -
     layout, _, diff_ids = transport(TWO, tmp_path)
     place = tmp_path / "copy"
     flags = ["--dest-compress"] if compress and kind != "docker-archive" else []
-    done = run(
-        "skopeo",
-        "copy",
-        "--insecure-policy",
-        *flags,
-        f"oci:{layout}:v1",
-        f"{kind}:{place}:lab/image:v1",
-    )
+    done = run("skopeo", "copy", "--insecure-policy", *flags, f"oci:{layout}:v1", f"{kind}:{place}:lab/image:v1")
     assert done.returncode == 0, done.stderr
     blobs = Blobs(tmp_path / "read")
     if kind == "oci":

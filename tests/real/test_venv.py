@@ -43,9 +43,7 @@ def test_a_second_call_changes_nothing(pt_cpu: dict[str, Any]) -> None:
 
 
 def test_two_builds_have_one_digest(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
-    other = envbuild.json(
-        "venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline"
-    )
+    other = envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline")
     assert other["digest"] == pt_cpu["digest"] and other["receipt"] is None
     assert other["built"] and not other["verified"]
 
@@ -53,15 +51,11 @@ def test_two_builds_have_one_digest(envbuild: Command, pt_cpu: dict[str, Any]) -
 def test_a_moved_venv_still_runs(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "one", "--offline")
     shutil.move(tmp_path / "one", tmp_path / "two")
-    done = subprocess.run(
-        [tmp_path / "two" / "bin" / "torchrun", "--help"], capture_output=True, text=True
-    )
+    done = subprocess.run([tmp_path / "two" / "bin" / "torchrun", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--nproc-per-node" in done.stdout
 
 
-def test_an_extra_package_means_building_again(
-    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_extra_package_means_building_again(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
     info = tmp_path / "v/lib/python3.11/site-packages/extra-1.0.dist-info"
     info.mkdir()
@@ -69,9 +63,7 @@ def test_an_extra_package_means_building_again(
     assert not info.exists()
 
 
-def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
-    pt_cpu: dict[str, Any], tmp_path: Path
-) -> None:
+def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     command: Command = pt_cpu["command"]
     venv = link_tree(pt_cpu["path"], tmp_path / "venv")  # its receipt changes
     secret = "s3cr3t-t0ken"
@@ -98,17 +90,13 @@ def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (3, 1)])
-def test_other_worlds_through_a_link(
-    pt_cpu: dict[str, Any], tmp_path: Path, nodes: int, ranks: int
-) -> None:
+def test_other_worlds_through_a_link(pt_cpu: dict[str, Any], tmp_path: Path, nodes: int, ranks: int) -> None:
     """Home and scratch folders are often links: the scripts then see another path than the user gave."""
     link_tree(pt_cpu["path"], tmp_path / "there/venv")  # its receipt changes
     (tmp_path / "home").symlink_to(tmp_path / "there")
     given = tmp_path / "home" / "venv"
     command: Command = pt_cpu["command"]
-    done = command(
-        "verify", given, "--nodes", str(nodes), "--nproc-per-node", str(ranks), "--epochs", "2"
-    )
+    done = command("verify", given, "--nodes", str(nodes), "--nproc-per-node", str(ranks), "--epochs", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(given)
 
@@ -117,9 +105,7 @@ def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_sto
     """The wheel carries the recipes and the trainer; nothing of the checkout is used."""
     uv = shutil.which("uv") or str(Path(os.sys.executable).parent / "uv")  # type: ignore[attr-defined]
     env = {**os.environ, "ENVBUILD_STORE": str(session_store)}
-    subprocess.run(
-        [uv, "build", "-q", "--wheel", "-o", tmp_path / "dist", REPOSITORY], check=True, env=env
-    )
+    subprocess.run([uv, "build", "-q", "--wheel", "-o", tmp_path / "dist", REPOSITORY], check=True, env=env)
     subprocess.run([uv, "venv", "-q", tmp_path / "tool"], check=True, env=env)
     wheel = next((tmp_path / "dist").glob("*.whl"))
     python = tmp_path / "tool" / "bin" / "python"
@@ -130,17 +116,11 @@ def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_sto
     listed = subprocess.run([program, "list"], capture_output=True, text=True, cwd=folder, env=env)
     assert "pt_cpu" in listed.stdout and "_bundled" in listed.stdout, listed.stderr
     built = subprocess.run(
-        [program, "venv", "pt_minimal", "--locked", "--no-verify"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=env,
+        [program, "venv", "pt_minimal", "--locked", "--no-verify"], capture_output=True, text=True, cwd=folder, env=env
     )
     assert built.returncode == 0, built.stderr
     assert (folder / "build/pt_minimal").is_dir()
     help_text = subprocess.run(
-        [folder / built.stdout.strip() / "bin/python", "-m", "ddp_train", "--help"],
-        capture_output=True,
-        text=True,
+        [folder / built.stdout.strip() / "bin/python", "-m", "ddp_train", "--help"], capture_output=True, text=True
     )
     assert "TOTAL_EPOCHS" in help_text.stdout.upper()

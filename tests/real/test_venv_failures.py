@@ -22,11 +22,7 @@ PACKAGES = ("alpha", "beta", "gamma")
 def small(lab: Command) -> Command:
     """A recipe `small` of three tiny wheels, locked."""
     for name in PACKAGES:
-        make_wheel(
-            lab.folder / "wheels",
-            name,
-            files={f"{name}/part{n}.py": b"x = 1\n" * n for n in range(30)},
-        )
+        make_wheel(lab.folder / "wheels", name, files={f"{name}/part{n}.py": b"x = 1\n" * n for n in range(30)})
     make_recipe(lab.folder / "recipes", "small", [f"{name}==1.0" for name in PACKAGES])
     assert lab("lock", "small", "--wheels").returncode == 0
     return lab
@@ -157,9 +153,7 @@ def ranks_of(path: Path) -> list[int]:
 def test_a_full_disk(small: Command) -> None:
     place = small.folder / "tiny"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", place], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", place], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip("mounting a small tmpfs needs root")
     try:
@@ -174,16 +168,12 @@ def test_a_full_disk(small: Command) -> None:
 def test_a_read_only_store(small: Command) -> None:
     store = small.folder / "sealed"
     store.mkdir()
-    bound = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", store], capture_output=True
-    )
+    bound = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", store], capture_output=True)
     if bound.returncode != 0:
         pytest.skip("a read-only mount needs root")
     try:
         done = build(small, ENVBUILD_STORE=str(store))
-        assert (
-            done.returncode == 4 and str(store) in done.stderr and "ENVBUILD_STORE" in done.stderr
-        ), done.stderr
+        assert done.returncode == 4 and str(store) in done.stderr and "ENVBUILD_STORE" in done.stderr, done.stderr
     finally:
         subprocess.run(["umount", store], check=True)
 
@@ -191,18 +181,12 @@ def test_a_read_only_store(small: Command) -> None:
 def test_a_read_only_place(small: Command) -> None:
     place = small.folder / "sealed"
     place.mkdir()
-    bound = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", place], capture_output=True
-    )
+    bound = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", place], capture_output=True)
     if bound.returncode != 0:
         pytest.skip("a read-only mount needs root")
     try:
         done = small("venv", "small", "--no-verify", "--out", "sealed/v")
-        assert (
-            done.returncode == 4
-            and "Read-only file system" in done.stderr
-            and "--out" in done.stderr
-        )
+        assert done.returncode == 4 and "Read-only file system" in done.stderr and "--out" in done.stderr
     finally:
         subprocess.run(["umount", place], check=True)
 
@@ -249,11 +233,7 @@ def test_an_interpreter_of_another_version(small: Command) -> None:
 def test_a_stale_lock_is_refused_when_locked_and_renewed_otherwise(small: Command) -> None:
     make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "beta==1.0"])
     refused = build(small, "--locked")
-    assert (
-        refused.returncode == 3
-        and "stale" in refused.stderr
-        and "envbuild lock small" in refused.stderr
-    )
+    assert refused.returncode == 3 and "stale" in refused.stderr and "envbuild lock small" in refused.stderr
     renewed = build(small)
     assert renewed.returncode == 0 and "stale" in renewed.stderr and "- gamma 1.0" in renewed.stderr
     assert content(small) == {"alpha", "beta", "ddp_train"}

@@ -25,9 +25,7 @@ VENV = JobArtifact(
 CONDA = replace(VENV, kind="conda", path="/fsx/conda/pt", python="/fsx/conda/pt/bin/python")
 SQSH = replace(VENV, kind="enroot", path="/fsx/pt.sqsh", python="/opt/env/bin/python")
 SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
-EFA_SQSH = replace(
-    SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at=""
-)
+EFA_SQSH = replace(SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="")
 GPU_SIF = replace(SIF, recipe="gh200", target="cu126-aarch64", fabric="slingshot", provider="cxi")
 MOUNTS = (("/fsx", "/fsx"),)
 SITE = JobSite("lab")
@@ -46,9 +44,7 @@ AWS = replace(
 GH200 = replace(
     SITE,
     name="gh200",
-    scheduler=SchedulerTable(
-        kind="pbs", partition="workq", account="p-1", constraint="host_arch=aarch64"
-    ),
+    scheduler=SchedulerTable(kind="pbs", partition="workq", account="p-1", constraint="host_arch=aarch64"),
     fabric=FabricTable(interface="hsn0,hsn1"),
     node=NodeTable(gpus=4, cpus=72, memory="480"),
 )
@@ -63,11 +59,7 @@ MODULES = replace(
     ),
 )  # fmt: skip
 LOADED = MODULES.modules.run
-NCCL = (
-    ("NCCL_NET", "AWS Libfabric"),
-    ("FI_PROVIDER", "efa"),
-    ("HTTPS_PROXY", "http://proxy.example:3128"),
-)
+NCCL = (("NCCL_NET", "AWS Libfabric"), ("FI_PROVIDER", "efa"), ("HTTPS_PROXY", "http://proxy.example:3128"))
 
 ADDRESSES = "\n".join(
     f"{number}: {name}    {family} {address} scope global {name}\\       valid_lft forever"
@@ -158,17 +150,7 @@ class Stage:
     def __init__(self, folder: Path, nodes: int = 1) -> None:
         self.folder, self.nodes = folder, nodes
         self.bin = folder / "bin"
-        for tool in (
-            "srun",
-            "mpirun",
-            "mpiexec",
-            "ssh",
-            "pbsdsh",
-            "blaunch",
-            "flux",
-            "apptainer",
-            "envbuild",
-        ):
+        for tool in ("srun", "mpirun", "mpiexec", "ssh", "pbsdsh", "blaunch", "flux", "apptainer", "envbuild"):
             executable(self.bin / tool, _LAUNCHER)
         executable(self.bin / "scontrol", _SCONTROL)
         executable(self.bin / "ip", _IP)

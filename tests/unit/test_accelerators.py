@@ -54,8 +54,7 @@ def test_every_tag_has_one_family_and_every_gpu_what_others_ask_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tag", "version"),
-    [("rocm6.4", "6.4"), ("rocm6.2.4", "6.2.4"), ("cu126", "12.6"), ("cpu", None)],
+    ("tag", "version"), [("rocm6.4", "6.4"), ("rocm6.2.4", "6.2.4"), ("cu126", "12.6"), ("cpu", None)]
 )
 def test_the_version_of_a_tag(tag: str, version: str | None) -> None:
     assert Target.parse(f"{tag}-x86_64").version == version
@@ -86,9 +85,7 @@ def test_a_name_with_a_dot_that_is_not_quoted_is_explained(tmp_path: Path) -> No
         ("cpu-x86_64", ["torch==2.9.1", "pytorch-triton-rocm==3.5.1"], "is a GPU build"),
     ],
 )
-def test_a_lock_of_another_accelerator_is_refused(
-    target: str, pins: list[str], said: str | None
-) -> None:
+def test_a_lock_of_another_accelerator_is_refused(target: str, pins: list[str], said: str | None) -> None:
     if said is None:
         check_accelerator(Target.parse(target), packages(*pins), "r")
         return
@@ -142,9 +139,7 @@ def test_a_survey_names_hip(tmp_path: Path) -> None:
         ("cpu-x86_64", {"torch_cuda": None, "torch_hip": "6.4.43482-0f"}, False, False),
     ],
 )
-def test_the_torch_that_ranks_loaded(
-    target: str, rank: dict[str, Any], locked: bool, wrong: bool
-) -> None:
+def test_the_torch_that_ranks_loaded(target: str, rank: dict[str, Any], locked: bool, wrong: bool) -> None:
     assert bool(_wrong_build("rank 0", rank, Target.parse(target), locked)) == wrong
 
 
@@ -219,10 +214,7 @@ def test_pods_ask_for_amd_s_resource() -> None:
 
 
 def test_the_plugin_s_file_is_the_one_that_rccl_opens() -> None:
-    layers = [
-        BuiltLayer("aws-ofi-nccl", "1.21.1", ""),
-        BuiltLayer("libfabric", "1.22.0", "", path="/x/libnccl-net"),
-    ]
+    layers = [BuiltLayer("aws-ofi-nccl", "1.21.1", ""), BuiltLayer("libfabric", "1.22.0", "", path="/x/libnccl-net")]
     found = {
         "NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so",
         "LD_LIBRARY_PATH": "/x/libnccl-net/lib64:/x/libnccl-net/lib",

@@ -31,9 +31,7 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
     "ab $`'\"\\\n!*?~#&;|<>(){}[]=-", max_size=12
 )  # fmt: skip
 NAMES = st.from_regex(r"V[A-Za-z0-9_]{0,9}", fullmatch=True)
-many = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CONFIG: dict[str, Any] = {
     "architecture": "arm64",
     "config": {
@@ -92,9 +90,7 @@ def test_the_variables_of_the_image_are_set_once(tmp_path: Path, env: dict[str, 
     (tmp_path / "env.sh").write_text(texts(Env=pairs)[DOCKER_ENV])
     command = ["/bin/sh", "-euc", f". {tmp_path}/env.sh; . {tmp_path}/env.sh; exec env -0"]
     for shell in ("sh", "bash"):
-        done = subprocess.run(
-            [shell, *command[1:]], env={"PATH": "/gone:/bin"}, capture_output=True
-        )
+        done = subprocess.run([shell, *command[1:]], env={"PATH": "/gone:/bin"}, capture_output=True)
         got = dict(pair.partition("=")[::2] for pair in done.stdout.decode().split("\0"))
         assert {name: got.get(name) for name in env} == env, done.stderr
         assert got["PATH"] == "/usr/bin:/bin"
@@ -172,9 +168,7 @@ def small_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_files_are_these_byte_for_byte() -> None:
     made = apptainer_files(CONFIG, definition("docker://debian:12"), {"added": "1"}, 315532800)
-    assert made == apptainer_files(
-        CONFIG, definition("docker://debian:12"), {"added": "1"}, 315532800
-    )
+    assert made == apptainer_files(CONFIG, definition("docker://debian:12"), {"added": "1"}, 315532800)
     files = {}
     for entry, data in made:
         assert (entry.uid, entry.gid, entry.mtime) == (0, 0, 315532800)
@@ -184,9 +178,7 @@ def test_the_files_are_these_byte_for_byte() -> None:
             files[name] = data
             plain = entry.path.endswith(("labels.json", "Singularity"))
             assert entry.mode == (0o644 if plain else 0o755)
-    files["inspect-metadata.json"] = inspect_metadata(
-        CONFIG, definition("docker://debian:12"), {"added": "1"}
-    )
+    files["inspect-metadata.json"] = inspect_metadata(CONFIG, definition("docker://debian:12"), {"added": "1"})
     assert sorted(files) == sorted(path.name for path in GOLDEN.iterdir())
     for name, data in files.items():
         assert data == (GOLDEN / name).read_bytes(), name
@@ -260,7 +252,4 @@ def test_only_missing_mount_points_are_made_parents_first() -> None:
     assert modes["tmp"] == modes["var/tmp"] == 0o1777
     assert all((data is None) == (entry.kind == DIR) for entry, data in everything)
     assert mount_points(lambda path: True, 7) == []
-    assert [e.path for e, _ in mount_points(lambda p: p not in ("sys", "etc/hosts"), 7)] == [
-        "sys",
-        "etc/hosts",
-    ]
+    assert [e.path for e, _ in mount_points(lambda p: p not in ("sys", "etc/hosts"), 7)] == ["sys", "etc/hosts"]

@@ -28,9 +28,7 @@ def test_a_new_folder_takes_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_an_old_folder_is_replaced(
-    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_folder_is_replaced(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     target = fill(tmp_path / "venv", "old")
@@ -86,24 +84,16 @@ def test_two_builders_take_turns(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(BuildError, match="file") as caught,
-        atomic.exclusive(tmp_path / "file" / "sub" / "venv", print),
-    ):
+    with pytest.raises(BuildError, match="file") as caught, atomic.exclusive(tmp_path / "file" / "sub" / "venv", print):
         pass
     assert caught.value.hint
 
 
-def test_a_folder_that_could_not_be_made_is_no_second_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_could_not_be_made_is_no_second_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     monkeypatch.setattr(Path, "mkdir", refused)
     monkeypatch.setattr(Path, "unlink", refused)
-    with (
-        pytest.raises(BuildError, match="Read-only file system"),
-        atomic.staged(tmp_path / "venv"),
-    ):
+    with pytest.raises(BuildError, match="Read-only file system"), atomic.staged(tmp_path / "venv"):
         pass

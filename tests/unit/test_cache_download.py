@@ -45,18 +45,14 @@ def endless(call: Call) -> None:
 def test_more_bytes_than_locked_are_not_taken(tmp_path: Path, script: object) -> None:
     partial, moved = tmp_path / "partial", [0]
     with fake_registry(script) as fake, pytest.raises(RequestFailed, match="bytes") as caught:  # type: ignore[arg-type]
-        client().download(
-            f"http://{fake.address}/f", partial, HASHES, moved.append, size=len(CONTENT)
-        )
+        client().download(f"http://{fake.address}/f", partial, HASHES, moved.append, size=len(CONTENT))
     assert not caught.value.is_down and not partial.exists() and sum(moved) == 0
     assert len(fake.seen) == 1
 
 
 def test_fewer_bytes_than_locked_are_other_content(tmp_path: Path) -> None:
     with fake_registry(lambda call: serve(call, b"short")) as fake, pytest.raises(Mismatch):
-        client().download(
-            f"http://{fake.address}/f", tmp_path / "f", HASHES, lambda _: None, size=len(CONTENT)
-        )
+        client().download(f"http://{fake.address}/f", tmp_path / "f", HASHES, lambda _: None, size=len(CONTENT))
 
 
 def test_content_that_changes_between_two_parts_is_loaded_again(tmp_path: Path) -> None:
@@ -93,12 +89,8 @@ def test_a_failed_source_takes_back_what_it_told(tmp_path: Path) -> None:
         assert sum(moved) == len(CONTENT)
 
 
-@pytest.mark.parametrize(
-    ("code", "down"), [(401, True), (407, True), (403, False), (404, False), (500, False)]
-)
-def test_a_server_that_refuses_us_is_down_and_one_that_lacks_a_page_is_not(
-    code: int, down: bool
-) -> None:
+@pytest.mark.parametrize(("code", "down"), [(401, True), (407, True), (403, False), (404, False), (500, False)])
+def test_a_server_that_refuses_us_is_down_and_one_that_lacks_a_page_is_not(code: int, down: bool) -> None:
     with (
         fake_registry(lambda call: call.reply(code)) as fake,
         pytest.raises(RequestFailed, match=f"HTTP {code}") as caught,
@@ -107,18 +99,13 @@ def test_a_server_that_refuses_us_is_down_and_one_that_lacks_a_page_is_not(
     assert caught.value.is_down is down and isinstance(caught.value, NotFound) is (code == 404)
 
 
-def test_a_page_that_is_cut_or_too_large_leaves_the_server_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_page_that_is_cut_or_too_large_leaves_the_server_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envbuild.store.client._MOST_PAGE", 1000)
     for script, expected in [
         (lambda call: call.reply(200, b"x" * 2000), "more than 1000 bytes"),
         (lambda call: call.reply(200, b"x" * 20, promise=30), "IncompleteRead"),
     ]:
-        with (
-            fake_registry(script) as fake,
-            pytest.raises(RequestFailed, match=expected) as caught,
-        ):
+        with fake_registry(script) as fake, pytest.raises(RequestFailed, match=expected) as caught:
             client(0).page(f"http://{fake.address}/p")
         assert not caught.value.is_down
     with pytest.raises(RequestFailed, match="refused") as caught:

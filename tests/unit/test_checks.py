@@ -135,9 +135,7 @@ def test_a_snapshot_must_be_whole_and_alone(tmp_path: Path) -> None:
 
 def test_resuming_must_begin_where_the_first_launch_ended() -> None:
     job = dataclasses.replace(JOB, nproc_per_node=1)
-    good = make_report(
-        world_size=2, start_epoch=3, resumed_from="x", losses=[{"epoch": 3, "loss": 1.0}]
-    )
+    good = make_report(world_size=2, start_epoch=3, resumed_from="x", losses=[{"epoch": 3, "loss": 1.0}])
     assert training.check_resume(job, [good], 3, 4).status == "pass"
     assert training.check_resume(job, [good, good], 3, 4).status == "fail"  # each node by itself
     for change in (
@@ -152,9 +150,7 @@ def test_resuming_must_begin_where_the_first_launch_ended() -> None:
 
 def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
     reference = [1.0 / (e + 1) for e in range(3)]
-    report = make_report(
-        start_epoch=1, resumed_from="x", losses=[{"epoch": e, "loss": reference[e]} for e in (1, 2)]
-    )
+    report = make_report(start_epoch=1, resumed_from="x", losses=[{"epoch": e, "loss": reference[e]} for e in (1, 2)])
     killed = {"rank": 3, "pid": 9, "after_epoch": 0}
 
     def status(outcome: Outcome, kill: dict[str, Any] = killed) -> str:
@@ -173,14 +169,8 @@ def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
 @pytest.mark.parametrize(
     ("log", "cause"),
     [
-        (
-            "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
-            "did not start on each of them",
-        ),
-        (
-            "RuntimeError: Gloo connectFullMesh failed with … remote=[127.0.1.1]",
-            "GLOO_SOCKET_IFNAME",
-        ),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", "did not start on each of them"),
+        ("RuntimeError: Gloo connectFullMesh failed with … remote=[127.0.1.1]", "GLOO_SOCKET_IFNAME"),
         ("socket.gaierror: [Errno -2] Name or service not known", "cannot be resolved"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
         ("something new", "see the log"),

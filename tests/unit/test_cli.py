@@ -15,29 +15,15 @@ from envbuild.cli import cli
 from envbuild.cli.common import check_out
 from envbuild.errors import UsageError
 
-HEAVY = (
-    "torch",
-    "docker",
-    "conda_lock",
-    "rattler",
-    "requests",
-    "mousebender",
-    "rich",
-    "packaging",
-    "jsonschema",
-)
+HEAVY = ("torch", "docker", "conda_lock", "rattler", "requests", "mousebender", "rich", "packaging", "jsonschema")
 
 
 def run(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "envbuild", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env}
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **env})
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["venv", "--help"], ["list"], ["show", "pt_cpu"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["venv", "--help"], ["list"], ["show", "pt_cpu"]])
 def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
     script = (
         f"import sys; sys.argv = ['envbuild', *{arguments!r}]\n"
@@ -72,11 +58,7 @@ def test_help_lists_every_command_with_examples() -> None:
         (["lock"], 2, "no recipe was named"),
         (["lock", "--upgrade", "pt_cpu"], 2, "--upgrade took 'pt_cpu' as a package"),
         (["lock", "pt_cpu", "--upgrade=nonesuch", "--offline"], 3, "nonesuch"),
-        (
-            ["venv", "pytorch_hub", "--target", "cpu-x86_64", "--locked"],
-            2,
-            "takes torch from docker.io/pytorch",
-        ),
+        (["venv", "pytorch_hub", "--target", "cpu-x86_64", "--locked"], 2, "takes torch from docker.io/pytorch"),
         (["verify", "nowhere"], 2, "does not exist"),
         (["verify", "."], 2, "not an artifact"),
         (["venv", "pt_cpu", "--nope"], 2, "--nope"),
@@ -87,9 +69,7 @@ def test_help_lists_every_command_with_examples() -> None:
         ),
     ],
 )
-def test_misuse_is_one_clear_message(
-    arguments: list[str], code: int, said: str, tmp_path: Path
-) -> None:
+def test_misuse_is_one_clear_message(arguments: list[str], code: int, said: str, tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
@@ -127,9 +107,7 @@ def test_a_place_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
         "site init --out no/such/site.toml",
     ],
 )
-def test_a_slip_in_a_path_makes_no_folders(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slip_in_a_path_makes_no_folders(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, line.split())
     assert isinstance(done.exception, UsageError) and list(tmp_path.iterdir()) == []
@@ -153,8 +131,7 @@ def test_folders_that_are_no_slip_are_left_to_what_writes_into_them(tmp_path: Pa
 @pytest.mark.parametrize("target", ["cpu-x86_64", "cpu-aarch64"])
 def test_the_plan_is_the_same_each_time_and_for_any_target(target: str, tmp_path: Path) -> None:
     done = [
-        run("plan", "pt_cpu", "--target", target, "--elsewhere", "--json", "--locked", cwd=tmp_path)
-        for _ in range(2)
+        run("plan", "pt_cpu", "--target", target, "--elsewhere", "--json", "--locked", cwd=tmp_path) for _ in range(2)
     ]
     assert done[0].returncode == 0, done[0].stderr
     assert done[0].stdout == done[1].stdout
@@ -166,14 +143,7 @@ def test_the_plan_is_the_same_each_time_and_for_any_target(target: str, tmp_path
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    done = run(
-        "venv",
-        "pt_cpu",
-        "--dry-run",
-        "--locked",
-        cwd=tmp_path,
-        ENVBUILD_STORE=str(tmp_path / "store"),
-    )
+    done = run("venv", "pt_cpu", "--dry-run", "--locked", cwd=tmp_path, ENVBUILD_STORE=str(tmp_path / "store"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith("venv") and list(tmp_path.iterdir()) == []
 
@@ -204,9 +174,7 @@ def test_an_interruption_where_python_drops_exceptions_still_interrupts(signal_n
         sys.argv = ["envbuild", "list"]
         cli.main()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=15
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=15)
     assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
 
 

@@ -218,11 +218,7 @@ def test_rule(rule: CompatRule) -> None:
     bad = made(rule, inside)
     found = [one for one in judge(bad) if one.source == rule.source]
     assert [one.status for one in found] == [rule.status]
-    assert (
-        found[0].fix == rule.fix
-        and rule.reason in found[0].text
-        and found[0].subject == rule.subject
-    )
+    assert found[0].fix == rule.fix and rule.reason in found[0].text and found[0].subject == rule.subject
     for name, wanted in rule.when.items():  # each condition counts
         if name == "plugin_aws":
             good = replace(bad, plugin_aws=False)
@@ -231,9 +227,7 @@ def test_rule(rule: CompatRule) -> None:
         elif name in _FIELDS:
             good = replace(bad, **{name: outside(wanted)})
         else:
-            good = replace(
-                bad, packages=tuple({**dict(bad.packages), name: outside(wanted)}.items())
-            )
+            good = replace(bad, packages=tuple({**dict(bad.packages), name: outside(wanted)}.items()))
         assert not applies(rule, good) and rule.source not in [one.source for one in judge(good)]
 
 
@@ -247,9 +241,7 @@ def test_rule(rule: CompatRule) -> None:
         ({"plugin": "1.21.1", "plugin_aws": True, "libfabric": "1.21.1"}, "libfabric", "1.22.0"),
     ],
 )  # fmt: skip
-def test_the_pairs_that_the_field_fell_for_are_refused(
-    change: dict[str, object], subject: str, said: str
-) -> None:
+def test_the_pairs_that_the_field_fell_for_are_refused(change: dict[str, object], subject: str, said: str) -> None:
     found = [one for one in of(replace(BARE, **change), subject) if one.status == "bad"]  # type: ignore[arg-type]
     assert any(said in one.fix for one in found), found
 
@@ -266,35 +258,24 @@ def test_every_row_says_who_says_so_and_when() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "row"),
-    [("nccl", nccl_row), ("aws-ofi-nccl", plugin_row), ("libfabric", libfabric_row)],
+    ("name", "row"), [("nccl", nccl_row), ("aws-ofi-nccl", plugin_row), ("libfabric", libfabric_row)]
 )
-def test_every_source_that_can_be_built_has_its_row(
-    name: str, row: Callable[[Rows, str], object]
-) -> None:
+def test_every_source_that_can_be_built_has_its_row(name: str, row: Callable[[Rows, str], object]) -> None:
     versions = known_versions(name)
     assert versions and not [version for version in versions if row(ROWS, version) is None]
 
 
 def test_rows_of_one_thing_do_not_overlap() -> None:
-    everything = [
-        version
-        for row in [*ROWS.nccl, *ROWS.plugins, *ROWS.libfabric]
-        for version in near(row.versions)
-    ]
+    everything = [version for row in [*ROWS.nccl, *ROWS.plugins, *ROWS.libfabric] for version in near(row.versions)]
     for table in (ROWS.nccl, ROWS.plugins, ROWS.libfabric):
         for version in everything:
             assert sum(bool(matches(version, row.versions)) for row in table) <= 1, version
     for version in {v for row in ROWS.torch for v in near(row.versions)}:
         for arch in ("x86_64", "aarch64"):
-            rows = [
-                one for one in ROWS.torch if one.arch == arch and matches(version, one.versions)
-            ]
+            rows = [one for one in ROWS.torch if one.arch == arch and matches(version, one.versions)]
             assert len(rows) <= 1, (version, arch)
         for cuda in {cuda for row in ROWS.nccl_pins for cuda in row.cuda}:
-            pins = [
-                one for one in ROWS.nccl_pins if cuda in one.cuda and matches(version, one.torch)
-            ]
+            pins = [one for one in ROWS.nccl_pins if cuda in one.cuda and matches(version, one.torch)]
             assert len(pins) <= 1, (version, cuda)
 
 
@@ -314,19 +295,13 @@ def test_versions_are_compared_as_versions(smaller: str, larger: str) -> None:
     assert older(smaller, larger) and not older(larger, smaller)
 
 
-@pytest.mark.parametrize(
-    ("one", "same"), [("2.26.2", "2.26.2-1"), ("1.22", "1.22.0amzn4.0"), ("2.7.1", "2.7.1+cu126")]
-)
+@pytest.mark.parametrize(("one", "same"), [("2.26.2", "2.26.2-1"), ("1.22", "1.22.0amzn4.0"), ("2.7.1", "2.7.1+cu126")])
 def test_what_is_not_of_the_release_does_not_count(one: str, same: str) -> None:
     assert key(one) == key(same) and matches(same, f"=={one}")
 
 
-NUMBERS = st.lists(st.integers(0, 999), min_size=1, max_size=4).map(
-    lambda numbers: ".".join(map(str, numbers))
-)
-ANY = st.one_of(
-    NUMBERS, NUMBERS.flatmap(lambda v: st.text(max_size=6).map(v.__add__)), st.text(max_size=12)
-)
+NUMBERS = st.lists(st.integers(0, 999), min_size=1, max_size=4).map(lambda numbers: ".".join(map(str, numbers)))
+ANY = st.one_of(NUMBERS, NUMBERS.flatmap(lambda v: st.text(max_size=6).map(v.__add__)), st.text(max_size=12))
 
 
 @given(NUMBERS, NUMBERS)

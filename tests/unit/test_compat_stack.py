@@ -73,9 +73,7 @@ def test_a_lock_says_more_than_pins(tmp_path: Path) -> None:
         (layer("nccl", "2.28.9", 'targets = ["cu126-aarch64"]'), "pin", "2.26.2"),
     ],
 )
-def test_nccl_of_the_recipe_stands_before_torchs(
-    tmp_path: Path, text: str, origin: str, version: str
-) -> None:
+def test_nccl_of_the_recipe_stands_before_torchs(tmp_path: Path, text: str, origin: str, version: str) -> None:
     stack = stack_of(recipe(tmp_path, text), X86, None)
     assert (stack.nccl, stack.nccl_origin) == (version, origin)
 
@@ -96,9 +94,7 @@ def test_a_cpu_target_has_no_nccl(tmp_path: Path) -> None:
         ("any", 'configure = ["--enable-platform-aws", "--disable-platform-aws"]', False),
     ],
 )
-def test_whether_the_plugin_is_for_aws(
-    tmp_path: Path, fabric: str, options: str, aws: bool
-) -> None:
+def test_whether_the_plugin_is_for_aws(tmp_path: Path, fabric: str, options: str, aws: bool) -> None:
     layers = layer("libfabric", "2.1.0") + layer("aws-ofi-nccl", "1.21.1", options)
     loaded = recipe(tmp_path, layers, top=f'fabric = "{fabric}"')
     assert stack_of(loaded, X86, None).plugin_aws is aws
@@ -195,9 +191,7 @@ def test_a_cpu_recipe_is_not_even_judged(tmp_path: Path) -> None:
         "import sys\nfrom envbuild.lock import wheels\n"
         "print([m for m in sys.modules if m in ('envbuild.compat.judge', 'packaging')])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "judge" not in done.stdout
 
 
@@ -212,9 +206,7 @@ GUIDE = "numpy==2.2.2 setuptools==53.0.0 sympy==1.13.1"
         ("torch==2.13.0", "torch 2.13 and 2.14 require setuptools>=77.0.3"),
     ],
 )
-def test_pins_of_a_guide_that_exclude_each_other_are_explained(
-    tmp_path: Path, torch: str, said: str
-) -> None:
+def test_pins_of_a_guide_that_exclude_each_other_are_explained(tmp_path: Path, torch: str, said: str) -> None:
     told = impossible_pins(recipe(tmp_path, torch=f"{GUIDE} {torch}"), X86)
     assert (said in told and "fix: pin " in told) if said else not told
 

@@ -79,10 +79,7 @@ def look(text: str | Path, environment: Environment) -> dict[str, Any]:
 
 
 def diff(one: Path, other: Path, environment: Environment) -> Comparison:
-    with (
-        open_artifact(str(one), environment, None) as left,
-        open_artifact(str(other), environment, None) as right,
-    ):
+    with open_artifact(str(one), environment, None) as left, open_artifact(str(other), environment, None) as right:
         return compare(left, right, files=True)
 
 
@@ -116,9 +113,7 @@ def test_a_folder_with_conda_meta_is_a_conda_environment_whoever_made_it(
         look(f"conda:{tmp_path}", environment)
 
 
-def test_of_an_installation_of_conda_only_its_own_packages_are_told(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_of_an_installation_of_conda_only_its_own_packages_are_told(tmp_path: Path, environment: Environment) -> None:
     root = folder(tmp_path / "conda")
     folder(root / "envs" / "other")
     (root / "pkgs" / "six-1.0-h0_0").mkdir(parents=True)
@@ -130,11 +125,7 @@ def test_of_an_installation_of_conda_only_its_own_packages_are_told(
 
 @pytest.mark.parametrize(
     ("prefix", "env"),
-    [
-        ("opt/env", []),
-        ("opt/conda", ["CONDA_PREFIX=/opt/conda"]),
-        ("opt/conda", ["PATH=/usr/bin:/opt/conda/bin:/bin"]),
-    ],
+    [("opt/env", []), ("opt/conda", ["CONDA_PREFIX=/opt/conda"]), ("opt/conda", ["PATH=/usr/bin:/opt/conda/bin:/bin"])],
 )
 def test_a_conda_environment_in_an_image_tells_the_same_as_one_in_a_folder(
     tmp_path: Path, blobs: Blobs, environment: Environment, prefix: str, env: list[str]
@@ -142,9 +133,7 @@ def test_a_conda_environment_in_an_image_tells_the_same_as_one_in_a_folder(
     made = image(tmp_path / "image", blobs, conda(f"/{prefix}"), prefix, Env=env)
     found, there = look(made, environment), look(folder(tmp_path / "folder"), environment)
     assert found["python"] == there["python"]
-    assert found["conda_packages"] == [
-        {**package, "location": prefix} for package in there["conda_packages"]
-    ]
+    assert found["conda_packages"] == [{**package, "location": prefix} for package in there["conda_packages"]]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +173,7 @@ VALUES = st.recursive(
     max_leaves=20,
 )  # fmt: skip
 RECORDS = st.fixed_dictionaries(
-    {"name": st.text(max_size=4), "version": VALUES, "build": VALUES},
-    optional=dict.fromkeys(WORDS[3:], VALUES),
+    {"name": st.text(max_size=4), "version": VALUES, "build": VALUES}, optional=dict.fromkeys(WORDS[3:], VALUES)
 )
 
 
@@ -201,19 +189,12 @@ def test_a_record_that_makes_no_sense_tells_little_and_breaks_nothing(data: byte
 
 
 def test_only_records_are_read() -> None:
-    paths = (
-        "conda-meta/history",
-        "conda-meta/a/b.json",
-        "my-conda-meta/a.json",
-        "conda-meta/state",
-    )
+    paths = ("conda-meta/history", "conda-meta/a/b.json", "my-conda-meta/a.json", "conda-meta/state")
     assert not [path for path in paths if reader_of(path)]
     assert reader_of("conda-meta/a.json") and reader_of("opt/conda/conda-meta/a.json")
 
 
-def test_a_damaged_record_is_left_out_and_the_others_are_told(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_damaged_record_is_left_out_and_the_others_are_told(tmp_path: Path, environment: Environment) -> None:
     place = folder(tmp_path / "one")
     (place / "conda-meta/broken-1-0.json").write_text('{"name": "bro')
     old = json.dumps({"name": "old", "version": "1", "build": "0", "files": ["x"]})
@@ -236,9 +217,7 @@ def test_environments_at_different_places_with_the_same_packages_are_equal(
     assert found.left_out == LEFT_OUT["conda"]
 
 
-def test_an_environment_equals_the_same_one_in_an_image(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_an_environment_equals_the_same_one_in_an_image(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     one = folder(tmp_path / "one")
     made = image(tmp_path / "image", blobs, conda("/opt/env", installer="envbuild"), User="7")
     found = diff(one, made, environment)
@@ -279,16 +258,12 @@ def test_a_file_that_is_not_what_its_package_holds_is_found(
     assert change.what and "content" in change.what
 
 
-def test_packages_of_another_version_build_or_content_are_told(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_packages_of_another_version_build_or_content_are_told(tmp_path: Path, environment: Environment) -> None:
     def made(name: str, **packages: tuple[str, str, str]) -> Path:
         place = str(tmp_path / name)
         files: dict[str, bytes | str] = {"conda-meta/history": ""}
         for package, (version, build, content) in packages.items():
-            files |= lab.conda_package(
-                package, version, {f"share/{package}": content}, place, build=build
-            )
+            files |= lab.conda_package(package, version, {f"share/{package}": content}, place, build=build)
         return lab.make_venv(Path(place), files)
 
     one = made("one", a=("1", "0", "x"), b=("1", "0", "x"), c=("1", "0", "x"), d=("1", "0", "x"))
@@ -382,9 +357,7 @@ def test_the_commands_show_conda_packages(tmp_path: Path) -> None:
         ["different: 1 conda package", "conda packages:", "  + new 1 h0_0"],
     )
     data = json.loads(run("diff", one, other, "--json", store=store).stdout)
-    assert data["conda_packages"] == [
-        {"change": "added", "name": "new", "before": None, "after": "1 h0_0"}
-    ]
+    assert data["conda_packages"] == [{"change": "added", "name": "new", "before": None, "after": "1 h0_0"}]
     assert run("diff", one, one, store=store).returncode == 0
 
 
@@ -404,9 +377,7 @@ conda = ["pytorch 2.7.* cpu*"]
 
 
 @pytest.mark.parametrize("requirements", ["", '"torch==2.10.0"'])
-def test_a_recipe_is_shown_and_built_by_ci_as_far_as_it_is_locked(
-    tmp_path: Path, requirements: str
-) -> None:
+def test_a_recipe_is_shown_and_built_by_ci_as_far_as_it_is_locked(tmp_path: Path, requirements: str) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.format(requirements=requirements))
     store, path = tmp_path / "store", str(tmp_path / "recipe.toml")
     shown = run("show", path, store=store)

@@ -13,17 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab.conda_package import PLACEHOLDER
-from lab.conda_trees import (
-    MTIME,
-    SCHEME,
-    Item,
-    Node,
-    located,
-    named,
-    nodes_of,
-    package,
-    record_rows,
-)
+from lab.conda_trees import MTIME, SCHEME, Item, Node, located, named, nodes_of, package, record_rows
 
 from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.errors import BuildError
@@ -70,9 +60,7 @@ def strings_replaced(data: bytes, old: bytes, new: bytes) -> bytes:
     st.lists(st.sampled_from([b"/aab", b"/a", b"\0", b"x", b"/aa", b"b:"]), max_size=40),
     st.lists(st.integers(0, 5), max_size=30),
 )
-def test_prefixes_are_replaced_wherever_reading_cuts_the_file(
-    words: list[bytes], sizes: list[int]
-) -> None:
+def test_prefixes_are_replaced_wherever_reading_cuts_the_file(words: list[bytes], sizes: list[int]) -> None:
     data, old, new = b"".join(words), b"/aab", b"/e"
     assert b"".join(replaced_text(cut(data, sizes), old, new)) == data.replace(old, new)
     binary = b"".join(replaced_binary(cut(data, sizes), old, new))
@@ -189,9 +177,7 @@ def test_hard_links_stay_links_with_the_mode_of_their_file(tmp_path: Path, suffi
     assert rows["bin/git-add"]["sha256_in_prefix"] == rows["bin/git"]["sha256_in_prefix"]
 
 
-def test_a_hard_link_to_a_file_that_another_package_keeps_is_a_file_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_a_hard_link_to_a_file_that_another_package_keeps_is_a_file_of_its_own(tmp_path: Path) -> None:
     whole, _ = tree(hard_linked(tmp_path))
     nodes, rows = tree(hard_linked(tmp_path), without=["lib/a", "bin/git"])
     assert "lib/a" not in nodes and "lib/a" not in rows and "bin/git" not in rows
@@ -266,9 +252,7 @@ def test_a_package_that_is_not_what_it_says_is_refused_by_name(
 
 @pytest.mark.parametrize("suffix", FORMS)
 @given(at=st.floats(0, 1, exclude_max=True), flip=st.integers(0, 255))
-def test_a_damaged_package_is_refused_or_gives_what_it_holds(
-    suffix: str, at: float, flip: int
-) -> None:
+def test_a_damaged_package_is_refused_or_gives_what_it_holds(suffix: str, at: float, flip: int) -> None:
     """Cut short (0) or with one byte changed: never a traceback, never another tree."""
     with tempfile.TemporaryDirectory() as folder:
         made = package(Path(folder), [FILE, Item("lib/b", bytes(range(256)) * 9)], suffix=suffix)

@@ -14,15 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab.conda_trees import (
-    MTIME,
-    SCHEME,
-    Item,
-    located,
-    named,
-    nodes_of,
-    package,
-)
+from lab.conda_trees import MTIME, SCHEME, Item, located, named, nodes_of, package
 from lab.wheels import make_wheel
 
 from envbuild.debian.defaults import default_packages
@@ -94,16 +86,12 @@ def test_a_dependents_file_replaces_that_of_its_dependency(tmp_path: Path) -> No
     assert shared_paths(files, [], SCHEME, store) == shared
 
 
-def test_a_wheel_that_would_replace_a_file_of_conda_is_refused_and_both_named(
-    tmp_path: Path,
-) -> None:
+def test_a_wheel_that_would_replace_a_file_of_conda_is_refused_and_both_named(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path, "tool", "2.0")
     item = Item("lib/python3.11/site-packages/tool/__init__.py", b"")
     file = located(package(tmp_path, [item], name="conda-tool"))
     wheels = [WheelFile("tool", "2.0", wheel, "0" * 64, 1)]
-    with pytest.raises(
-        BuildError, match=r"tool 2.0, which pip adds.* package conda-tool: /opt/env/lib"
-    ):
+    with pytest.raises(BuildError, match=r"tool 2.0, which pip adds.* package conda-tool: /opt/env/lib"):
         shared_paths([file], wheels, SCHEME, Store(tmp_path / "store"))
 
 
@@ -160,10 +148,7 @@ def test_all_that_decides_a_layer_changes_its_key() -> None:
 
 def test_modules_of_the_standard_library_and_of_packages_get_bytecode(tmp_path: Path) -> None:
     items = [Item(f"lib/python3.11/{path}", b"x = 1\n") for path in ("os.py", "site-packages/m.py")]
-    items += [
-        Item("share/data.py", b"x = 1\n"),
-        Item("lib/python3.11/__pycache__/os.cpython-311.pyc"),
-    ]
+    items += [Item("share/data.py", b"x = 1\n"), Item("lib/python3.11/__pycache__/os.cpython-311.pyc")]
     file, compiler = located(package(tmp_path, items)), find_compiler(sys.executable)
     (part,) = conda_parts([file], NOTHING, SCHEME, compiler, MTIME, 1)
     nodes, _ = nodes_of(part.tree())

@@ -16,19 +16,9 @@ from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_accelerator import check_conda_accelerator
-from envbuild.lock.conda_export import (
-    conda_lock_text,
-    environment_text,
-    explicit_text,
-    pip_files,
-    topological_order,
-)
+from envbuild.lock.conda_export import conda_lock_text, environment_text, explicit_text, pip_files, topological_order
 from envbuild.lock.conda_format import part_of, render
-from envbuild.lock.conda_kind import (
-    conda_changes,
-    conda_lock,
-    without_conda,
-)
+from envbuild.lock.conda_kind import conda_changes, conda_lock, without_conda
 from envbuild.lock.conda_pip import provided
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
 from envbuild.lock.format import Lock, LockedPackage
@@ -50,9 +40,7 @@ def recipe(tmp_path: Path, conda: str = CONDA, targets: str = "") -> LoadedRecip
     return load_recipe(place / "recipe.toml")
 
 
-def lock(
-    *packages: CondaPackage, pip: tuple[LockedPackage, ...] = (), digest: str = "a" * 64
-) -> CondaLock:
+def lock(*packages: CondaPackage, pip: tuple[LockedPackage, ...] = (), digest: str = "a" * 64) -> CondaLock:
     added = Lock("demo", "cpu-x86_64", "3.11", "x86_64-manylinux_2_28", f"sha256:{digest}", pip)
     return CondaLock("demo", "cpu-x86_64", f"sha256:{digest}", packages, added)
 
@@ -74,9 +62,7 @@ EINOPS = LockedPackage("einops", "0.8.1", ("e" * 64,))
         ("cu126-x86_64", package("numpy", "2.7", "cpu_0"), None),
     ],
 )
-def test_a_pytorch_for_the_other_accelerator_is_refused(
-    target: str, torch: CondaPackage, fault: str | None
-) -> None:
+def test_a_pytorch_for_the_other_accelerator_is_refused(target: str, torch: CondaPackage, fault: str | None) -> None:
     if fault is None:
         check_conda_accelerator(Target.parse(target), [torch], "x")
         return
@@ -152,12 +138,8 @@ def test_what_is_upgraded_leaves_the_lock_by_either_name() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=4), max_size=8))
-def test_a_package_stands_after_what_it_needs_unless_they_need_each_other(
-    graph: list[list[int]],
-) -> None:
-    rows = [
-        package(f"p{n}", "1", "0", *(f"p{m} 1.*" for m in needs)) for n, needs in enumerate(graph)
-    ]
+def test_a_package_stands_after_what_it_needs_unless_they_need_each_other(graph: list[list[int]]) -> None:
+    rows = [package(f"p{n}", "1", "0", *(f"p{m} 1.*" for m in needs)) for n, needs in enumerate(graph)]
     ordered = [p.name for p in topological_order(rows)]
     assert sorted(ordered) == sorted(p.name for p in rows)
 
@@ -229,10 +211,7 @@ def test_a_lock_is_current_stale_or_missing(tmp_path: Path) -> None:
     whole = write(loaded, (package("numpy"),), None)
     state = conda_lock(loaded, X86).inspect()
     assert state.fault is None and state.lock == whole
-    assert (
-        conda_lock(loaded, Target.parse("cpu-aarch64")).inspect().fault
-        == "no conda lock for this target yet"
-    )
+    assert conda_lock(loaded, Target.parse("cpu-aarch64")).inspect().fault == "no conda lock for this target yet"
     changed = recipe(tmp_path, CONDA.replace("2.*", "1.*"))
     assert "stale" in str(conda_lock(changed, X86).inspect().fault)
 
@@ -245,9 +224,7 @@ def test_what_pip_adds_has_to_be_of_the_same_resolution(tmp_path: Path) -> None:
     assert state.fault is None and state.lock is not None and state.lock.pip == pip
     other = replace(pip, packages=(replace(EINOPS, version="0.8.0"),))
     beside = loaded.folder / "cpu-x86_64.conda.requirements.txt"
-    beside.write_text(
-        pip_format.render(other)
-    )  # as a run leaves it that was killed between the two
+    beside.write_text(pip_format.render(other))  # as a run leaves it that was killed between the two
     assert "stale" in str(conda_lock(loaded, X86).inspect().fault)
     beside.unlink()
     assert "stale" in str(conda_lock(loaded, X86).inspect().fault)

@@ -10,21 +10,12 @@ from ruamel.yaml import YAML
 
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaPackage
-from envbuild.lock.conda_format import (
-    CondaPart,
-    canonical_depends,
-    file_parts,
-    parse,
-    parse_packages,
-    render,
-)
+from envbuild.lock.conda_format import CondaPart, canonical_depends, file_parts, parse, parse_packages, render
 from envbuild.lock.conda_yaml import read_lines
 
 PLATFORMS = {"cpu-x86_64": "linux-64", "cpu-aarch64": "linux-aarch64"}
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9_.-]{0,10}", fullmatch=True)
-VERSIONS = st.from_regex(
-    r"(1!)?[0-9]{1,3}(\.[0-9a-z_]{1,3}){0,3}(\+[a-z0-9]{1,4})?", fullmatch=True
-)
+VERSIONS = st.from_regex(r"(1!)?[0-9]{1,3}(\.[0-9a-z_]{1,3}){0,3}(\+[a-z0-9]{1,4})?", fullmatch=True)
 BUILDS = st.from_regex(r"[a-z0-9_.]{1,12}", fullmatch=True)
 SPECS = st.sampled_from(["", ">=1.21", ">=3.11,<3.12.0a0", "3.11.* *_cp311", "1.*|2.*", "!=1.5"])
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -82,9 +73,7 @@ def test_the_reader_of_lines_sees_what_a_yaml_parser_sees(written: dict[str, Con
 
 
 @given(parts(), st.data())
-def test_damage_gives_a_clear_error_or_the_same_lock(
-    written: dict[str, CondaPart], data: st.DataObject
-) -> None:
+def test_damage_gives_a_clear_error_or_the_same_lock(written: dict[str, CondaPart], data: st.DataObject) -> None:
     text = render(list(written.values()))
     at = data.draw(st.integers(0, len(text)))
     length = data.draw(st.integers(0, 40))
@@ -192,9 +181,7 @@ package:
 
 def test_a_file_of_conda_lock_itself_is_read_for_its_packages_but_is_no_lock_of_ours() -> None:
     found = parse_packages(BY_CONDA_LOCK, "x")["linux-64"]
-    assert [(p.stem, p.depends) for p in found] == [
-        ("zlib-1.3-h1", ("__glibc >=2.17,<3.0.a0", "libzlib 1.3 h1"))
-    ]
+    assert [(p.stem, p.depends) for p in found] == [("zlib-1.3-h1", ("__glibc >=2.17,<3.0.a0", "libzlib 1.3 h1"))]
     with pytest.raises(LockError, match="was not made by envbuild"):
         parse(BY_CONDA_LOCK, "x")
     with pytest.raises(LockError, match="x:14: zlib is a pip package"):
@@ -214,9 +201,7 @@ def test_a_lock_of_hundreds_of_packages_is_read_in_an_instant() -> None:
     parse(text, "x")
     started = time.perf_counter()
     parse(text, "x")
-    assert (
-        time.perf_counter() - started < 0.5
-    )  # 40 ms on an idle machine; a YAML parser takes seconds
+    assert time.perf_counter() - started < 0.5  # 40 ms on an idle machine; a YAML parser takes seconds
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_activate import activated
-from envbuild.artifacts.conda_survey import (
-    conda_packages,
-    owned_dist_infos,
-    quick_names,
-    survey_conda,
-)
+from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.artifacts.survey import MODULES
 from envbuild.errors import BuildError, HostError
 from envbuild.fingerprint import conda_digest
@@ -48,9 +43,7 @@ def record(root: Path, name: str, version: str, rows: list[dict[str, Any]]) -> d
 
 
 @given(st.lists(st.tuples(word, word), unique=True, max_size=5), st.randoms())
-def test_a_packages_digest_depends_on_its_rows_and_not_on_their_order(
-    rows: list[tuple[str, str]], random: Any
-) -> None:
+def test_a_packages_digest_depends_on_its_rows_and_not_on_their_order(rows: list[tuple[str, str]], random: Any) -> None:
     shuffled = random.sample(rows, len(rows))
     assert conda_digest(rows) == conda_digest(iter(shuffled))
     assert conda_digest([*rows, ("more", "")]) != conda_digest(rows)
@@ -66,9 +59,7 @@ def test_a_packages_digest_depends_on_its_rows_and_not_on_their_order(
         ({"_path": "__clobbers__/x", "original_path": "bin/x"}, True),
     ],
 )
-def test_what_a_prefix_changes_in_a_record_is_not_in_its_digest(
-    change: dict[str, Any], same: bool
-) -> None:
+def test_what_a_prefix_changes_in_a_record_is_not_in_its_digest(change: dict[str, Any], same: bool) -> None:
     row = {"_path": "bin/x", "path_type": "hardlink", "sha256": "a" * 64}
     script = {"_path": "bin/s", "path_type": "unix_python_entry_point", "sha256": "b" * 64}
     one = {"name": "x", "version": "1", "paths_data": {"paths": [row, script]}}
@@ -77,9 +68,7 @@ def test_what_a_prefix_changes_in_a_record_is_not_in_its_digest(
     assert (conda_packages([one]) == conda_packages([two])) == same
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"[]", b"{}", b'{"name": "x", "version": "1", "paths_data": 3}']
-)
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"name": "x", "version": "1", "paths_data": 3}'])
 def test_a_record_that_makes_no_sense_is_an_altered_file(tmp_path: Path, content: bytes) -> None:
     put(tmp_path / "conda-meta" / "x-1-0.json", content)
     (tmp_path / SITE).mkdir(parents=True)
@@ -90,8 +79,7 @@ def test_a_record_that_makes_no_sense_is_an_altered_file(tmp_path: Path, content
 def test_packages_of_conda_and_of_pip_are_told_apart(tmp_path: Path) -> None:
     brought = {"one.py": b"1", "one-1.dist-info/METADATA": b"m", "big/in-2.dist-info/METADATA": b""}
     rows: list[dict[str, Any]] = [
-        {"_path": f"{SITE}/{name}", "sha256": put(tmp_path / SITE / name, data)}
-        for name, data in brought.items()
+        {"_path": f"{SITE}/{name}", "sha256": put(tmp_path / SITE / name, data)} for name, data in brought.items()
     ]
     rows.append({"_path": f"{SITE}/__pycache__/one.pyc", "sha256": "0" * 64})
     data = record(tmp_path, "one", "1", rows)
@@ -152,9 +140,7 @@ def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
 
 def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     channel, mirror = "https://conda.example.org/c", tmp_path / "mirror"
-    archive = CondaArchive(
-        f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x")
-    )
+    archive = CondaArchive(f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x"))
     site = Site(tmp_path / "store", (), ((channel, ((tmp_path / "no").as_uri(), mirror.as_uri())),))
     store = Store(tmp_path / "store")
 
@@ -174,10 +160,7 @@ def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     ("text", "shown"),
     [
         ("https://h/t/tok-1/c/noarch/x.conda: 401", "https://h/t/****/c/noarch/x.conda: 401"),
-        (
-            "https://u:p@h/a/t/tok/c and https://h/t/x/d",
-            "https://u:****@h/a/t/****/c and https://h/t/****/d",
-        ),
+        ("https://u:p@h/a/t/tok/c and https://h/t/x/d", "https://u:****@h/a/t/****/c and https://h/t/****/d"),
         ("https://h/a/b/t", "https://h/a/b/t"),
         ("/t/x/y", "/t/x/y"),
         # A repository of a registry, by its name and by the registry's API.

@@ -6,19 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.debian.control import (
-    Relation,
-    compare_versions,
-    paragraphs,
-    parse_control,
-    parse_relations,
-)
+from envbuild.debian.control import Relation, compare_versions, paragraphs, parse_control, parse_relations
 from envbuild.errors import LockError
 
 names = st.from_regex(r"[a-z0-9][a-z0-9+.\-]{1,12}", fullmatch=True)
-versions = st.from_regex(
-    r"([0-9]:)?[0-9][0-9a-zA-Z.+~]{0,6}(-[0-9a-zA-Z.+~]{1,4})?", fullmatch=True
-)
+versions = st.from_regex(r"([0-9]:)?[0-9][0-9a-zA-Z.+~]{0,6}(-[0-9a-zA-Z.+~]{1,4})?", fullmatch=True)
 bounds = st.tuples(st.sampled_from(["<<", "<=", "=", ">=", ">>"]), versions)
 relations = st.builds(
     lambda name, qualifier, bound: Relation(name, qualifier, *bound),
@@ -63,9 +55,7 @@ def test_a_tilde_is_older_and_a_plus_newer_than_the_end(version: str) -> None:
 
 
 @given(groups)
-def test_a_relationship_field_survives_being_written_and_read(
-    groups: tuple[tuple[Relation, ...], ...],
-) -> None:
+def test_a_relationship_field_survives_being_written_and_read(groups: tuple[tuple[Relation, ...], ...]) -> None:
     text = ", ".join(" | ".join(map(str, group)) for group in groups)
     assert parse_relations(text, "x") == groups
     assert parse_relations(text.replace(", ", ",\n "), "x") == groups
@@ -93,9 +83,7 @@ def test_a_faulty_relationship_names_its_package(text: str) -> None:
         ("<= 1", "1.0", False), ("= 1:1-1", "1:1-1", True), ("= 1-1", "1:1-1", False), (">= 1", None, False),
     ],
 )  # fmt: skip
-def test_a_bound_admits_the_versions_of_policy(
-    bound: str, version: str | None, admitted: bool
-) -> None:
+def test_a_bound_admits_the_versions_of_policy(bound: str, version: str | None, admitted: bool) -> None:
     (((relation,)),) = parse_relations(f"x ({bound})", "x")
     assert relation.admits(version) is admitted
 
@@ -107,8 +95,7 @@ def test_a_control_file_keeps_continuations_and_names_without_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("A: 1\na: 2", "line 2: the field a stands twice"), ("A: 1\nnothing", "line 2: neither")],
+    ("text", "message"), [("A: 1\na: 2", "line 2: the field a stands twice"), ("A: 1\nnothing", "line 2: neither")]
 )
 def test_a_faulty_control_file_names_its_line(text: str, message: str) -> None:
     with pytest.raises(LockError, match=message):

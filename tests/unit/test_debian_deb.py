@@ -42,10 +42,7 @@ def tree(tmp_path: Path, **packages: Items) -> dict[str, tuple[Entry, bytes]]:
 
 def built(tmp_path: Path, packages: dict[str, bytes]) -> dict[str, tuple[Entry, bytes]]:
     debs = [
-        (
-            LockedDeb(name, "1", "amd64", f"pool/{name}.deb", "0" * 64, 1),
-            written(tmp_path, data, name),
-        )
+        (LockedDeb(name, "1", "amd64", f"pool/{name}.deb", "0" * 64, 1), written(tmp_path, data, name))
         for name, data in packages.items()
     ]
     found: dict[str, tuple[Entry, bytes]] = {}
@@ -60,12 +57,9 @@ def built(tmp_path: Path, packages: dict[str, bytes]) -> dict[str, tuple[Entry, 
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack"),
-    [(".xz", lzma.compress), (".gz", gzip.compress), (".zst", zstandard.compress), ("", bytes)],
+    ("suffix", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".zst", zstandard.compress), ("", bytes)]
 )
-def test_every_compression_is_read(
-    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
-) -> None:
+def test_every_compression_is_read(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
     data = tar([info("./"), info("./usr"), ("./usr/a", b"x" * 100_000)])
     members = {
         "debian-binary": b"2.0\n",
@@ -80,12 +74,7 @@ def test_every_compression_is_read(
 
 def test_unknown_members_are_passed_over(tmp_path: Path) -> None:
     control, data = lzma.compress(tar([("control", CONTROL)])), lzma.compress(tar([("a", b"1")]))
-    members = {
-        "debian-binary": b"2.1\nmore",
-        "_odd": b"123",
-        "control.tar.xz": control,
-        "data.tar.xz": data,
-    }
+    members = {"debian-binary": b"2.1\nmore", "_odd": b"123", "control.tar.xz": control, "data.tar.xz": data}
     assert content(written(tmp_path, ar(members))) == {"a": b"1"}
 
 
@@ -111,9 +100,7 @@ GOOD = deb("demo", [info("./"), ("./usr/file", bytes(range(256)) * 4000)])
         (deb("demo", [], conffiles="/../etc/passwd\n"), "holds the path"),
     ],
 )  # fmt: skip
-def test_a_faulty_package_is_named_with_its_fault(
-    tmp_path: Path, data: bytes, message: str
-) -> None:
+def test_a_faulty_package_is_named_with_its_fault(tmp_path: Path, data: bytes, message: str) -> None:
     path = written(tmp_path, data)
     with pytest.raises(BuildError, match=message) as caught:
         read_control(path, "demo")
@@ -123,9 +110,7 @@ def test_a_faulty_package_is_named_with_its_fault(
 
 @pytest.mark.parametrize("pack", [lzma.compress, gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("part", [0.3, 0.6, 0.99])
-def test_a_stream_that_ends_early_is_an_error(
-    tmp_path: Path, pack: Callable[[bytes], bytes], part: float
-) -> None:
+def test_a_stream_that_ends_early_is_an_error(tmp_path: Path, pack: Callable[[bytes], bytes], part: float) -> None:
     import random
 
     whole = pack(tar([("a", random.Random(1).randbytes(300_000)), ("b", b"2")]))
@@ -199,9 +184,7 @@ def test_paths_below_merged_folders_are_rewritten(tmp_path: Path) -> None:
         ([info("./b")], [info("./a", tarfile.LNKTYPE, "./b")], "which is no file"),
     ],
 )  # fmt: skip
-def test_packages_that_do_not_fit_together_are_named(
-    tmp_path: Path, one: Items, two: Items, message: str
-) -> None:
+def test_packages_that_do_not_fit_together_are_named(tmp_path: Path, one: Items, two: Items, message: str) -> None:
     with pytest.raises(BuildError, match=message):
         tree(tmp_path, one=one, two=two)
 
@@ -262,10 +245,7 @@ def test_alternatives_of_libraries_are_those_of_the_architecture(tmp_path: Path)
     items = [(f"./{folder}/{kind}/libblas.so.3", b"") for kind in ("blas", "openblas-pthread")]
     made = tree(tmp_path, demo=items)
     assert made[f"{folder}/libblas.so.3"][0].target == "/etc/alternatives/libblas.so.3"
-    assert (
-        made["etc/alternatives/libblas.so.3"][0].target
-        == f"/{folder}/openblas-pthread/libblas.so.3"
-    )
+    assert made["etc/alternatives/libblas.so.3"][0].target == f"/{folder}/openblas-pthread/libblas.so.3"
     assert not [path for path in made if "x86_64" in path]
 
 
@@ -280,12 +260,7 @@ def test_names_in_any_encoding_come_through(tmp_path: Path) -> None:
 
 def test_what_a_package_has_is_not_made_again(tmp_path: Path) -> None:
     made = tree(
-        tmp_path,
-        demo=[
-            info("./tmp", mode=0o700),
-            ("./usr/bin/python3.11", b""),
-            ("./usr/bin/python3", b"own"),
-        ],
+        tmp_path, demo=[info("./tmp", mode=0o700), ("./usr/bin/python3.11", b""), ("./usr/bin/python3", b"own")]
     )
     assert made["tmp"][0].mode == 0o700 and made["usr/bin/python3"][1] == b"own"
 

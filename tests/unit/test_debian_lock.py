@@ -120,10 +120,7 @@ def test_a_package_that_nobody_has_is_named_with_every_answer(tmp_path: Path) ->
         fetch_debs(lock, blobs, [*archives, secret], client)
     message = caught.value.message
     evil = hashlib.sha256(b"evil").hexdigest()
-    assert re.search(
-        rf"two 1\+b1 \(amd64\): no archive has pool/two.* with sha256:{lock.packages[1].sha256}",
-        message,
-    )
+    assert re.search(rf"two 1\+b1 \(amd64\): no archive has pool/two.* with sha256:{lock.packages[1].sha256}", message)
     assert f"has other content, sha256:{evil}" in message
     assert message.count("not there") == 1 and "refused" in message
     assert "geheim" not in message and "one+x" not in message
@@ -155,9 +152,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     modules = [f"envbuild.debian.{path.stem}" for path in folder.glob("*.py")]
     heavy = "requests", "pysequoia", "zstandard", "rich"
     script = f"import sys, {', '.join(modules)}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

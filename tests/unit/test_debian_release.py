@@ -37,9 +37,7 @@ class Mirror:
     def file(self, name: str, suite: str = "bookworm") -> Path:
         return self.root / "dists" / suite / name
 
-    def resolve(
-        self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool"
-    ) -> DebianLock:
+    def resolve(self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool") -> DebianLock:
         return resolve_base(
             "bookworm", [packages], [], arch, archives=archives or self.archives, client=client(),
             blobs=Blobs(self.root / "blobs"), keyring=self.keyring,
@@ -147,9 +145,7 @@ def undated(mirror: Mirror) -> None:
         (undated, "the Release file has no SHA256"),
     ],
 )
-def test_a_faulty_archive_is_refused_with_the_reason(
-    mirror: Mirror, fault: object, message: str
-) -> None:
+def test_a_faulty_archive_is_refused_with_the_reason(mirror: Mirror, fault: object, message: str) -> None:
     assert callable(fault)
     fault(mirror)
     with pytest.raises(LockError, match=message) as caught:
@@ -203,15 +199,9 @@ def test_a_faulty_keyring_is_named(tmp_path: Path, content: bytes | None) -> Non
 
 
 def test_a_keyring_may_hold_several_keys_armored_or_not(tmp_path: Path) -> None:
-    for name, data in {
-        "binary": bytes(KEY.public) + bytes(OTHER.public),
-        "armored": str(KEY.public).encode(),
-    }.items():
+    for name, data in {"binary": bytes(KEY.public) + bytes(OTHER.public), "armored": str(KEY.public).encode()}.items():
         (tmp_path / name).write_bytes(data)
-    assert {k.fingerprint for k in load_keys(tmp_path / "binary")} == {
-        KEY.public.fingerprint,
-        OTHER.public.fingerprint,
-    }
+    assert {k.fingerprint for k in load_keys(tmp_path / "binary")} == {KEY.public.fingerprint, OTHER.public.fingerprint}
     assert len(load_keys(tmp_path / "armored")) == 1
 
 

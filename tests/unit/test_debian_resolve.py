@@ -73,9 +73,7 @@ def names(index: PackageIndex, *wanted: str, without: tuple[str, ...] = ()) -> l
     ids=["cycle", "first alternative, provider by name", "a chosen one will do", "versioned provides",
          "another architecture", "it excludes its own kind", "nothing"],
 )  # fmt: skip
-def test_what_is_needed_is_chosen(
-    index: PackageIndex, wanted: list[str], chosen: list[str]
-) -> None:
+def test_what_is_needed_is_chosen(index: PackageIndex, wanted: list[str], chosen: list[str]) -> None:
     assert names(index, *wanted) == chosen
     assert names(index, *reversed(wanted), *wanted) == chosen
 
@@ -101,9 +99,7 @@ def test_a_wanted_package_is_never_left_out(index: PackageIndex) -> None:
         (["mta-a", "mta-b"], "mta-a 1 conflicts with mta-b 1", "leave one"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_explained(
-    index: PackageIndex, wanted: list[str], message: str, hint: str
-) -> None:
+def test_what_cannot_be_is_explained(index: PackageIndex, wanted: list[str], message: str, hint: str) -> None:
     with pytest.raises(LockError, match=message) as caught:
         names(index, *wanted)
     assert hint in str(caught.value.hint)
@@ -115,15 +111,11 @@ def test_the_chain_names_everyone_who_asked(tmp_path: Path) -> None:
         names(index, "a")
 
 
-def test_the_newest_version_of_all_suites_is_taken_and_its_provides_alone_count(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_version_of_all_suites_is_taken_and_its_provides_alone_count(tmp_path: Path) -> None:
     index = made(tmp_path, stanza("lib", "1.9", provides="abi-9"), stanza("same", "1"))
     newer = tmp_path / "security.gz"
     newer.write_bytes(
-        gzip.compress(
-            "\n\n".join([stanza("lib", "1.10", provides="abi-10"), stanza("same", "1")]).encode()
-        )
+        gzip.compress("\n\n".join([stanza("lib", "1.10", provides="abi-10"), stanza("same", "1")]).encode())
     )
     index.add(newer, ".gz", "debian-security")
     chosen = resolve(index, ["lib", "same"], (), "amd64")

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.debian.sources import (
-    DebianSuite,
-    apt_proxy,
-    archives,
-    debian_client,
-    host_archives,
-)
+from envbuild.debian.sources import DebianSuite, apt_proxy, archives, debian_client, host_archives
 from envbuild.errors import LockError
 from envbuild.site.pip_config import PipConfig
 
@@ -60,9 +54,7 @@ def test_one_line_and_deb822_sources_are_read_in_apts_order(tmp_path: Path) -> N
     folder = etc(tmp_path, sources_list=LIST, sources_list_d__debian_sources=SOURCES)
     (folder / "sources.list.d").mkdir(exist_ok=True)
     (folder / "sources.list.d/debian.sources").write_text(SOURCES)
-    (folder / "sources.list.d/ignored.save").write_text(
-        "deb http://saved.example/debian bookworm main"
-    )
+    (folder / "sources.list.d/ignored.save").write_text("deb http://saved.example/debian bookworm main")
     assert host_archives("bookworm", folder) == [
         DebianSuite("http://one.example/debian", "bookworm"),
         DebianSuite("http://one.example/debian-security", "bookworm-security"),
@@ -116,13 +108,7 @@ def test_a_mirror_comes_first_and_snapshots_last(tmp_path: Path) -> None:
 
 
 def test_a_security_mirror_is_taken_as_it_is(tmp_path: Path) -> None:
-    found = archives(
-        "trixie",
-        DATE,
-        mirror="https://m.example/deb",
-        security_mirror="file:///srv/sec",
-        etc=tmp_path,
-    )
+    found = archives("trixie", DATE, mirror="https://m.example/deb", security_mirror="file:///srv/sec", etc=tmp_path)
     assert next(a.url for a in found if a.kind == "debian-security") == "file:///srv/sec"
     assert not any("deb-security" in a.url for a in found)
 
@@ -142,15 +128,10 @@ def test_credentials_of_a_mirror_are_not_shown() -> None:
         ("", None),
     ],
 )  # fmt: skip
-def test_apts_proxy_is_used_where_nothing_else_names_one(
-    tmp_path: Path, text: str, proxy: str | None
-) -> None:
+def test_apts_proxy_is_used_where_nothing_else_names_one(tmp_path: Path, text: str, proxy: str | None) -> None:
     (tmp_path / "apt.conf.d").mkdir()
     (tmp_path / "apt.conf.d/01proxy").write_text(text)
     assert apt_proxy(tmp_path) == proxy
     assert debian_client(PipConfig(), {}, tmp_path).pip.proxy == proxy
     assert debian_client(PipConfig(), {"http_proxy": "http://e.example"}, tmp_path).pip.proxy is None  # fmt: skip
-    assert (
-        debian_client(PipConfig(proxy="http://pip.example"), {}, tmp_path).pip.proxy
-        == "http://pip.example"
-    )
+    assert debian_client(PipConfig(proxy="http://pip.example"), {}, tmp_path).pip.proxy == "http://pip.example"

@@ -71,17 +71,13 @@ def test_the_cause_that_was_provoked_is_found_first(rule: DiagnosisRule) -> None
 
 
 @pytest.mark.parametrize("rule", rules(provoked=False), ids=lambda rule: rule.id)
-def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(
-    rule: DiagnosisRule,
-) -> None:
+def test_the_cause_is_found_first_in_lines_from_its_source_not_provoked_here(rule: DiagnosisRule) -> None:
     is_first_in_its_log(rule)
     first = logs_of(rule.id)[0].read_text().splitlines()[0]
     assert first.startswith("# ")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((DATA / "logs").glob("*.*.log")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((DATA / "logs").glob("*.*.log")), ids=lambda path: path.stem)
 def test_the_cause_is_found_first_in_what_other_programs_print(path: Path) -> None:
     found = of(path).findings
     assert [one.id for one in found][:1] == [path.stem.partition(".")[0]]
@@ -142,12 +138,7 @@ def test_a_job_that_trained_after_a_node_failed_failed_for_another_reason() -> N
 
 
 def test_every_symptom_follows_from_a_cause_in_some_log() -> None:
-    seen = {
-        one.id
-        for rule in rules(provoked=True)
-        for one in of(*logs_of(rule.id)).findings
-        if one.kind == "symptom"
-    }
+    seen = {one.id for rule in rules(provoked=True) for one in of(*logs_of(rule.id)).findings if one.kind == "symptom"}
     assert {rule.id for rule in RULES.values() if rule.kind == "symptom"} <= seen
 
 
@@ -161,12 +152,7 @@ def test_every_log_belongs_to_a_rule_and_a_readme_says_how_it_was_made() -> None
 
 
 @pytest.mark.parametrize(
-    "paths",
-    [
-        logs_of("good"),
-        logs_of("good-late-name"),
-        *([DATA / "nccl" / f"{name}.log"] for name in GOOD_NCCL),
-    ],
+    "paths", [logs_of("good"), logs_of("good-late-name"), *([DATA / "nccl" / f"{name}.log"] for name in GOOD_NCCL)]
 )
 def test_logs_of_jobs_that_went_well_yield_nothing(paths: list[Path]) -> None:
     assert of(*paths).findings == ()
@@ -174,7 +160,9 @@ def test_logs_of_jobs_that_went_well_yield_nothing(paths: list[Path]) -> None:
 
 _ASKING = "[W socket.cpp:601] [c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -2 - x)."
 _NO_WAY = "[W socket.cpp:663] [c10d] The client socket has failed to connect to [::ffff:10.1.96.108]:29500 (errno: 101 - Network is unreachable)."
-_BOUND = "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
+_BOUND = (
+    "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use)."
+)
 _EPOCH = "[rank0]: Epoch 1 | loss 1.9"
 
 
@@ -271,9 +259,7 @@ _TIMEOUT = ["    raise RendezvousTimeoutError", "torch…RendezvousTimeoutError"
 
 @settings(deadline=None)
 @given(st.integers(2, 40), st.data())
-def test_whoever_is_missing_of_any_number_of_nodes_is_counted(
-    nodes: int, data: st.DataObject
-) -> None:
+def test_whoever_is_missing_of_any_number_of_nodes_is_counted(nodes: int, data: st.DataObject) -> None:
     here = data.draw(st.integers(1, nodes))
     lines = [line for node in range(here) for line in started(node, nodes)]
     found = diagnose([("slurm.out", [*lines, *_TIMEOUT])], load_rules()).findings
@@ -285,11 +271,7 @@ def test_whoever_is_missing_of_any_number_of_nodes_is_counted(
 
 
 def test_counts_begin_anew_with_each_attempt_of_a_requeued_job() -> None:
-    attempt = [
-        *started(0, 2),
-        *_TIMEOUT,
-        "*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***",
-    ]
+    attempt = [*started(0, 2), *_TIMEOUT, "*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"]
     assert told(*attempt, *attempt, *started(0, 2), *_TIMEOUT)[0] == "head-only"
     other = [*started(0, 2, run="7-1"), *started(1, 2, run="7-1"), *_TIMEOUT]
     assert "head-only" not in told(*attempt, *other)
@@ -320,9 +302,7 @@ def test_the_documentation_lists_every_rule() -> None:
     for rule in RULES.values():
         kind = "" if rule.kind == "cause" else f"{rule.kind}: "
         tested = "a real failure" if rule.provoked else "lines of its source"
-        assert (
-            f"| `{rule.id}` | {kind}{shown(rule.cause)} | {shown(rule.hint)} | {tested} |\n" in text
-        )
+        assert f"| `{rule.id}` | {kind}{shown(rule.cause)} | {shown(rule.hint)} | {tested} |\n" in text
 
 
 # ---- the program's own failure
@@ -399,9 +379,7 @@ def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Rand
         ([("slurm.out", [*started(0, 3), *started(1, 3), *_TIMEOUT])], False),
     ],
 )
-def test_a_start_that_one_log_tells_of_leaves_a_doubt(
-    logs: list[tuple[str, list[str]]], doubt: bool
-) -> None:
+def test_a_start_that_one_log_tells_of_leaves_a_doubt(logs: list[tuple[str, list[str]]], doubt: bool) -> None:
     found = diagnose(logs, load_rules()).findings[0]
     assert found.id == "head-only"
     assert ("if there are other nodes' logs, give them too" in found.cause) is doubt
@@ -422,9 +400,7 @@ def test_logs_are_read_compressed_from_folders_and_with_bad_bytes(tmp_path: Path
 
 def test_an_endless_line_is_searched_at_its_end_and_does_not_fill_memory(tmp_path: Path) -> None:
     path = tmp_path / "bar.log"
-    path.write_bytes(
-        b"\r 50% |####" * 400_000 + b"RuntimeError: No CUDA GPUs are available\nnext\n"
-    )
+    path.write_bytes(b"\r 50% |####" * 400_000 + b"RuntimeError: No CUDA GPUs are available\nnext\n")
     found = of(path)
     assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("no-gpu", 1, 2)  # fmt: skip
     assert len(found.findings[0].evidence[0].text) < 300
@@ -528,9 +504,7 @@ def test_a_log_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 @pytest.mark.parametrize("how", ["cut", "changed"])
-def test_a_damaged_compressed_log_is_named(
-    pack: Callable[[bytes], bytes], how: str, tmp_path: Path
-) -> None:
+def test_a_damaged_compressed_log_is_named(pack: Callable[[bytes], bytes], how: str, tmp_path: Path) -> None:
     packed = pack(random.Random(1).randbytes(9999))
     half = len(packed) // 2
     damaged = packed[:half] if how == "cut" else packed[:half] + b"\xff" * 99 + packed[half + 99 :]

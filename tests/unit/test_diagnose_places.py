@@ -56,10 +56,7 @@ SOURCE_BUILD = {
     "no-install-target": "make: *** No rule to make target 'install'.  Stop.",
     "nvcc-refuses": "nvcc fatal   : Unsupported gpu architecture 'compute_35'",
 }
-LINES: list[tuple[Place, Mapping[str, str]]] = [
-    ("verification", VERIFICATION),
-    ("source-build", SOURCE_BUILD),
-]
+LINES: list[tuple[Place, Mapping[str, str]]] = [("verification", VERIFICATION), ("source-build", SOURCE_BUILD)]
 
 
 @pytest.mark.parametrize(("place", "lines"), LINES)
@@ -95,9 +92,7 @@ def test_a_name_is_one_row() -> None:
     assert {place for row in table["rules"] for place in row.get("where", ())} == set(PLACES)
 
 
-def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuild(
-    tmp_path: Path,
-) -> None:
+def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuild(tmp_path: Path) -> None:
     copy_modules(MODULES, tmp_path)
     script = (
         "import sys; sys.path.insert(0, '.'); from envbuild.diagnose.engine import explain;"

@@ -37,41 +37,23 @@ def env(installer: str = "uv", **more: Any) -> dict[str, bytes | str]:
 
 
 def diff(one: Path, other: Path, environment: Environment, *, files: bool = True) -> Comparison:
-    with (
-        open_artifact(str(one), environment, None) as left,
-        open_artifact(str(other), environment, None) as right,
-    ):
+    with open_artifact(str(one), environment, None) as left, open_artifact(str(other), environment, None) as right:
         return compare(left, right, files=files)
 
 
 def image(
-    folder: Path,
-    blobs: Blobs,
-    *layers: dict[str, bytes | str],
-    run: dict[str, Any] | None = None,
-    **more: Any,
+    folder: Path, blobs: Blobs, *layers: dict[str, bytes | str], run: dict[str, Any] | None = None, **more: Any
 ) -> Path:
     made = [lab.layer(blobs, files, **more) for files in layers]
     return lab.layout(folder, blobs, [(lab.image(blobs, made, **(run or {}))[0], None)])
 
 
 def names(found: Comparison) -> dict[str, list[tuple[str, str]]]:
-    parts = {
-        "settings": found.settings,
-        "python": found.python,
-        "debian": found.debian,
-        "files": found.files or (),
-    }
-    return {
-        key: [(change.kind, change.name) for change in changes]
-        for key, changes in parts.items()
-        if changes
-    }
+    parts = {"settings": found.settings, "python": found.python, "debian": found.debian, "files": found.files or ()}
+    return {key: [(change.kind, change.name) for change in changes] for key, changes in parts.items() if changes}
 
 
-def test_venvs_made_twice_elsewhere_by_other_uv_runs_are_equal(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_venvs_made_twice_elsewhere_by_other_uv_runs_are_equal(tmp_path: Path, environment: Environment) -> None:
     info = f"{lab.SITE}/numpy-2.1.dist-info"
     one = lab.make_venv(tmp_path / "one", {**env(), f"{info}/uv_cache.json": "{1}"})
     files = {**env(interpreter="/opt/py/bin/python3.11"), "bin/python": "-> /opt/py/bin/python3.11"}
@@ -97,13 +79,8 @@ def test_a_venv_equals_the_environment_of_an_image_with_the_same_wheels(
 ) -> None:
     extra = {"bin/activate": "x", ".gitignore": "*", "lib64": "-> lib", "CACHEDIR.TAG": "x"}
     venv = lab.make_venv(tmp_path / "venv", {**env(), **extra})
-    base = {
-        "etc/passwd": "root",
-        "usr/lib/python3/dist-packages/six-1.dist-info/METADATA": "Name: six\nVersion: 1\n",
-    }
-    made = image(
-        tmp_path / "image", blobs, base, lab.under("opt/env", env(installer, artifact="docker"))
-    )
+    base = {"etc/passwd": "root", "usr/lib/python3/dist-packages/six-1.dist-info/METADATA": "Name: six\nVersion: 1\n"}
+    made = image(tmp_path / "image", blobs, base, lab.under("opt/env", env(installer, artifact="docker")))
     found = diff(venv, made, environment)
     assert found.equal and found.files == (), names(found)
     assert "the text of scripts in bin" in found.left_out
@@ -129,10 +106,7 @@ CHANGES: list[tuple[dict[str, bytes | str], dict[str, list[tuple[str, str]]]]] =
         lab.package("numpy", "2.1", {**NUMPY, "numpy/core.so": b"\x7fELF2"}),
         {
             "python": [("changed", "numpy")],
-            "files": [
-                ("changed", f"{lab.SITE}/numpy-2.1.dist-info/RECORD"),
-                ("changed", f"{lab.SITE}/numpy/core.so"),
-            ],
+            "files": [("changed", f"{lab.SITE}/numpy-2.1.dist-info/RECORD"), ("changed", f"{lab.SITE}/numpy/core.so")],
         },
     ),
 ]
@@ -149,9 +123,7 @@ def test_one_change_is_found_and_nothing_else(
             return lab.make_venv(tmp_path / name, files)
         return image(tmp_path / name, blobs, {"etc/x": "1"}, lab.under("opt/env", files))
 
-    first, second = {"venv": ("venv",) * 2, "image": ("image",) * 2, "between": ("venv", "image")}[
-        kinds
-    ]
+    first, second = {"venv": ("venv",) * 2, "image": ("image",) * 2, "between": ("venv", "image")}[kinds]
     one, other = build("one", env(), first), build("other", {**env(), **changed}, second)
     found = diff(one, other, environment)
     files = [
@@ -160,11 +132,7 @@ def test_one_change_is_found_and_nothing_else(
         # Folders come with their files; an installer's own file is compared within one kind only.
         if "dir" not in (change.before, change.after) and not change.name.endswith("INSTALLER")
     ]
-    assert {"python": names(found).get("python", []), "files": files} == {
-        "python": [],
-        "files": [],
-        **expected,
-    }
+    assert {"python": names(found).get("python", []), "files": files} == {"python": [], "files": [], **expected}
     assert not found.settings and not found.debian
     swap = {"added": "removed", "removed": "added", "changed": "changed"}
     back = names(diff(other, one, environment))
@@ -195,9 +163,7 @@ def test_how_files_are_spread_over_layers_does_not_matter(
     assert found.equal, names(found)
 
 
-def test_images_of_the_same_layers_are_not_read_at_all(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_images_of_the_same_layers_are_not_read_at_all(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     one = image(tmp_path / "one", blobs, {"etc/x": "1"}, run={"Env": ["A=1"]})
     other = tmp_path / "other"
     shutil.copytree(one, other)
@@ -223,19 +189,12 @@ def test_settings_of_images_are_compared_and_secrets_stay_hidden(
         "Labels": {"org.envbuild.plan.digest": "sha256:2", "own": "1"}})  # fmt: skip
     found = diff(one, other, environment)
     assert names(found) == {
-        "settings": [
-            ("changed", "cmd"),
-            ("changed", "env A"),
-            ("changed", "env API_KEY"),
-            ("removed", "env EMPTY"),
-        ]
+        "settings": [("changed", "cmd"), ("changed", "env A"), ("changed", "env API_KEY"), ("removed", "env EMPTY")]
     }
     assert "hunter" not in repr(found)
 
 
-def test_debian_packages_are_compared(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_debian_packages_are_compared(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     def status(**packages: str) -> dict[str, bytes | str]:
         rows = [
             f"Package: {n}\nStatus: install ok installed\nArchitecture: amd64\nVersion: {v}\n"
@@ -246,9 +205,7 @@ def test_debian_packages_are_compared(
     one = image(tmp_path / "one", blobs, status(bash="1", dash="1", gone="1"))
     other = image(tmp_path / "other", blobs, status(bash="2", dash="1", new="1"))
     found = diff(one, other, environment, files=False)
-    assert names(found) == {
-        "debian": [("changed", "bash:amd64"), ("removed", "gone:amd64"), ("added", "new:amd64")]
-    }
+    assert names(found) == {"debian": [("changed", "bash:amd64"), ("removed", "gone:amd64"), ("added", "new:amd64")]}
     assert found.files is None
 
 
@@ -279,15 +236,11 @@ def test_the_command_exits_with_0_1_or_2_and_bounds_its_output(tmp_path: Path) -
     lines = done.stdout.splitlines()
     assert (done.returncode, lines[0]) == (1, "different: 1 setting, 101 files")
     assert "target: cpu-x86_64 -> cpu-aarch64" in done.stdout
-    assert (
-        len(lines) < 50 and "61 more; --all lists them" in lines[-1] and "\x1b" not in done.stdout
-    )
+    assert len(lines) < 50 and "61 more; --all lists them" in lines[-1] and "\x1b" not in done.stdout
     assert len(run(one, other, "--all", store=store).stdout.splitlines()) > 100
     data = json.loads(run(one, other, "--json", store=store).stdout)
     assert data["equal"] is False and len(data["files"]) == 101
-    assert data["settings"] == [
-        {"change": "changed", "name": "target", "before": "cpu-x86_64", "after": "cpu-aarch64"}
-    ]
+    assert data["settings"] == [{"change": "changed", "name": "target", "before": "cpu-x86_64", "after": "cpu-aarch64"}]
     assert run(one, other, "--no-files", "--json", store=store).returncode == 1
     done = run(one, tmp_path / "nowhere", store=store)
     assert (done.returncode, done.stdout) == (2, "") and "does not exist" in done.stderr

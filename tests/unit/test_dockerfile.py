@@ -65,9 +65,7 @@ def test_the_defaults_of_dockerfile_cpu_are_those_of_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("text", [CPU, GPU], ids=["cpu", "gpu"])
-def test_a_dockerfile_pulls_no_syntax_image_and_keeps_secrets_out_of_what_is_left(
-    text: str,
-) -> None:
+def test_a_dockerfile_pulls_no_syntax_image_and_keeps_secrets_out_of_what_is_left(text: str) -> None:
     assert not re.search(r"^#\s*syntax\s*=", text, re.MULTILINE)
     steps = re.findall(r"^(?:RUN|COPY|ENV|ARG|LABEL)\b(?:.*\\\n)*.*", text, re.MULTILINE)
     final = text[text.rindex("\nFROM ") :]
@@ -92,9 +90,7 @@ def test_the_context_of_a_checkout_has_what_the_dockerfiles_copy() -> None:
         sources = " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split()
         for source in sources:
             plain = source.replace("[s]", "s").replace("${RECIPE}", "x").replace("${TARGET}", "y")
-            known = [
-                n for n in allowed if f"{plain}/".startswith(f"{n}/") or n.startswith(f"{plain}/")
-            ]
+            known = [n for n in allowed if f"{plain}/".startswith(f"{n}/") or n.startswith(f"{plain}/")]
             assert known, source
 
 
@@ -213,9 +209,7 @@ def record_of(rows: dict[str, tuple[str, str]]) -> bytes:
 
 
 @given(ROWS, st.data())
-def test_every_other_lost_or_added_file_is_a_difference(
-    rows: dict[str, tuple[str, str]], data: st.DataObject
-) -> None:
+def test_every_other_lost_or_added_file_is_a_difference(rows: dict[str, tuple[str, str]], data: st.DataObject) -> None:
     record = record_of(rows)
     notes = b"pkg-1.dist-info/INSTALLER,sha256=y,4\npkg-1.dist-info/RECORD,,\n"
     assert record_differences(record, record + notes) == []
@@ -295,17 +289,13 @@ def test_a_context_holds_all_that_is_copied_links_wheels_and_is_removed(
         ("python:3.11", "sha256:" + "1" * 64, "docker.io/library/python@sha256:" + "1" * 64),
     ],
 )
-def test_a_locked_base_is_built_on_by_its_digest(
-    tmp_path: Path, reference: str, digest: str, told: str
-) -> None:
+def test_a_locked_base_is_built_on_by_its_digest(tmp_path: Path, reference: str, digest: str, told: str) -> None:
     plan = plan_of(tmp_path, OciLock(reference, digest), "cu126-x86_64")
     arguments = dockerfile.build_arguments(plan)
     assert arguments["BASE"] == arguments["BUILD_BASE"] == told
 
 
-def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(tmp_path: Path, environment: Environment) -> None:
     assert stage_files(plan_of(tmp_path, OciLock("base:1", "")), environment, offline=True) == {}
     patch = tmp_path / "fix.patch"
     patch.write_text("x")
@@ -374,9 +364,7 @@ def test_what_no_stage_can_build_is_said_with_its_line(
     assert "recipe.toml:" in caught.value.message
 
 
-def prepare(
-    folder: Path, environment: Environment, target: str, tables: str, base: str | None = None
-) -> PreparedImage:
+def prepare(folder: Path, environment: Environment, target: str, tables: str, base: str | None = None) -> PreparedImage:
     """The plan of a recipe without packages that has `tables`, for `docker build`."""
     place = make_recipe(folder, "one", [], targets=f"[targets.{target}]\n{tables}")
     loaded, found = load_recipe(place / "recipe.toml"), Target.parse(target)
@@ -414,9 +402,7 @@ def test_the_base_follows_python_cuda_and_the_site_s_mirror(
     empty = Lock("one", target, python, found.platform("2.28"), digest, ())
     (place / f"{target}.requirements.txt").write_text(render(empty))
     try:
-        prepared = prepare_dockerfile(
-            loaded, found, environment, locked=True, offline=True, bytecode=True, log=print
-        )
+        prepared = prepare_dockerfile(loaded, found, environment, locked=True, offline=True, bytecode=True, log=print)
     except UsageError as error:
         assert base in f"{error.message} {error.hint}"
     else:

@@ -50,19 +50,12 @@ def elsewhere(line: str) -> str:
 
 def test_commands_are_found_in_help_and_on_every_kind_of_page() -> None:
     places = {one.where for one in SHOWN}
-    assert {
-        "envbuild --help",
-        "envbuild site check --help",
-        "README.md",
-        "docs/seeds/gh200-pbs.md",
-    } <= places
+    assert {"envbuild --help", "envbuild site check --help", "README.md", "docs/seeds/gh200-pbs.md"} <= places
     assert len(LINES) > 180
 
 
 @pytest.mark.parametrize("one", LINES, ids=name)
-def test_each_command_is_run_as_far_as_it_can_be(
-    one: Shown, place: ShownSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_command_is_run_as_far_as_it_can_be(one: Shown, place: ShownSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.here)
     found = one.arguments("envbuild")
     for arguments in found:
@@ -73,9 +66,7 @@ def test_each_command_is_run_as_far_as_it_can_be(
             raise AssertionError(error.format_message()) from error
         spoken = f"envbuild {' '.join(arguments)}"
         whole = tried(place, one.where, arguments, spoken)
-        assert whole or elsewhere(spoken), (
-            f"no row of data/commands.toml names a test that runs {spoken}"
-        )
+        assert whole or elsewhere(spoken), f"no row of data/commands.toml names a test that runs {spoken}"
     assert found or elsewhere(one.line), "no row of data/commands.toml names a test that runs it"
     for words in one.arguments("torchrun") + one.arguments("python"):
         if "ddp_train" in words:
@@ -116,9 +107,7 @@ def test_a_form_shows_options_that_there_are(one: Shown) -> None:
     for arguments in one.arguments("envbuild"):
         command, rest = command_of(arguments)
         own = rest[: rest.index("--")] if "--" in rest else rest
-        known = {
-            text for option in command.params for text in (*option.opts, *option.secondary_opts)
-        }
+        known = {text for option in command.params for text in (*option.opts, *option.secondary_opts)}
         shown_options = set(re.findall(r"--[a-z][a-z-]*", " ".join(own)))
         assert shown_options <= known | {"--help"}, shown_options - known
 
@@ -128,8 +117,7 @@ def test_every_row_of_the_table_names_a_test_that_there_is_and_is_needed() -> No
     gone = [
         test
         for test in ELSEWHERE.values()
-        if test != BY_HAND
-        and test.partition("::")[2] not in functions(TOP / "tests" / test.partition("::")[0])
+        if test != BY_HAND and test.partition("::")[2] not in functions(TOP / "tests" / test.partition("::")[0])
     ]
     assert (unused, gone) == ([], [])
 
@@ -145,7 +133,5 @@ def test_nobody_is_told_to_install_envbuild_from_an_index() -> None:
     files = [TOP / "README.md", *(TOP / "docs").rglob("*.md"), *(TOP / "envbuild").rglob("*.py")]
     files += [TOP / "tests/golden/matrix/gitlab.json", *(TOP / ".github").rglob("*.yml")]
     for file in files:
-        found = re.search(
-            r"pip install( -\S+)* ['\"\\]*(\$\{\w+:-)?envbuild\b(?!/)", file.read_text()
-        )
+        found = re.search(r"pip install( -\S+)* ['\"\\]*(\$\{\w+:-)?envbuild\b(?!/)", file.read_text())
         assert found is None, f"{file}: {found and found[0]}"

@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.doctor import (
-    batch,
-    connectivity,
-    fabric,
-    hardware,
-    host_names,
-    kernel,
-    launch_trials,
-    storage,
-)
+from envbuild.doctor import batch, connectivity, fabric, hardware, host_names, kernel, launch_trials, storage
 from envbuild.doctor.artifacts import judge
 from envbuild.doctor.model import Host, HostFinding, HostProbe, Status
 from envbuild.doctor.probe import run_probe
@@ -256,9 +247,7 @@ def test_gpus_and_the_cuda_that_their_driver_runs(tmp_path: Path) -> None:
     program(tmp_path / "bin", "ldconfig", ldconfig)
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
     (found,) = hardware.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))
-    assert found.status == "ok" and found.what.startswith(
-        "2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)"
-    )
+    assert found.status == "ok" and found.what.startswith("2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)")
     assert found.facts["cuda"] == ["11", "12"] and found.facts["libcuda"] == "/usr/lib/libcuda.so.1"
 
 
@@ -286,9 +275,7 @@ def test_partitions_are_read_from_sinfo(tmp_path: Path) -> None:
 
 
 def test_providers_are_read_from_fi_info(tmp_path: Path) -> None:
-    folder = program(
-        tmp_path, "fi_info", "printf 'cxi:\\n    version: 117.0\\ntcp:\\n    version: 117.0\\n'"
-    )
+    folder = program(tmp_path, "fi_info", "printf 'cxi:\\n    version: 117.0\\ntcp:\\n    version: 117.0\\n'")
     (found,) = fabric.libfabric(host(tmp_path, PATH=f"{folder}:/usr/bin:/bin"))
     assert found.facts["providers"] == ["cxi", "tcp"]
 
@@ -338,9 +325,7 @@ def findings(**changed: HostFinding | None) -> dict[str, HostFinding]:
 
 
 def cells(found: dict[str, HostFinding]) -> dict[str, str]:
-    return {
-        kind: "".join(v.status[0] for v in steps.values()) for kind, steps in judge(found).items()
-    }
+    return {kind: "".join(v.status[0] for v in steps.values()) for kind, steps in judge(found).items()}
 
 
 def test_a_host_with_all_can_do_all() -> None:
@@ -379,9 +364,7 @@ def test_what_is_missing_shows_where_it_matters(
 def test_an_installed_runtime_does_without_our_own_launch() -> None:
     forbidden = HostFinding("", "warn", "forbidden", "sysctl", {"ways": []})
     works = HostFinding("", "ok", "", "", {"works": True})
-    found = findings(
-        own_launch=forbidden, enroot=works, singularity=replace(works, facts={"works": False})
-    )
+    found = findings(own_launch=forbidden, enroot=works, singularity=replace(works, facts={"works": False}))
     assert cells(found)["enroot"] == "ooo" and cells(found)["apptainer"] == "oww"
     assert judge(found)["apptainer"]["run"].hint == "sysctl"
 
@@ -413,12 +396,8 @@ def test_offline_a_build_is_not_promised_from_an_empty_store() -> None:
     empty = replace(findings()["store"], facts={"holds": {"wheels": 0, "conda packages": 0}})
     verdicts = judge(findings(store=empty, **OFFLINE))
     assert {steps["build"].status for steps in verdicts.values()} == {"warn"}
-    assert verdicts["conda"]["build"].what == (
-        "unknown: conda-forge not asked, and the store holds no conda packages"
-    )
-    full = replace(
-        empty, facts={"holds": dict.fromkeys(("wheels", "conda packages", "image blobs"), 9)}
-    )
+    assert verdicts["conda"]["build"].what == ("unknown: conda-forge not asked, and the store holds no conda packages")
+    full = replace(empty, facts={"holds": dict.fromkeys(("wheels", "conda packages", "image blobs"), 9)})
     told = judge(findings(store=full, **OFFLINE))
     assert {steps["build"].status for steps in told.values()} == {"info"}
     assert "only from what the store holds" in told["docker"]["build"].what
@@ -427,13 +406,8 @@ def test_offline_a_build_is_not_promised_from_an_empty_store() -> None:
 def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "conda/archives/abc").mkdir(parents=True)
     variables = {**PLAIN, "ENVBUILD_STORE": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
-    checks = [
-        check for check in CHECKS if check.name in ("store", "package index", "recipes' sources")
-    ]
+    checks = [check for check in CHECKS if check.name in ("store", "package index", "recipes' sources")]
     found = facts_of(run_checks(checks, this_host(variables, offline=True)))
     assert found["store"].facts["holds"] == {"wheels": 0, "conda packages": 1, "image blobs": 0}
     builds = {kind: steps["build"].status for kind, steps in judge(found).items()}
-    assert builds == {
-        "conda": "info",
-        **dict.fromkeys(("venv", "docker", "enroot", "apptainer"), "warn"),
-    }
+    assert builds == {"conda": "info", **dict.fromkeys(("venv", "docker", "enroot", "apptainer"), "warn")}

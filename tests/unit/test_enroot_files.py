@@ -26,13 +26,10 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True).filter(
     lambda name: (
         not name.startswith(("ENROOT_", "LD_", "LC_"))
-        and name
-        not in ("PATH", "PWD", "OLDPWD", "IFS", "PPID", "UID", "EUID", "_", "SHLVL", "OPTIND")
+        and name not in ("PATH", "PWD", "OLDPWD", "IFS", "PPID", "UID", "EUID", "_", "SHLVL", "OPTIND")
     )
 )
-many = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def texts(**run: Any) -> dict[str, str]:
@@ -96,9 +93,7 @@ def test_the_program_gets_the_variables_of_the_image(tmp_path: Path, env: dict[s
 
 @many
 @given(st.dictionaries(NAMES, WORDS, max_size=6), WORDS.filter(bool))
-def test_envbuild_exec_reads_the_variables_of_the_image(
-    tmp_path: Path, env: dict[str, str], path: str
-) -> None:
+def test_envbuild_exec_reads_the_variables_of_the_image(tmp_path: Path, env: dict[str, str], path: str) -> None:
     assert read_by_exec(tmp_path, {"PATH": path, **env}) == {"PATH": path, **env}
 
 
@@ -127,9 +122,7 @@ def test_what_the_user_sets_wins_over_the_image(tmp_path: Path) -> None:
     assert "A=mine" in lines and "B=" in lines
 
 
-def test_a_login_shell_that_resets_path_does_not_hide_the_programs_of_the_image(
-    tmp_path: Path,
-) -> None:
+def test_a_login_shell_that_resets_path_does_not_hide_the_programs_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin/torchrun"
     program.write_text("#!/bin/sh\necho found\n")
@@ -164,9 +157,7 @@ def test_entrypoint_and_command_may_be_missing(
 
 def test_without_a_command_a_shell_starts(tmp_path: Path) -> None:
     made = texts(WorkingDir=str(tmp_path))
-    done = subprocess.run(
-        ["sh", "-c", made["etc/rc"]], input=b"echo $((6*7))\n", capture_output=True
-    )
+    done = subprocess.run(["sh", "-c", made["etc/rc"]], input=b"echo $((6*7))\n", capture_output=True)
     assert done.stdout == b"42\n", done.stderr
 
 
@@ -307,17 +298,13 @@ def test_a_configuration_that_is_none_is_refused_by_name(run: dict[str, Any]) ->
         ),
     ],
 )  # fmt: skip
-def test_every_file_becomes_what_a_user_without_privileges_can_unpack(
-    entry: Entry, expected: Entry | None
-) -> None:
+def test_every_file_becomes_what_a_user_without_privileges_can_unpack(entry: Entry, expected: Entry | None) -> None:
     assert normalised(entry) == expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="chmod of what one cannot read needs root")
 @given(mode=st.integers(0, 0o7777), folder=st.booleans())
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_modes_are_those_that_chmod_gives(tmp_path: Path, mode: int, folder: bool) -> None:
     path = tmp_path / "x"
     path.mkdir() if folder else path.touch()

@@ -110,8 +110,7 @@ def test_a_lock_that_cannot_be_read_is_said_and_the_pins_are_judged(recipe: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--target", "cu999-x86_64"], "no target"), (["--driver"], "requires an argument")],
+    ("arguments", "said"), [(["--target", "cu999-x86_64"], "no target"), (["--driver"], "requires an argument")]
 )
 def test_misuse_is_exit_2(recipe: Path, arguments: list[str], said: str) -> None:
     done = explain(str(recipe), *arguments)

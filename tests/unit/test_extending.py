@@ -84,22 +84,16 @@ def built(
 
     monkeypatch.setattr("envbuild.verify.run.verify", verify)
     loaded, target = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml"), Target.parse(HERE)
-    plan, trainer = prepare(
-        loaded, target, environment, artifact=kind.name, locked=True, offline=True, log=print
-    )
+    plan, trainer = prepare(loaded, target, environment, artifact=kind.name, locked=True, offline=True, log=print)
     path = kind.default_path("pt_cpu", HERE)
     return make_environment(kind, plan, trainer, environment, path, print, offline=True)
 
 
-def test_an_artifact_kind_is_planned_and_offered(
-    toy: FolderArtifact, environment: Environment
-) -> None:
+def test_an_artifact_kind_is_planned_and_offered(toy: FolderArtifact, environment: Environment) -> None:
     loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
     plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, log=print)  # fmt: skip
     assert plan.artifact == "toy" and plan.has_torch
-    jobs, _ = make_jobs(
-        [SelectedRecipe("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment
-    )
+    jobs, _ = make_jobs([SelectedRecipe("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment)
     assert f"envbuild toy pt_cpu --target {HERE} --locked" in [job.command for job in jobs]
     verdicts = judge({})
     assert list(verdicts) == list(ARTIFACTS) and verdicts["toy"]["build"].status == "ok"

@@ -71,33 +71,25 @@ def test_every_value_is_named_also_where_counts_begin_anew() -> None:
     again = "*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"
     both = f"{LINE}\n{LINE.replace('3', '5')}"
     assert explain(both, "verification") == "the flux capacitor 3, 5 are empty: replace it"
-    assert (
-        explain(f"{both}\n{again}", "verification") == "the flux capacitor 3 is empty: replace it"
-    )
+    assert explain(f"{both}\n{again}", "verification") == "the flux capacitor 3 is empty: replace it"
 
 
 def test_without_the_row_nothing_is_found() -> None:
     assert explain(LINE, "verification") == explain(LINE, "source-build") == ""
 
 
-def test_a_lint_rule_with_a_pattern_is_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lint_rule_with_a_pattern_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "job_faults.toml"
     table.write_text(lint_faults._TABLE.read_text(encoding="utf-8") + FAULTS, encoding="utf-8")
     monkeypatch.setattr(lint_faults, "_TABLE", table)
     lint_faults.load_faults.cache_clear()
     script = "#!/bin/bash\n#SBATCH --flux\nset -e\n/opt/bin/flux-drain --now\nexport FLUX=on\n"
     try:
-        found = [
-            (one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"
-        ]
+        found = [(one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"]
     finally:
         lint_faults.load_faults.cache_clear()
     said = ["", "flux-drain --now", "FLUX=on"]
-    assert found == [
-        (n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)
-    ]
+    assert found == [(n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)]
 
 
 def test_the_table_is_read_by_a_diagnosis_alone() -> None:

@@ -64,9 +64,7 @@ def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> Non
     assert fabric_variables(fabrics["ib"], FabricTable()) == {"NCCL_NET": "IB"}
     efa = fabric_variables(fabrics["efa"], FabricTable("eth0"))
     assert efa == {"NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "eth0"}
-    site = FabricTable(
-        "hsn0,hsn1", variables={"FI_MR_CACHE_MONITOR": "kdreg2", "NCCL_IB_GID_INDEX": "3"}
-    )
+    site = FabricTable("hsn0,hsn1", variables={"FI_MR_CACHE_MONITOR": "kdreg2", "NCCL_IB_GID_INDEX": "3"})
     cxi = fabric_variables(fabrics["cxi"], site)
     assert cxi["FI_PROVIDER"] == "cxi" and cxi["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1"
     assert cxi["FI_MR_CACHE_MONITOR"] == "kdreg2" and cxi["NCCL_IB_GID_INDEX"] == "3"
@@ -123,9 +121,7 @@ class Nodes:
         self.interface = interface
 
 
-@pytest.mark.parametrize(
-    ("gpus", "split"), [("0,1,2,3", ["0,1", "2,3"]), ("0,1", [None, None]), ("", [None, None])]
-)
+@pytest.mark.parametrize(("gpus", "split"), [("0,1,2,3", ["0,1", "2,3"]), ("0,1", [None, None]), ("", [None, None])])
 def test_simulated_nodes_are_hosts_of_their_own_with_gpus_of_their_own_where_there_are_enough(
     gpus: str, split: list[str | None]
 ) -> None:
@@ -154,10 +150,7 @@ def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert visible_gpus({}, CUDA, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, CUDA, tmp_path) == [
-        "GPU-a",
-        "GPU-b",
-    ]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, CUDA, tmp_path) == ["GPU-a", "GPU-b"]
     assert visible_gpus({}, CUDA, tmp_path / "none") == []
 
 
@@ -183,11 +176,7 @@ def test_gloo_on_the_interface_asked_for_passes() -> None:
     assert check.status == "pass" and check.seen == "gloo over lo: 1 connections between 2 ranks"
     assert check_gloo("lo", gloo_report("127.1.2.3")).status == "pass"
     assert check_gloo("eth0", gloo_report("192.0.2.2", gloo_ifname="eth0")).status == "pass"
-    one = {
-        **gloo_report(),
-        "world_size": 1,
-        "ranks": [{**gloo_report()["ranks"][0], "sockets": []}],
-    }
+    one = {**gloo_report(), "world_size": 1, "ranks": [{**gloo_report()["ranks"][0], "sockets": []}]}
     assert check_gloo("lo", one).status == "pass"
 
 
@@ -247,9 +236,7 @@ def test_the_libraries_must_be_the_artifact_s(
     assert (seen or "NCCL 2.") in check.seen
 
 
-def test_an_image_s_plugin_must_be_the_one_that_was_built_though_all_files_are_the_image_s() -> (
-    None
-):
+def test_an_image_s_plugin_must_be_the_one_that_was_built_though_all_files_are_the_image_s() -> None:
     of = state()
     image = subject(of, alone=True)
     good = nccl_report("2.26.2", NCCL, *OWN)
@@ -386,6 +373,4 @@ def test_a_fabric_is_one_row(toy: None, tmp_path: Path) -> None:
     assert "/dev/toynet is not here" in found.what
     variable = "env: [{name: FI_PROVIDER, value: toy}]"
     pod = f"kind: Pod\nspec: {{containers: [{{image: a, command: [torchrun, t.py], {variable}}}]}}"
-    assert [one.value for one in lint_manifest(pod, "pod.yaml") if one.id == "efa-device"] == [
-        "toys.example.org/nic"
-    ]
+    assert [one.value for one in lint_manifest(pod, "pod.yaml") if one.id == "efa-device"] == ["toys.example.org/nic"]

@@ -18,22 +18,12 @@ from hypothesis import strategies as st
 from envbuild.errors import BuildError
 from envbuild.image.archive import read_archive, read_stream, write_archive
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import (
-    OCI_LAYER,
-    OCI_LAYER_GZIP,
-    OCI_LAYER_ZSTD,
-    Descriptor,
-    canonical,
-    digest_of,
-)
+from envbuild.image.model import OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor, canonical, digest_of
 from envbuild.image.pulled import Pulled
 
 LAYERS = [b"lower " * 3000, b"upper " * 200]
 CONFIG = canonical(
-    {
-        "architecture": "amd64",
-        "rootfs": {"type": "layers", "diff_ids": [digest_of(data) for data in LAYERS]},
-    }
+    {"architecture": "amd64", "rootfs": {"type": "layers", "diff_ids": [digest_of(data) for data in LAYERS]}}
 )
 ID = digest_of(CONFIG).removeprefix("sha256:")
 Files = dict[str, bytes | str]  # a text is where a symbolic link points
@@ -113,9 +103,7 @@ def contents(pulled: Pulled) -> list[bytes]:
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress, zstd])
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_gives_one_and_the_same_image(
-    form: str, packed: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_each_form_gives_one_and_the_same_image(form: str, packed: Callable[[bytes], bytes], tmp_path: Path) -> None:
     pulled = read(packed(pack(FORMS[form])), tmp_path, arch="x86_64")
     assert contents(pulled) == LAYERS
     assert pulled.blobs.read(pulled.manifest.config.digest) == CONFIG
@@ -125,9 +113,7 @@ def test_each_form_gives_one_and_the_same_image(
 
 
 @pytest.mark.parametrize("pack_layer", [gzip.compress, zstd])
-def test_compressed_layers_stay_as_they_are(
-    pack_layer: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_compressed_layers_stay_as_they_are(pack_layer: Callable[[bytes], bytes], tmp_path: Path) -> None:
     kind = OCI_LAYER_GZIP if pack_layer is gzip.compress else OCI_LAYER_ZSTD
     stored = pack_layer(LAYERS[1])
     pulled = read(pack({**OLD, "bb/layer.tar": stored}), tmp_path)
@@ -170,10 +156,7 @@ def test_the_image_is_found_by_its_tag(tmp_path: Path) -> None:
         ({f"{ID}.json": b'{"rootfs": {}}'}, "without rootfs.diff_ids"),
         ({f"{ID}.json": CONFIG.replace(b"amd64", b"arm64")}, "damaged: its digest is"),
         (
-            {
-                "c.json": CONFIG.replace(b"amd64", b"arm64"),
-                "manifest.json": listing(config="c.json"),
-            },
+            {"c.json": CONFIG.replace(b"amd64", b"arm64"), "manifest.json": listing(config="c.json")},
             "for arm64, not for amd64",
         ),
         ({blob(b"x"): b"y"}, "blobs/sha256/.*: damaged"),
@@ -245,9 +228,7 @@ def test_a_layer_that_comes_twice_is_written_once_and_one_left_out_is_named(tmp_
     assert contents(read(data, tmp_path / "read")) == [LAYERS[0], LAYERS[1], LAYERS[0]]
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert len(archive.getnames()) == 4
-    with tarfile.open(
-        fileobj=io.BytesIO(written(config, layers, blobs, ["a:b"], without=ids[:1]))
-    ) as archive:
+    with tarfile.open(fileobj=io.BytesIO(written(config, layers, blobs, ["a:b"], without=ids[:1]))) as archive:
         assert len(archive.getnames()) == 3
         listed = json.load(cast(BinaryIO, archive.extractfile("manifest.json")))
     assert listed[0]["Layers"] == [f"{i.removeprefix('sha256:')}.tar" for i in ids]
@@ -269,9 +250,7 @@ def test_layers_that_are_not_the_configuration_s_are_not_written(tmp_path: Path)
 
 
 @given(st.integers(0, len(pack(OLD)) - 1), st.integers(1, 255))
-def test_a_changed_byte_never_gives_another_image(
-    tmp_path_factory: pytest.TempPathFactory, at: int, flip: int
-) -> None:
+def test_a_changed_byte_never_gives_another_image(tmp_path_factory: pytest.TempPathFactory, at: int, flip: int) -> None:
     data = bytearray(pack(OLD))
     data[at] ^= flip
     try:

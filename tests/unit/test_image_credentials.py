@@ -45,9 +45,7 @@ def helper(folder: Path, name: str, body: str) -> None:
         ("http://[::1]:5000/v2", "[::1]:5000"),
     ],
 )
-def test_config_json_names_a_registry_in_all_the_ways_of_docker(
-    tmp_path: Path, key: str, registry: str
-) -> None:
+def test_config_json_names_a_registry_in_all_the_ways_of_docker(tmp_path: Path, key: str, registry: str) -> None:
     env = home(tmp_path, {"auths": {"other.io": coded("x:y"), key: coded("ada:pass:word")}})
     found = find_credentials(registry, env)
     assert found is not None and (found.username, found.password) == ("ada", "pass:word")
@@ -56,9 +54,7 @@ def test_config_json_names_a_registry_in_all_the_ways_of_docker(
     assert find_credentials(registry + "1", env) is None
 
 
-@pytest.mark.parametrize(
-    "key", ["ghcr.io/org/team", "https://ghcr.io/v3/", "://", "", "ghcr.io:443"]
-)
+@pytest.mark.parametrize("key", ["ghcr.io/org/team", "https://ghcr.io/v3/", "://", "", "ghcr.io:443"])
 def test_keys_for_something_else_are_passed_over(tmp_path: Path, key: str) -> None:
     assert find_credentials("ghcr.io", home(tmp_path, {"auths": {key: coded("a:b")}})) is None
 
@@ -117,11 +113,7 @@ def test_places_are_read_in_their_order(tmp_path: Path) -> None:
 
 
 def test_docker_hubs_helper_is_asked_by_docker_hubs_url(tmp_path: Path) -> None:
-    helper(
-        tmp_path,
-        "hub",
-        """read server; echo "{\\"Username\\": \\"$server\\", \\"Secret\\": \\"p\\"}" """,
-    )
+    helper(tmp_path, "hub", """read server; echo "{\\"Username\\": \\"$server\\", \\"Secret\\": \\"p\\"}" """)
     found = find_credentials("docker.io", home(tmp_path, {"credsStore": "hub"}))
     assert found is not None and found.username == "https://index.docker.io/v1/"
 
@@ -144,9 +136,7 @@ def test_docker_hubs_helper_is_asked_by_docker_hubs_url(tmp_path: Path) -> None:
         ({"auths": {"x.io": {"auth": base64.b64encode(b"\xff:\xff").decode()}}}, "not base64"),
     ],
 )
-def test_a_faulty_config_json_is_named_and_its_secrets_are_not(
-    tmp_path: Path, config: Any, said: str | None
-) -> None:
+def test_a_faulty_config_json_is_named_and_its_secrets_are_not(tmp_path: Path, config: Any, said: str | None) -> None:
     env = home(tmp_path, "" if config == "\udcff" else config)
     if config == "\udcff":
         (tmp_path / ".docker/config.json").write_bytes(b"\xff\xfe{")
@@ -170,9 +160,7 @@ def test_a_faulty_config_json_is_named_and_its_secrets_are_not(
         "exit 7",
     ],
 )
-def test_a_helper_that_answers_wrong_is_named_and_its_secret_is_not(
-    tmp_path: Path, body: str
-) -> None:
+def test_a_helper_that_answers_wrong_is_named_and_its_secret_is_not(tmp_path: Path, body: str) -> None:
     helper(tmp_path, "odd", body)
     with pytest.raises(HostError, match="docker-credential-odd get") as error:
         find_credentials("x.io", home(tmp_path, {"credsStore": "odd"}))

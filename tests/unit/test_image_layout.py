@@ -79,9 +79,7 @@ def test_an_image_is_read_back_from_its_layout(tmp_path: Path, blobs: Blobs) -> 
     assert not read.path(one.digest).samefile(blobs.path(one.digest))
 
 
-def test_a_layout_has_the_same_bytes_each_time_and_nothing_else(
-    tmp_path: Path, blobs: Blobs
-) -> None:
+def test_a_layout_has_the_same_bytes_each_time_and_nothing_else(tmp_path: Path, blobs: Blobs) -> None:
     one = image(blobs, "one")
     blobs.add(b"not of this image")
     folder = layout(tmp_path, blobs, (one, "v1"))
@@ -100,9 +98,7 @@ def test_the_sole_image_needs_no_tag(tmp_path: Path, blobs: Blobs) -> None:
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("kind", [OCI_INDEX, DOCKER_INDEX])
-def test_the_image_of_the_architecture_is_read(
-    nested: bool, kind: str, tmp_path: Path, blobs: Blobs
-) -> None:
+def test_the_image_of_the_architecture_is_read(nested: bool, kind: str, tmp_path: Path, blobs: Blobs) -> None:
     images = [image(blobs, arch, arch) for arch in ("amd64", "arm64")]
     listed = [(index(blobs, *images, kind=kind), "v1")] if nested else [(i, "v1") for i in images]
     folder = layout(tmp_path, blobs, *listed)
@@ -122,9 +118,7 @@ def refuse(folder: Path, tmp_path: Path, tag: str | None = "v1", arch: str = "x8
     return caught.value.message
 
 
-def test_a_tag_that_is_missing_or_unclear_is_told_with_those_there_are(
-    tmp_path: Path, blobs: Blobs
-) -> None:
+def test_a_tag_that_is_missing_or_unclear_is_told_with_those_there_are(tmp_path: Path, blobs: Blobs) -> None:
     folder = layout(tmp_path, blobs, (image(blobs, "one"), "v1"), (image(blobs, "two"), "v2"))
     (folder / "index.json").write_text((folder / "index.json").read_text().replace("amd64", ""))
     assert "no image with the tag 'v3'; it has v1, v2" in refuse(folder, tmp_path, "v3")
@@ -152,12 +146,9 @@ def longer(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
-    [(damage, "damaged"), (longer, "damaged"), (os.unlink, "No such file or directory")],
+    ("harm", "says"), [(damage, "damaged"), (longer, "damaged"), (os.unlink, "No such file or directory")]
 )
-def test_each_blob_is_checked(
-    harm: Callable[[Path], None], says: str, tmp_path: Path, blobs: Blobs
-) -> None:
+def test_each_blob_is_checked(harm: Callable[[Path], None], says: str, tmp_path: Path, blobs: Blobs) -> None:
     folder = layout(tmp_path, blobs, (image(blobs, "one"), "v1"))
     for blob in sorted((folder / "blobs" / "sha256").iterdir()):
         whole = blob.read_bytes()
@@ -179,11 +170,7 @@ def test_each_blob_is_checked(
         ("index.json", None, "No such file"),
         ("index.json", b"{", "not JSON"),
         ("index.json", b" " * (9 << 20), "larger than"),
-        (
-            "index.json",
-            canonical({"schemaVersion": 2, "layers": [], "config": {}}),
-            "'manifests' is missing",
-        ),
+        ("index.json", canonical({"schemaVersion": 2, "layers": [], "config": {}}), "'manifests' is missing"),
     ],
 )
 def test_a_folder_that_is_no_layout_is_refused(
@@ -262,9 +249,7 @@ def test_of_several_images_for_one_architecture_none_is_guessed(tmp_path: Path) 
         config = canonical({"architecture": "amd64", "os": "linux", "author": name,
                             "rootfs": {"type": "layers", "diff_ids": []}})  # fmt: skip
         head = Descriptor(OCI_CONFIG, blobs.add(config), len(config))
-        raw = canonical(
-            {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []}
-        )
+        raw = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []})
         item = Descriptor(OCI_MANIFEST, blobs.add(raw), len(raw), "amd64", "linux")
         listed.append((item, name))
     (tmp_path / "layout").mkdir()

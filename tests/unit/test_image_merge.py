@@ -35,18 +35,12 @@ def opener(data: bytes, seekable: bool = True) -> Callable[[], BinaryIO]:
 
 
 def merged(*layers: Layer, seekable: bool = True) -> Merged:
-    return merge(
-        [(f"layer {n}", opener(tar(layer, n), seekable)) for n, layer in enumerate(layers)]
-    )
+    return merge([(f"layer {n}", opener(tar(layer, n), seekable)) for n, layer in enumerate(layers)])
 
 
 def contents(tree: Merged) -> dict[str, str]:
     """Each path: `layer.member` for a file as its content says, else its kind and target."""
-    found = {
-        path: f"{item.entry.kind} {item.entry.target}".strip()
-        for path, item in tree.entries.items()
-        if path
-    }
+    found = {path: f"{item.entry.kind} {item.entry.target}".strip() for path, item in tree.entries.items() if path}
     for path, _, content in tree.read(list(tree.entries)):
         found[path] = content.read().decode() + found[path].removeprefix("file")
     return found
@@ -93,10 +87,7 @@ def hard(path: str, target: str) -> Entry:
         # opaque whiteouts
         ([[a("x/y")], [a("x/.wh..wh..opq"), a("x/n")]], {"x": "dir", "x/n": "1.1"}),
         ([[a("x/y")], [a("x/n"), a("x/.wh..wh..opq")]], {"x": "dir", "x/n": "1.0"}),
-        (
-            [[a("x/d/y"), a("x/e/y")], [a("x/d/n"), a("x/.wh..wh..opq")]],
-            {"x": "dir", "x/d": "dir", "x/d/n": "1.0"},
-        ),
+        ([[a("x/d/y"), a("x/e/y")], [a("x/d/n"), a("x/.wh..wh..opq")]], {"x": "dir", "x/d": "dir", "x/d/n": "1.0"}),
         ([[a("x"), a("y/z")], [a(".wh..wh..opq"), a("n")]], {"n": "1.1"}),
         # aufs' bookkeeping is no content
         ([[a(".wh..wh.plnk/"), a(".wh..wh.plnk/1.2"), a(".wh..wh.aufs"), a("x")]], {"x": "0.3"}),
@@ -107,24 +98,12 @@ def hard(path: str, target: str) -> Entry:
         ([[a("x")], [hard("y", "x")], [a(".wh.x")]], {"y": "0.0"}),
         ([[a("x")], [hard("y", "x"), a("x")]], {"x": "1.1", "y": "0.0"}),
         ([[a("x", "z"), hard("y", "x")]], {"x": "symlink z", "y": "hardlink x"}),
-        (
-            [[a("x"), a("x"), hard("y", "x"), hard("z", "y")]],
-            {"x": "0.1", "y": "0.1hardlink x", "z": "0.1hardlink x"},
-        ),
+        ([[a("x"), a("x"), hard("y", "x"), hard("z", "y")]], {"x": "0.1", "y": "0.1hardlink x", "z": "0.1hardlink x"}),
         # names are taken below the root, and through the tree's own links
-        (
-            [[a("./x"), a("/y"), a("../../z"), a("d/../../w/")]],
-            {"x": "0.0", "y": "0.1", "z": "0.2", "w": "dir"},
-        ),
+        ([[a("./x"), a("/y"), a("../../z"), a("d/../../w/")]], {"x": "0.0", "y": "0.1", "z": "0.2", "w": "dir"}),
         ([[a("l", "/etc")], [a("l/x")]], {"l": "symlink /etc", "etc": "dir", "etc/x": "1.0"}),
-        (
-            [[a("d/l", "../../../e")], [a("d/l/x")]],
-            {"d": "dir", "d/l": "symlink ../../../e", "e": "dir", "e/x": "1.0"},
-        ),
-        (
-            [[a("d/l", "/e"), a("d/l/x")]],
-            {"d": "dir", "d/l": "symlink /e", "e": "dir", "e/x": "0.1"},
-        ),
+        ([[a("d/l", "../../../e")], [a("d/l/x")]], {"d": "dir", "d/l": "symlink ../../../e", "e": "dir", "e/x": "1.0"}),
+        ([[a("d/l", "/e"), a("d/l/x")]], {"d": "dir", "d/l": "symlink /e", "e": "dir", "e/x": "0.1"}),
         (
             [[a("k", "e"), a("d/l", "../k"), a("d/l/x")]],
             {"k": "symlink e", "d": "dir", "d/l": "symlink ../k", "e": "dir", "e/x": "0.2"},
@@ -136,9 +115,7 @@ def hard(path: str, target: str) -> Entry:
         ),
     ],
 )
-def test_the_tree_is_what_the_layers_say(
-    layers: list[Layer], expected: dict[str, str], seekable: bool
-) -> None:
+def test_the_tree_is_what_the_layers_say(layers: list[Layer], expected: dict[str, str], seekable: bool) -> None:
     assert contents(merged(*layers, seekable=seekable)) == expected
 
 
@@ -146,10 +123,7 @@ def test_the_tree_is_what_the_layers_say(
     ("entry", "says"),
     [
         (hard("y", "none"), "layer 1: y: a hard link to 'none', which is not there"),
-        (
-            hard("y", "../../../etc/passwd"),
-            "layer 1: y: a hard link to '../../../etc/passwd', which",
-        ),
+        (hard("y", "../../../etc/passwd"), "layer 1: y: a hard link to '../../../etc/passwd', which"),
         (hard("y", "d"), "layer 1: y: a hard link to 'd', a directory"),
         (hard("y", "/"), "layer 1: y: a hard link to '/', a directory"),
         (hard("f", "f"), "layer 1: f: a hard link to 'f', which is not there"),
@@ -174,20 +148,13 @@ def test_what_makes_no_sense_is_refused_by_layer_and_path(entry: Entry, says: st
 
 def test_metadata_is_of_the_last_that_says_it() -> None:
     tree = merged(
-        [
-            a("", kind=DIR, mode=0o700),
-            a("d/", mode=0o700, uid=5),
-            a("d/x"),
-            a("l", "d", mode=0o600),
-        ],
+        [a("", kind=DIR, mode=0o700), a("d/", mode=0o700, uid=5), a("d/x"), a("l", "d", mode=0o600)],
         [Entry("d", DIR, 0o1777, gid=7, mtime=9, xattrs=(("user.b", b"\xff"), ("user.a", b"")))],
         [a("d/y"), Entry("n", CHAR, 0o666, device=(1, 3))],
     )
     assert list(tree.entries) == ["", "d", "d/x", "d/y", "l", "n"]
     # An empty pax value says nothing.
-    assert tree.entries["d"].entry == Entry(
-        "d", DIR, 0o1777, gid=7, mtime=9, xattrs=(("user.b", b"\xff"),)
-    )
+    assert tree.entries["d"].entry == Entry("d", DIR, 0o1777, gid=7, mtime=9, xattrs=(("user.b", b"\xff"),))
     assert (tree.entries["d"].layer, tree.entries["d"].member) == (1, 0)
     assert tree.entries[""].entry.mode == 0o700
     assert tree.entries["l"].entry.mode == 0o777
@@ -218,12 +185,7 @@ def test_only_what_is_wanted_is_read_and_each_layer_once() -> None:
     opened.clear()
     wanted = ["2b", "0a", "2", "0c", "", "z"]
     found = [(path, entry.kind, content.read(2)) for path, entry, content in tree.read(wanted)]
-    assert found == [
-        ("0c", FILE, b"0."),
-        ("0a", FILE, b"0."),
-        ("z", HARDLINK, b"2."),
-        ("2b", FILE, b"2."),
-    ]
+    assert found == [("0c", FILE, b"0."), ("0a", FILE, b"0."), ("z", HARDLINK, b"2."), ("2b", FILE, b"2.")]
     assert opened == [0, 2]
     # Both names of one file: only this takes a second reading.
     assert [path for path, _, _ in tree.read(["z", "2a"])] == ["2a", "z"]

@@ -121,8 +121,7 @@ def test_what_is_no_manifest_is_refused_by_name(data: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rootfs",
-    [None, [], {}, {"diff_ids": None}, {"diff_ids": ["x"]}, {"diff_ids": [1]}, {"diff_ids": "a"}],
+    "rootfs", [None, [], {}, {"diff_ids": None}, {"diff_ids": ["x"]}, {"diff_ids": [1]}, {"diff_ids": "a"}]
 )
 def test_a_configuration_without_diff_ids_is_refused(rootfs: Any) -> None:
     with pytest.raises(BuildError, match=r"lab: an image configuration without rootfs\.diff_ids"):
@@ -134,9 +133,7 @@ json_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["mediaType", "digest", "size", "platform", "os", "annotations", "x"]),
-            inner,
-            max_size=4,
+            st.sampled_from(["mediaType", "digest", "size", "platform", "os", "annotations", "x"]), inner, max_size=4
         )
     ),
     max_leaves=12,
@@ -145,9 +142,7 @@ json_values = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(
-            ["schemaVersion", "mediaType", "manifests", "layers", "config", "rootfs", "diff_ids"]
-        ),
+        st.sampled_from(["schemaVersion", "mediaType", "manifests", "layers", "config", "rootfs", "diff_ids"]),
         json_values | st.sampled_from([2, OCI_INDEX, OCI_MANIFEST, [BLOB], BLOB]),
     )
 )
@@ -176,10 +171,7 @@ def test_canonical_json_reads_back_and_does_not_depend_on_order(data: dict[str, 
 
 
 def test_dockers_form_names_the_same_blobs_by_dockers_media_types() -> None:
-    blobs = [
-        Descriptor(kind, digest_of(kind.encode()), 7)
-        for kind in (OCI_LAYER_GZIP, DOCKER_FOREIGN_GZIP)
-    ]
+    blobs = [Descriptor(kind, digest_of(kind.encode()), 7) for kind in (OCI_LAYER_GZIP, DOCKER_FOREIGN_GZIP)]
     config = Descriptor(OCI_CONFIG, digest_of(b"config"), 6, annotations={"only": "in OCI"})
     raw = canonical(
         {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config.as_json(), "annotations": {"a": "b"},
@@ -191,11 +183,7 @@ def test_dockers_form_names_the_same_blobs_by_dockers_media_types() -> None:
     assert json.loads(made.raw) == {
         "schemaVersion": 2,
         "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
-        "config": {
-            "mediaType": "application/vnd.docker.container.image.v1+json",
-            "digest": config.digest,
-            "size": 6,
-        },
+        "config": {"mediaType": "application/vnd.docker.container.image.v1+json", "digest": config.digest, "size": 6},
         "layers": [
             {"mediaType": kind, "digest": blob.digest, "size": 7}
             for kind, blob in zip((DOCKER_LAYER_GZIP, DOCKER_FOREIGN_GZIP), blobs, strict=True)

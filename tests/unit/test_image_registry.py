@@ -42,13 +42,9 @@ def nothing(_count: int) -> None:
     """Progress that nobody looks at."""
 
 
-def reach(
-    fake: Fake, *, retries: int = 2, env: dict[str, str] | None = None, timeout_s: float = 5
-) -> Registry:
+def reach(fake: Fake, *, retries: int = 2, env: dict[str, str] | None = None, timeout_s: float = 5) -> Registry:
     transport = Transport(insecure=frozenset({"127.0.0.1"}), retries=retries, timeout_s=timeout_s)
-    return open_registry(
-        f"{fake.address}/team/app:1", transport, {"HOME": "/nowhere", **(env or {})}
-    )
+    return open_registry(f"{fake.address}/team/app:1", transport, {"HOME": "/nowhere", **(env or {})})
 
 
 def login(fake: Fake, **more: str) -> dict[str, str]:
@@ -76,9 +72,7 @@ def said(error: BuildError) -> str:
         (418, {}, "HTTP 418"),
     ],
 )
-def test_a_fake_refusal_is_said_once_with_what_to_do(
-    status: int, headers: dict[str, str], expected: str
-) -> None:
+def test_a_fake_refusal_is_said_once_with_what_to_do(status: int, headers: dict[str, str], expected: str) -> None:
     body = b'{"errors":[{"code":"DENIED","message":"requested access is denied"}]}'
     with fake_registry(lambda call: call.reply(status, body, **headers)) as fake:
         with pytest.raises(BuildError) as error:
@@ -182,9 +176,7 @@ def test_a_fake_token_that_ended_early_is_renewed() -> None:
     def script(call: Call) -> None:
         nonlocal ended
         if ended and call.headers.get("Authorization") == "Bearer t0":
-            call.reply(
-                401, WWW_Authenticate=f'Bearer realm="http://{fake.address}/token",service="fake"'
-            )
+            call.reply(401, WWW_Authenticate=f'Bearer realm="http://{fake.address}/token",service="fake"')
         else:
             inner(call)
 
@@ -199,10 +191,7 @@ def test_a_fake_token_that_ended_early_is_renewed() -> None:
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
-        (
-            (401, b'{"errors":[{"code":"UNAUTHORIZED"}]}'),
-            "no token from .* ENVBUILD_.*401.*docker login",
-        ),
+        ((401, b'{"errors":[{"code":"UNAUTHORIZED"}]}'), "no token from .* ENVBUILD_.*401.*docker login"),
         ((503,), "no token from .*HTTP 503"),
         ((200, b"{}"), "holds no token"),
         ((200, b'{"token": "a\\nb"}'), "holds no token"),
@@ -261,9 +250,7 @@ def test_a_blob_on_another_fake_host_is_fetched_without_authorization(tmp_path: 
 
     def script(call: Call) -> None:
         if "/blobs/" in call.path and "Authorization" in call.headers:
-            call.reply(
-                307, Location=f"http://{store.address}/object?signature=s3cret", Set_Cookie="a=b"
-            )
+            call.reply(307, Location=f"http://{store.address}/object?signature=s3cret", Set_Cookie="a=b")
         else:
             inner(call)
 
@@ -396,13 +383,8 @@ def test_the_first_failure_of_several_fake_blobs_ends_all(tmp_path: Path) -> Non
         (MANIFEST, digest_of(b"other"), f"a manifest with digest {digest_of(MANIFEST)}"),
     ],
 )
-def test_a_fake_manifest_that_cannot_be_right_is_refused(
-    body: bytes, pointer: str, expected: str
-) -> None:
-    with (
-        fake_registry(lambda call: call.reply(200, body)) as fake,
-        pytest.raises(BuildError, match=expected),
-    ):
+def test_a_fake_manifest_that_cannot_be_right_is_refused(body: bytes, pointer: str, expected: str) -> None:
+    with fake_registry(lambda call: call.reply(200, body)) as fake, pytest.raises(BuildError, match=expected):
         reach(fake).manifest(pointer)
 
 
@@ -579,9 +561,7 @@ def test_a_missing_file_is_named_before_a_fake_registry_has_the_manifest(tmp_pat
         assert not fake.asked("PUT")
 
 
-def test_a_fake_proxy_is_used_unless_no_proxy_names_the_registry(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fake_proxy_is_used_unless_no_proxy_names_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_registry(lambda call: call.reply(200, MANIFEST)) as fake:
         proxies = {"http": f"http://ada:hunter2@{fake.address}"}
         insecure = frozenset({"registry.invalid", "127.0.0.1"})
@@ -599,9 +579,7 @@ def test_a_fake_proxy_is_used_unless_no_proxy_names_the_registry(
     assert "hunter2" not in said(error.value) and "proxy" in str(error.value.hint)
 
 
-@pytest.mark.parametrize(
-    "mirror", ["", "ftp://x", "https://", "http://a:b@", "https://u:hunter2@h:no/x"]
-)
+@pytest.mark.parametrize("mirror", ["", "ftp://x", "https://", "http://a:b@", "https://u:hunter2@h:no/x"])
 def test_a_mirror_that_is_none_is_a_usage_error_without_its_password(mirror: str) -> None:
     with pytest.raises(UsageError, match="neither a host nor a URL") as error:
         open_registry("a", Transport(), {}, [mirror])

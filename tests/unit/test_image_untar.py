@@ -48,9 +48,7 @@ def read(data: bytes, seekable: bool = True) -> list[tuple[Member, bytes]]:
     return [(member, source.exactly(member.stored)) for member in members(source)]
 
 
-text = st.text(
-    st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=30
-)
+text = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=30)
 names = st.one_of(
     st.lists(text, min_size=1, max_size=4).map("/".join),
     st.builds("{}/{}".format, text.map(lambda part: part * 9), text.map(lambda part: part * 5)),
@@ -164,9 +162,7 @@ def special(kind: bytes, body: bytes, size: int | None = None) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT) + body + bytes(-len(body) % 512)
 
 
-def plain(
-    name: str = "f", kind: bytes = tarfile.REGTYPE, data: bytes = b"", **more: object
-) -> bytes:
+def plain(name: str = "f", kind: bytes = tarfile.REGTYPE, data: bytes = b"", **more: object) -> bytes:
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, len(data)
     for key, value in more.items():
@@ -244,9 +240,7 @@ def test_times_are_rounded_down() -> None:
     "form", ["--format=gnu", "--sparse-version=0.0", "--sparse-version=0.1", "--sparse-version=1.0"]
 )
 @pytest.mark.parametrize("pieces", [1, 3, 4, 5, 30, 60])
-def test_sparse_files_as_gnu_tar_writes_them_are_whole(
-    form: str, pieces: int, tmp_path: Path
-) -> None:
+def test_sparse_files_as_gnu_tar_writes_them_are_whole(form: str, pieces: int, tmp_path: Path) -> None:
     place = tmp_path / "sparse"
     with place.open("wb") as stream:
         for number in range(pieces):

@@ -27,9 +27,7 @@ def workflow() -> dict[str, Any]:
 
 
 def scripts() -> list[str]:
-    return [
-        step["run"] for job in workflow()["jobs"].values() for step in job["steps"] if "run" in step
-    ]
+    return [step["run"] for job in workflow()["jobs"].values() for step in job["steps"] if "run" in step]
 
 
 def test_github_accepts_the_workflow_and_gitlab_the_child_pipeline() -> None:
@@ -71,9 +69,7 @@ def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:
     assert loaded["permissions"] == {"contents": "read"}
     for name, job in loaded["jobs"].items():
         assert job["timeout-minutes"] <= 120
-        assert job.get("permissions", {}) == (
-            {} if name == "plan" else {"contents": "read", "packages": "write"}
-        )
+        assert job.get("permissions", {}) == ({} if name == "plan" else {"contents": "read", "packages": "write"})
         for step in job["steps"]:
             assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w/-]+@v\d+", step["uses"])
 
@@ -96,9 +92,7 @@ def options_of(command: str) -> set[str]:
     return {name for parameter in found.params for name in parameter.opts}
 
 
-@pytest.mark.parametrize(
-    "script", [text for text in scripts() if "envbuild" in text or "matrix." in text]
-)
+@pytest.mark.parametrize("script", [text for text in scripts() if "envbuild" in text or "matrix." in text])
 def test_every_envbuild_option_in_the_workflow_exists(script: str) -> None:
     named = set(re.findall(r"\benvbuild (\w+)", script))
     used = named | (set(ARTIFACTS) if "matrix.command" in script else set())
@@ -108,9 +102,7 @@ def test_every_envbuild_option_in_the_workflow_exists(script: str) -> None:
     assert written and written <= set().union(*(options_of(name) for name in used))
 
 
-@pytest.mark.parametrize(
-    "job", json.loads((GOLDEN / "json.json").read_text()), ids=lambda job: str(job["id"])
-)
+@pytest.mark.parametrize("job", json.loads((GOLDEN / "json.json").read_text()), ids=lambda job: str(job["id"]))
 def test_every_command_of_the_matrix_can_be_parsed(job: dict[str, Any]) -> None:
     import click
 

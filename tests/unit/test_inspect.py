@@ -43,9 +43,7 @@ Architecture: amd64
 Version: 1
 """
 OS = 'ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\n'
-ENV = lab.under(
-    "opt/env", {**lab.frame(), **lab.package("numpy", "2.1", {"numpy/__init__.py": "1"})}
-)
+ENV = lab.under("opt/env", {**lab.frame(), **lab.package("numpy", "2.1", {"numpy/__init__.py": "1"})})
 
 
 @pytest.fixture
@@ -86,9 +84,7 @@ def write_image(tmp_path: Path, blobs: Blobs) -> dict[str, str]:
     }
 
 
-def test_every_form_of_an_image_tells_the_same(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_every_form_of_an_image_tells_the_same(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     forms = write_image(tmp_path, blobs)
     found = {form: look(text, environment) for form, text in forms.items()}
     first = found["layout"]
@@ -96,21 +92,15 @@ def test_every_form_of_an_image_tells_the_same(
     assert first["python_packages"][0]["location"] == f"opt/env/{lab.SITE}"
     assert first["debian_packages"] == [{"name": "libc6", "version": "2.36-9", "arch": "amd64"}]
     assert first["base"]["suite"] == "bookworm" and first["workdir"] == "/srv"
-    assert first["python"] == {
-        "version": "3.11",
-        "full": "3.11.7",
-        "interpreter": "/usr/bin/python3.11",
-    }
+    assert first["python"] == {"version": "3.11", "full": "3.11.7", "interpreter": "/usr/bin/python3.11"}
     base = {"var/lib/dpkg/status": "", "usr/lib/os-release": "", "etc/": ""}
     assert first["files"] == len(ENV) + folders(ENV) + len(base) + folders(base)
     own = ("artifact", "digest", "layers", "stored")
     for form, about in found.items():
-        assert {k: v for k, v in about.items() if k not in own} == {
-            k: v for k, v in first.items() if k not in own
-        }, form
-        assert [layer["diff_id"] for layer in about["layers"]] == [
-            layer["diff_id"] for layer in first["layers"]
-        ]
+        assert {k: v for k, v in about.items() if k not in own} == {k: v for k, v in first.items() if k not in own}, (
+            form
+        )
+        assert [layer["diff_id"] for layer in about["layers"]] == [layer["diff_id"] for layer in first["layers"]]
     assert list((tmp_path / "store" / "opened").iterdir()) == []
 
 
@@ -123,18 +113,13 @@ def test_no_secret_is_shown(tmp_path: Path, blobs: Blobs, as_json: bool) -> None
     folder = write_image(tmp_path, blobs)["layout"]
     command = [sys.executable, "-m", "envbuild", "inspect", folder, *["--json"] * as_json]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={"ENVBUILD_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)},
+        command, capture_output=True, text=True, env={"ENVBUILD_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)}
     )
     assert done.returncode == 0, done.stderr
     assert "HF_TOKEN" in done.stdout and "hunter2" not in done.stdout + done.stderr
 
 
-@given(
-    st.sampled_from(["TOKEN", "secret", "DB_PASSWORD", "Api_Key"]), st.text("abcXYZ019", min_size=6)
-)
+@given(st.sampled_from(["TOKEN", "secret", "DB_PASSWORD", "Api_Key"]), st.text("abcXYZ019", min_size=6))
 def test_values_of_secret_names_are_hidden_wherever_they_stand(name: str, value: str) -> None:
     value = f"zq{value}"
     shown = [
@@ -179,9 +164,7 @@ def test_a_layer_that_is_not_what_the_configuration_names_is_refused(
     assert remembered(other.diff_id, environment.store) is None
 
 
-def test_a_damaged_note_of_a_layer_is_made_again(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_a_damaged_note_of_a_layer_is_made_again(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     folder = write_image(tmp_path, blobs)["layout"]
     before = look(folder, environment)
     for note in (tmp_path / "store" / "listings").iterdir():
@@ -195,10 +178,7 @@ def test_the_platform_is_this_hosts_or_the_only_one_or_as_asked(
     from envbuild.image.model import GOARCH
     from envbuild.recipe.targets import host_arch
 
-    both = [
-        lab.image(blobs, [lab.layer(blobs, {"a": arch})], arch=arch)[0]
-        for arch in ("amd64", "arm64")
-    ]
+    both = [lab.image(blobs, [lab.layer(blobs, {"a": arch})], arch=arch)[0] for arch in ("amd64", "arm64")]
     many = lab.layout(tmp_path / "many", blobs, [(lab.multi(blobs, both), "x")])
     assert look(many, environment)["platform"] == f"linux/{GOARCH[host_arch()]}"
     assert look(many, environment, "cpu-aarch64")["platform"] == "linux/arm64"
@@ -209,9 +189,7 @@ def test_the_platform_is_this_hosts_or_the_only_one_or_as_asked(
         look(one, environment, "cpu-x86_64")
 
 
-def test_one_of_several_images_must_be_named(
-    tmp_path: Path, blobs: Blobs, environment: Environment
-) -> None:
+def test_one_of_several_images_must_be_named(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
     two = [lab.image(blobs, [lab.layer(blobs, {"a": text})])[0] for text in "12"]
     folder = lab.layout(tmp_path / "two", blobs, [(two[0], "one"), (two[1], "other")])
     with pytest.raises(UsageError, match="one, other"):
@@ -287,9 +265,7 @@ def test_names_that_are_no_paths_are_all_told_where_no_daemon_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    here = load_environment(
-        {"ENVBUILD_STORE": str(tmp_path), "DOCKER_HOST": f"unix://{tmp_path}/no"}
-    )
+    here = load_environment({"ENVBUILD_STORE": str(tmp_path), "DOCKER_HOST": f"unix://{tmp_path}/no"})
     with (
         pytest.raises(HostError, match="neither old nor new is a file or folder") as caught,
         open_artifacts(["old", "new"], here, None),
@@ -358,9 +334,7 @@ def test_records_of_two_installers_are_the_same_but_for_their_own_rows(rows: lis
         "a/__pycache__/x.cpython-311.pyc,,",
     ]
     plain = ["a/x.py,sha256=1,1", "b.py,sha256=2,2", '"c,d.py",sha256=3,3']
-    assert portable_digest("\r\n".join([*rows, *own]).encode()) == portable_digest(
-        "\n".join(plain).encode()
-    )
+    assert portable_digest("\r\n".join([*rows, *own]).encode()) == portable_digest("\n".join(plain).encode())
     changed = "\n".join([*plain[:2], '"c,d.py",sha256=4,3']).encode()
     assert portable_digest(changed) != portable_digest("\n".join(plain).encode())
     assert len(list(csv.reader(io.StringIO("\n".join(rows))))) == 3
@@ -394,9 +368,7 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
         recipe="pt_cpu",
         created="2026-01-02T03:04:05.123456789Z",
     )
-    packages = tuple(
-        PythonPackage(f"p{n}", "1.0+cpu", "opt", **kw) for n, kw in enumerate(LICENCES)
-    )
+    packages = tuple(PythonPackage(f"p{n}", "1.0+cpu", "opt", **kw) for n, kw in enumerate(LICENCES))
     twice = (*packages, packages[0])
     debian = (DebianPackage("libstdc++6", "1:2~3+b1", "amd64"),)
     contents = Inventory({}, twice, debian, os={"ID": "debian", "VERSION_ID": "12"})
@@ -410,15 +382,11 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
     purls = {component["purl"] for component in bom["components"]}
     assert "pkg:pypi/p0@1.0%2Bcpu" in purls
     assert "pkg:deb/debian/libstdc%2B%2B6@1:2~3%2Bb1?arch=amd64&distro=debian-12" in purls
-    other = json.loads(
-        cyclonedx(Description("image", "x", "sha256:" + "c" * 64), contents, source_date)
-    )
+    other = json.loads(cyclonedx(Description("image", "x", "sha256:" + "c" * 64), contents, source_date))
     assert other["serialNumber"] != bom["serialNumber"]
 
 
-def test_the_bill_of_materials_of_a_venv_does_not_depend_on_its_place(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_the_bill_of_materials_of_a_venv_does_not_depend_on_its_place(tmp_path: Path, environment: Environment) -> None:
     files = {**lab.frame(), **lab.package("a", "1", {}, extra="License-Expression: MIT\n")}
     texts = []
     for name in ("one", "two"):

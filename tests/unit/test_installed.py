@@ -28,12 +28,7 @@ def install(folder: Path, name: str, version: str, files: dict[str, bytes]) -> P
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    install(
-        tmp_path,
-        "Some_Pkg",
-        "1.0",
-        {"some_pkg/__init__.py": b"x = 1\n", "some_pkg/data,1.bin": b"\0" * 9},
-    )
+    install(tmp_path, "Some_Pkg", "1.0", {"some_pkg/__init__.py": b"x = 1\n", "some_pkg/data,1.bin": b"\0" * 9})
     (tmp_path / "some_pkg" / "__pycache__").mkdir()
     (tmp_path / "some_pkg" / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"pyc")
     record = tmp_path / "Some_Pkg-1.0.dist-info" / "RECORD"
@@ -79,13 +74,7 @@ def test_a_second_version_of_a_package_does_not_hide(site: Path) -> None:
 
 def elf(machine: int, little: bool = True) -> bytes:
     order = "little" if little else "big"
-    return (
-        b"\x7fELF\x02"
-        + (b"\x01" if little else b"\x02")
-        + b"\0" * 12
-        + machine.to_bytes(2, order)
-        + b"\0" * 40
-    )
+    return b"\x7fELF\x02" + (b"\x01" if little else b"\x02") + b"\0" * 12 + machine.to_bytes(2, order) + b"\0" * 40
 
 
 def test_foreign_elf_files_are_found_whatever_their_name(tmp_path: Path) -> None:
@@ -97,8 +86,5 @@ def test_foreign_elf_files_are_found_whatever_their_name(tmp_path: Path) -> None
     (tmp_path / "text.py").write_text("print()")
     report = scan_elf(tmp_path, 62)
     assert report.counts == {"x86_64": 1, "aarch64": 1, "s390x": 1}
-    assert sorted(report.foreign) == [
-        (str(tmp_path / "big"), "s390x"),
-        (str(tmp_path / "hidden.dat"), "aarch64"),
-    ]
+    assert sorted(report.foreign) == [(str(tmp_path / "big"), "s390x"), (str(tmp_path / "hidden.dat"), "aarch64")]
     assert elf_machine("/proc/self/exe") in (62, 183)

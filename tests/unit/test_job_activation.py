@@ -36,9 +36,7 @@ def _run(plan: JobPlan) -> list[str]:
         file.write_text(text)
         file.chmod(0o755)
     text = f"set -eu\nset -- train.py 'a $b'\n{enter(plan)}"
-    done = subprocess.run(
-        ["sh", "-c", text], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    done = subprocess.run(["sh", "-c", text], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split("|")
 
@@ -61,19 +59,10 @@ def test_without_scripts_the_prefix_and_path_are_set(tmp_path: Path) -> None:
 
 def test_a_venv_is_first_on_the_path_of_what_a_job_starts(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
-    assert _run(_plan("venv", folder)) == [
-        "",
-        str(folder),
-        "",
-        str(folder / "bin/tool"),
-        "2",
-        "a $b",
-    ]
+    assert _run(_plan("venv", folder)) == ["", str(folder), "", str(folder / "bin/tool"), "2", "a $b"]
 
 
 def test_a_container_activates_itself(tmp_path: Path) -> None:
     plan = _plan("venv", tmp_path)
-    inside = replace(
-        plan, runtime="pyxis", artifact=replace(plan.artifact, python="/opt/env/bin/python")
-    )
+    inside = replace(plan, runtime="pyxis", artifact=replace(plan.artifact, python="/opt/env/bin/python"))
     assert enter(inside) == 'exec /opt/env/bin/python "$@"\n'

@@ -29,9 +29,7 @@ GOLDEN = Path(__file__).parent / "data" / "builds"
 SITE = JobSite(
     "lab",
     scheduler=SchedulerTable(kind="slurm", partition="icelake", account="p1"),
-    modules=ModulesTable(
-        init="/etc/profile.d/lmod.sh", build=("python/3.11.7",), run=("cuda/12.6",)
-    ),
+    modules=ModulesTable(init="/etc/profile.d/lmod.sh", build=("python/3.11.7",), run=("cuda/12.6",)),
     paths=PathsTable(shared="/fsx/ada", scratch="/scratch", cache="/fsx/cache"),
     environment={"https_proxy": "http://proxy:3128", "SSL_CERT_FILE": "/etc/ca.pem"},
 )
@@ -76,9 +74,7 @@ _TEXT = st.text(
 ).filter(lambda text: text.strip() == text and text not in (".", "..") and "/" not in text)  # fmt: skip
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=_TEXT, value=_TEXT, option=_TEXT)
 def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     tmp_path: Path, place: str, value: str, option: str
@@ -86,9 +82,7 @@ def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     tool = tmp_path / "bin $x" / "envbuild"
     log = tool.with_name("told")
     tool.parent.mkdir(exist_ok=True)
-    tool.write_text(
-        '#!/bin/sh\nprintf "%s\\0" "$VALUE" "$ENVBUILD_STORE" "$@" >"$(dirname "$0")/told"\n'
-    )
+    tool.write_text('#!/bin/sh\nprintf "%s\\0" "$VALUE" "$ENVBUILD_STORE" "$@" >"$(dirname "$0")/told"\n')
     tool.chmod(0o755)
     site = JobSite(
         "lab",
@@ -171,10 +165,7 @@ def test_nodes_of_another_architecture_need_an_envbuild_of_theirs(site: Path) ->
     given = ["pt_cpu", "--target", f"cpu-{other}", "--job", "--site", str(site), "--dry-run"]
     refused = CliRunner().invoke(venv_command, given).exception
     assert isinstance(refused, UsageError)
-    assert (
-        f"nodes of cpu-{other} cannot run the envbuild of this {host_arch()} host"
-        in refused.message
-    )
+    assert f"nodes of cpu-{other} cannot run the envbuild of this {host_arch()} host" in refused.message
     assert "--bundle DIR" in refused.hint
     done = CliRunner().invoke(venv_command, [*given, "--bundle", "b"], catch_exceptions=False)
     assert "exec python3.11 -m envbuild venv " in done.output

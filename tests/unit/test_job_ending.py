@@ -30,9 +30,7 @@ exit 7
 def _start(run: Path, nodes: int) -> subprocess.Popen[bytes]:
     (run / "training.sh").write_text(_TRAINING)
     begin = 'exec sh "$ENVBUILD_RUN/training.sh"\n'
-    text = orderly_shutdown(
-        replace(PLAN, nodes=nodes, nproc_per_node=1), SLURM.launchers["srun"], begin
-    )
+    text = orderly_shutdown(replace(PLAN, nodes=nodes, nproc_per_node=1), SLURM.launchers["srun"], begin)
     return subprocess.Popen(
         ["sh", "-c", f"set -eu\nstep=training number=1 restarts=0\n{text}"],
         env={"PATH": os.environ["PATH"], "ENVBUILD_RUN": str(run)},

@@ -27,9 +27,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def receipt(
-    target: str = "cpu-x86_64", digest: str = MANIFEST, path: str = "pt_cpu:x", **more: Any
-) -> Path:
+def receipt(target: str = "cpu-x86_64", digest: str = MANIFEST, path: str = "pt_cpu:x", **more: Any) -> Path:
     """Beside what the receipt of a build of pt_cpu lies."""
     beside = Path(f"build/pt_cpu/{target}/docker")
     beside.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +78,7 @@ def test_a_push_of_another_image_leaves_the_receipt_as_it_is() -> None:
 def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifests() -> None:
     """Also where `--out` wrote the image, whose receipt lies beside it: jobs look at the target's place."""
     digests = {"cpu-aarch64": OTHER, "cpu-x86_64": MANIFEST}
-    prepared: Any = [
-        SimpleNamespace(plan=SimpleNamespace(recipe="pt_cpu", target=target)) for target in digests
-    ]
+    prepared: Any = [SimpleNamespace(plan=SimpleNamespace(recipe="pt_cpu", target=target)) for target in digests]
     images: Any = [SimpleNamespace(digest=digest) for digest in digests.values()]
     wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
     places = {one.plan.target: image_kind._beside(one.plan, wish) for one in prepared}
@@ -123,12 +119,9 @@ def test_a_receipt_of_another_build_that_cannot_be_read_stops_no_job(text: str) 
 
 
 @pytest.mark.parametrize(
-    ("packages", "refused"),
-    [({"packages": ["numpy"]}, True), ({"packages": ["python-etcd"]}, False), ({}, False)],
+    ("packages", "refused"), [({"packages": ["numpy"]}, True), ({"packages": ["python-etcd"]}, False), ({}, False)]
 )
-def test_etcd_needs_python_etcd_in_the_image_where_its_receipt_tells(
-    packages: dict[str, Any], refused: bool
-) -> None:
+def test_etcd_needs_python_etcd_in_the_image_where_its_receipt_tells(packages: dict[str, Any], refused: bool) -> None:
     record_push(receipt(**packages), MANIFEST, f"{NAME}@{MANIFEST}")
     opened = open_artifact("pt_cpu", ("docker",), None)
     site = JobSite("eks", scheduler=SchedulerTable(kind="kubernetes"))

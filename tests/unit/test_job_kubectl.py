@@ -72,9 +72,7 @@ def submitted(folder: Path, printed: str, said: str = "", code: int = 0) -> str:
         ("job.batch/pt-cpu created\n", "job.batch/pt-cpu"),
     ],
 )
-def test_the_job_is_named_and_not_the_etcd_that_comes_with_it(
-    tmp_path: Path, printed: str, job: str
-) -> None:
+def test_the_job_is_named_and_not_the_etcd_that_comes_with_it(tmp_path: Path, printed: str, job: str) -> None:
     assert submitted(tmp_path, printed) == job
 
 
@@ -111,9 +109,7 @@ def test_a_job_that_was_created_beside_an_old_etcd_is_not_hidden(tmp_path: Path)
     assert "j.new.yaml:\n  pytorchjob" in caught.value.message
     assert "pytorchjob.kubeflow.org/pt-cpu created" in caught.value.message
     assert 'deployments.apps "pt-cpu-etcd" already exists' in caught.value.message
-    assert f"kubectl delete --ignore-not-found -f {tmp_path}/j.new.yaml" in (
-        caught.value.hint or ""
-    )
+    assert f"kubectl delete --ignore-not-found -f {tmp_path}/j.new.yaml" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -124,9 +120,7 @@ def test_a_job_that_was_created_beside_an_old_etcd_is_not_hidden(tmp_path: Path)
         *((said.format("j.new.yaml"), hint) for said, hint in REFUSALS),
     ],
 )
-def test_what_kubectl_refuses_altogether_says_what_to_do(
-    tmp_path: Path, said: str, hint: str
-) -> None:
+def test_what_kubectl_refuses_altogether_says_what_to_do(tmp_path: Path, said: str, hint: str) -> None:
     with pytest.raises(HostError) as caught:
         submitted(tmp_path, "", said, 1)
     assert caught.value.message.startswith(f"kubectl refuses {tmp_path}/j.new.yaml")

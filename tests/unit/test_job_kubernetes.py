@@ -79,9 +79,7 @@ ON_GPUS = replace(
 
 
 def second(plan: JobPlan) -> JobPlan:
-    return replace(
-        plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, api="v2"))
-    )
+    return replace(plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, api="v2")))
 
 
 SINGLE = replace(PLAN, strategy="single", nodes=1, nproc_per_node=1)
@@ -98,10 +96,7 @@ PLANS = {
 
 def documents(plan: JobPlan) -> list[dict[str, Any]]:
     """As a reader of YAML 1.2 sees the manifest."""
-    return [
-        json.loads(json.dumps(one))
-        for one in YAML(typ="safe", pure=True).load_all(render_kubernetes(plan))
-    ]
+    return [json.loads(json.dumps(one)) for one in YAML(typ="safe", pure=True).load_all(render_kubernetes(plan))]
 
 
 def job_of(plan: JobPlan) -> dict[str, Any]:
@@ -120,9 +115,7 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_site(plan: JobPlan, **kubernetes: Any) -> JobPlan:
-    return replace(
-        plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, **kubernetes))
-    )
+    return replace(plan, site=replace(plan.site, kubernetes=replace(plan.site.kubernetes, **kubernetes)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -194,8 +187,7 @@ HARD = [
     "!!python/object:os.system",
 ]  # fmt: skip
 TEXT = st.one_of(
-    st.sampled_from(HARD),
-    st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t")),
+    st.sampled_from(HARD), st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t"))
 )
 
 
@@ -216,9 +208,7 @@ def carried(text: str) -> bool:
 
 @given(words=st.lists(TEXT, min_size=1, max_size=5), value=TEXT)
 @settings(max_examples=50, deadline=None)
-def test_readers_of_yaml_1_1_and_1_2_see_the_same_text_unchanged(
-    words: list[str], value: str
-) -> None:
+def test_readers_of_yaml_1_1_and_1_2_see_the_same_text_unchanged(words: list[str], value: str) -> None:
     if not all(map(carried, (*words, value))):
         return
     for plan in (PLAN, second(PLAN)):
@@ -263,12 +253,7 @@ def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str
     recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
     made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(recorder)))
     container = container_of(job_of(with_site(made, mount=str(folder))))
-    environment = {
-        "PATH": os.environ["PATH"],
-        "ENVBUILD_ADDRESS": "10.1.2.3",
-        "ENVBUILD_NODE": "0",
-        **more,
-    }
+    environment = {"PATH": os.environ["PATH"], "ENVBUILD_ADDRESS": "10.1.2.3", "ENVBUILD_NODE": "0", **more}
     for one in container["env"]:
         if "value" in one:
             environment[one["name"]] = expanded(one["value"], environment)
@@ -353,9 +338,7 @@ def test_a_pods_checks_are_in_its_log_too(tmp_path: Path) -> None:
     assert (tmp_path / "pt-cpu/pod-1.log").read_text() == "no GPU\n"
 
 
-def test_a_pod_that_is_told_to_end_tells_the_training_and_waits_for_its_last_words(
-    tmp_path: Path,
-) -> None:
+def test_a_pod_that_is_told_to_end_tells_the_training_and_waits_for_its_last_words(tmp_path: Path) -> None:
     training = "trap 'sleep 1; echo saved; exit 9' TERM; echo begun; while :; do sleep 0.1; done"
     with pod_process(PLAN, tmp_path, training) as pod:
         assert pod.stdout is not None
@@ -401,16 +384,10 @@ def test_variables_that_the_operator_sets_are_not_set_by_the_manifest(plan: JobP
     args = container_of(job_of(plan))["args"]
     assert not {"--nnodes", "--node-rank"} & set(args)
     # Version 1.7 of the training operator leaves PET_NPROC_PER_NODE out; the command line wins over it in all.
-    assert (
-        (args[args.index("--nproc-per-node") + 1] == "4")
-        if plan is PLAN
-        else "--nproc-per-node" not in args
-    )
+    assert (args[args.index("--nproc-per-node") + 1] == "4") if plan is PLAN else "--nproc-per-node" not in args
 
 
-def test_a_pytorchjob_leaves_the_rendezvous_to_the_operator_and_meets_by_the_first_pods_name() -> (
-    None
-):
+def test_a_pytorchjob_leaves_the_rendezvous_to_the_operator_and_meets_by_the_first_pods_name() -> None:
     spec = job_of(PLAN)["spec"]
     assert spec["elasticPolicy"]["rdzvBackend"] == "c10d"
     assert "rdzvHost" not in spec["elasticPolicy"]
@@ -427,9 +404,7 @@ def restarts(backoff_limit: int, pods: int) -> int:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 64])
-def test_each_pod_starts_again_three_times_where_the_controller_compares_with_at_least(
-    nodes: int,
-) -> None:
+def test_each_pod_starts_again_three_times_where_the_controller_compares_with_at_least(nodes: int) -> None:
     limit = job_of(replace(PLAN, nodes=nodes))["spec"]["runPolicy"]["backoffLimit"]
     assert (limit, restarts(limit, nodes)) == (3 * nodes + 1, 3)
     assert restarts(job_of(SINGLE)["spec"]["backoffLimit"], 1) == 3
@@ -507,9 +482,7 @@ def not_restricted(pod: dict[str, Any]) -> list[str]:
     found += [] if whole.get("seccompProfile") == {"type": "RuntimeDefault"} else ["seccompProfile"]
     for one in pod["containers"]:
         own = one.get("securityContext", {})
-        found += (
-            [] if own.get("allowPrivilegeEscalation") is False else ["allowPrivilegeEscalation"]
-        )
+        found += [] if own.get("allowPrivilegeEscalation") is False else ["allowPrivilegeEscalation"]
         found += [] if own.get("capabilities") == {"drop": ["ALL"]} else ["capabilities"]
     kinds = {key for volume in pod["volumes"] for key in volume if key != "name"}
     return found + sorted(kinds - {"emptyDir", "persistentVolumeClaim"})
@@ -534,11 +507,7 @@ def test_a_site_that_names_a_user_has_pods_that_podsecurity_restricted_takes(nam
 
 def test_as_many_pods_as_linux_can_tell_a_process_of_and_not_one_more() -> None:
     """execve(2) takes no string of 128 KiB or more: a pod with one would never start."""
-    fits = [
-        number
-        for number in (2000, 2937, 2938)
-        if renders(replace(PLAN, name="x" * 32, nodes=number))
-    ]
+    fits = [number for number in (2000, 2937, 2938) if renders(replace(PLAN, name="x" * 32, nodes=number))]
     assert fits == [2000, 2937]
     with pytest.raises(UsageError, match="ENVBUILD_HOSTS, the names of 9999 pods, has ") as caught:
         render_kubernetes(replace(PLAN, name="x" * 32, nodes=9999))
@@ -567,9 +536,7 @@ def test_a_single_pod_without_a_claim_keeps_its_files_while_it_is_restarted() ->
     ("shm", "limit", "wanted"),
     [("64K", "64k", 64000), ("2G", "2G", 2 * 10**9), ("1Ti", "1Ti", 2**40), ("12", "12", 12)],
 )  # fmt: skip
-def test_sizes_are_written_as_kubernetes_and_preflight_read_them(
-    shm: str, limit: str, wanted: int
-) -> None:
+def test_sizes_are_written_as_kubernetes_and_preflight_read_them(shm: str, limit: str, wanted: int) -> None:
     job = job_of(with_site(replace(PLAN, preflight=True), shm=shm))
     assert pod_of(job)["volumes"][1]["emptyDir"]["sizeLimit"] == limit
     assert f"--shm {wanted} " in container_of(job)["command"][2] + " "
@@ -580,9 +547,7 @@ DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True), nodes=st.integers(1, 1000))  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def test_every_name_that_a_job_can_have_becomes_names_of_pods_and_services(
-    name: str, nodes: int
-) -> None:
+def test_every_name_that_a_job_can_have_becomes_names_of_pods_and_services(name: str, nodes: int) -> None:
     for plan in (PLAN, second(PLAN)):
         made = replace(plan, name=name, nodes=nodes, rendezvous="etcd-v2")
         found = [one["metadata"]["name"] for one in documents(made)]
@@ -598,9 +563,7 @@ def test_two_long_names_that_begin_alike_stay_two() -> None:
     assert job_name("3d_UNet.v2", "") == "job-3d-unet-v2"
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("01:00:00", 3600), ("2-03:04:05", 183845), ("100:00:00", 360000)]
-)
+@pytest.mark.parametrize(("text", "wanted"), [("01:00:00", 3600), ("2-03:04:05", 183845), ("100:00:00", 360000)])
 def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
     assert seconds(text) == wanted
 

@@ -58,9 +58,7 @@ def test_directives_have_the_walltime_on_a_line_of_its_own() -> None:
 
 
 def test_a_site_may_say_shared_nodes_no_requeue_and_more_lines() -> None:
-    scheduler = SchedulerTable(
-        kind="pbs", exclusive=False, requeue=False, directives=("-W umask=027", "-m e")
-    )
+    scheduler = SchedulerTable(kind="pbs", exclusive=False, requeue=False, directives=("-W umask=027", "-m e"))
     site = replace(SITE, scheduler=scheduler, node=NodeTable(memory="2T"))
     found = _directives(replace(PBS, site=site))
     assert {"-l place=scatter", "-r n", "-l select=2:mpiprocs=1:mem=2tb"} <= set(found)
@@ -68,9 +66,7 @@ def test_a_site_may_say_shared_nodes_no_requeue_and_more_lines() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "pbsdsh", "mpiexec", "mpirun"])
-def test_torchrun_starts_on_every_node_of_the_file_whatever_launches_it(
-    stage: Stage, launcher: str
-) -> None:
+def test_torchrun_starts_on_every_node_of_the_file_whatever_launches_it(stage: Stage, launcher: str) -> None:
     # A node has a row for each of its processes.
     (stage.folder / "hosts").write_text("n0.example.org\nn0.example.org\nn1.example.org\n")
     _name_the_nodes(stage)
@@ -89,10 +85,7 @@ def test_torchrun_starts_on_every_node_of_the_file_whatever_launches_it(
 
 def _name_the_nodes(stage: Stage) -> None:
     """The machine is called as the node whose number the launcher tells."""
-    executable(
-        stage.bin / "uname",
-        '#!/bin/sh\necho "n${OMPI_COMM_WORLD_RANK-${FAKE_NODE-0}}"\n',
-    )
+    executable(stage.bin / "uname", '#!/bin/sh\necho "n${OMPI_COMM_WORLD_RANK-${FAKE_NODE-0}}"\n')
     for tool, number in (("ssh", "arguments[-2][1:].split('.')[0]"), ("pbsdsh", "arguments[1]")):
         text = (stage.bin / tool).read_text()
         line = f'os.environ["FAKE_NODE"] = {number}\nif "--version"'
@@ -113,9 +106,7 @@ def test_a_job_that_pbs_starts_again_meets_under_another_name(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "pbsdsh"])
-def test_when_one_node_gives_up_the_others_are_ended_and_its_code_is_the_jobs(
-    stage: Stage, launcher: str
-) -> None:
+def test_when_one_node_gives_up_the_others_are_ended_and_its_code_is_the_jobs(stage: Stage, launcher: str) -> None:
     plan = replace(_plan(stage), launcher=launcher)  # type: ignore[arg-type]
     _name_the_nodes(stage)
     executable(Path(plan.artifact.python), QUITTER + SLEEPER)
@@ -127,9 +118,7 @@ def test_when_one_node_gives_up_the_others_are_ended_and_its_code_is_the_jobs(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
-def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(
-    stage: Stage, number: signal.Signals
-) -> None:
+def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(stage: Stage, number: signal.Signals) -> None:
     plan = _plan(stage)
     _name_the_nodes(stage)
     executable(Path(plan.artifact.python), SLEEPER)
@@ -139,9 +128,7 @@ def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(
     run = stage.folder / "pt_cpu_77.head"
     try:
         _until(lambda: all((run / f"pid-{node}").exists() for node in range(2)))
-        if (
-            number == signal.SIGKILL
-        ):  # as PBS does to all that it knows of; what sshd started is not
+        if number == signal.SIGKILL:  # as PBS does to all that it knows of; what sshd started is not
             _kill_all_but_what_ssh_started(process.pid)
         else:
             process.send_signal(number)

@@ -52,8 +52,7 @@ SLURM = '[scheduler]\nkind = "slurm"\n'
 def test_every_value_names_who_decided_it(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
-        SLURM
-        + 'time = "02:00:00"\n[paths]\nshared = "/fsx/{user}"\n[environment]\nhttps_proxy = "http://p:3128"\n'
+        SLURM + 'time = "02:00:00"\n[paths]\nshared = "/fsx/{user}"\n[environment]\nhttps_proxy = "http://p:3128"\n'
         "[node]\ncpus = 12\n",
     )
     plan = plan_job(JobRequest(nodes=4, current=tmp_path), _opened(), site)
@@ -109,9 +108,7 @@ def test_ranks_have_a_cpu_each_where_the_scheduler_would_give_them_one_in_all(
         ("apptainer", "enroot", "own"),
     ],
 )
-def test_what_starts_an_artifact_is_what_the_site_has(
-    tmp_path: Path, runtime: str, kind: str, expected: str
-) -> None:
+def test_what_starts_an_artifact_is_what_the_site_has(tmp_path: Path, runtime: str, kind: str, expected: str) -> None:
     site = _site(tmp_path, SLURM + f'[container]\nruntime = "{runtime}"\n')
     assert plan_job(JobRequest(current=tmp_path), _opened(kind), site).runtime == expected
 
@@ -124,13 +121,10 @@ def test_pyxis_is_slurms_alone(tmp_path: Path) -> None:
 def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
-        SLURM + '[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n'
-        f'[paths]\nshared = "{tmp_path}"\n',
+        SLURM + f'[container]\nruntime = "pyxis"\nmounts = ["/fsx", "/data:/d"]\n[paths]\nshared = "{tmp_path}"\n',
     )
     (tmp_path / "train.py").write_text("")
-    request = JobRequest(
-        script="train.py", arguments=("--lr", "0.1"), work="/fsx/x", current=tmp_path
-    )
+    request = JobRequest(script="train.py", arguments=("--lr", "0.1"), work="/fsx/x", current=tmp_path)
     plan = plan_job(request, _opened("enroot"), site)
     assert plan.mounts == (("/fsx", "/fsx"), ("/data", "/d"), (str(tmp_path), str(tmp_path)))
     assert plan.command == (str(tmp_path / "train.py"), "--lr", "0.1")
@@ -139,18 +133,13 @@ def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Pa
 
 def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_path: Path) -> None:
     site = _site(
-        tmp_path,
-        SLURM
-        + '[node]\ngpus = 4\n[fabric]\ninterface = "hsn0"\nvariables = { NCCL_IB_GID_INDEX = "3" }\n',
+        tmp_path, SLURM + '[node]\ngpus = 4\n[fabric]\ninterface = "hsn0"\nvariables = { NCCL_IB_GID_INDEX = "3" }\n'
     )
     opened = _opened("apptainer", "cu126-aarch64", nccl="2.26.2")
     opened = replace(
         opened,
         artifact=replace(opened.artifact, fabric="efa", provider="efa"),
-        layers=(
-            BuiltLayer("aws-ofi-nccl", "1.14.0", "f"),
-            BuiltLayer("libfabric", "1.22", "", "/opt/cray"),
-        ),
+        layers=(BuiltLayer("aws-ofi-nccl", "1.14.0", "f"), BuiltLayer("libfabric", "1.22", "", "/opt/cray")),
     )
     plan = plan_job(JobRequest(current=tmp_path), opened, site)
     assert (plan.nproc_per_node, plan.gpus_per_node) == (4, 4)
@@ -189,10 +178,7 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(
     assert words in f"{caught.value.message} {caught.value.hint}"
 
 
-FSX = (
-    SLURM
-    + '[paths]\nshared = "/fsx/{user}"\nscratch = "/local"\n[container]\nmounts = ["/data:/d"]\n'
-)
+FSX = SLURM + '[paths]\nshared = "/fsx/{user}"\nscratch = "/local"\n[container]\nmounts = ["/data:/d"]\n'
 
 
 def _at(path: str, target: str = "cpu-x86_64") -> JobInputs:
@@ -201,9 +187,7 @@ def _at(path: str, target: str = "cpu-x86_64") -> JobInputs:
 
 
 @pytest.mark.parametrize("path", ["/tmp/x.sqsh", "/var/tmp/x.sqsh", "/local/x.sqsh", "/dev/shm/x"])
-def test_an_artifact_on_a_disk_that_each_node_has_for_itself_is_refused(
-    tmp_path: Path, path: str
-) -> None:
+def test_an_artifact_on_a_disk_that_each_node_has_for_itself_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(UsageError) as caught:
         plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, FSX))
     assert f"nodes do not see {path}" in caught.value.message
@@ -233,9 +217,7 @@ def test_so_is_a_script(tmp_path: Path) -> None:
         (SLURM + '[paths]\nshared = "/tmp/lab"\n', "/tmp/x.sqsh", "is outside of /tmp/lab"),
     ],
 )
-def test_a_path_that_nodes_may_not_see_is_said_aloud(
-    tmp_path: Path, site: str, path: str, doubt: str | None
-) -> None:
+def test_a_path_that_nodes_may_not_see_is_said_aloud(tmp_path: Path, site: str, path: str, doubt: str | None) -> None:
     plan = plan_job(JobRequest(current=tmp_path), _at(path), _site(tmp_path, site))
     found = list(possible_faults(plan, "x86_64"))
     assert len(found) == (doubt is not None)
@@ -306,9 +288,7 @@ def test_a_horovod_job_is_started_by_mpirun_and_says_so_to_the_trainer(tmp_path:
 
 
 @pytest.mark.parametrize("packages", [None, frozenset({"tqdm"})])
-def test_horovod_may_come_with_an_images_own_torch(
-    tmp_path: Path, packages: frozenset[str] | None
-) -> None:
+def test_horovod_may_come_with_an_images_own_torch(tmp_path: Path, packages: frozenset[str] | None) -> None:
     opened = replace(_opened("enroot"), packages=packages)
     request = JobRequest(strategy="horovod", current=tmp_path)
     assert plan_job(request, opened, _site(tmp_path, SLURM)).launcher == "mpirun"
@@ -347,12 +327,8 @@ def test_threads_are_the_cpus_of_a_node_over_its_ranks(
         assert value == (threads or "counted on the node") and why.startswith(origin)
 
 
-@pytest.mark.parametrize(
-    ("kind", "launcher"), [(kind, one) for kind, known in LAUNCHERS.items() for one in known]
-)
-def test_every_launcher_of_the_table_is_planned_and_rendered(
-    tmp_path: Path, kind: str, launcher: str
-) -> None:
+@pytest.mark.parametrize(("kind", "launcher"), [(kind, one) for kind, known in LAUNCHERS.items() for one in known])
+def test_every_launcher_of_the_table_is_planned_and_rendered(tmp_path: Path, kind: str, launcher: str) -> None:
     site = _site(tmp_path, f'[scheduler]\nkind = "{kind}"\nlauncher = "{launcher}"\n')
     plan = plan_job(JobRequest(nodes=2, current=tmp_path), _opened(), site)
     assert plan.launcher == launcher
@@ -386,9 +362,7 @@ def _built(folder: Path, passed: bool | None) -> Path:
     return folder
 
 
-def test_a_recipe_means_what_was_built_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_means_what_was_built_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="nothing is built of recipe 'pt_cpu'"):
         open_artifact("pt_cpu", ("venv",), None)
@@ -406,9 +380,7 @@ def test_a_recipe_means_what_was_built_of_it(
     assert open_artifact("pt_cpu", ("venv",), "cpu-x86_64").artifact.target == "cpu-x86_64"
 
 
-def test_a_recipe_is_looked_for_where_jobs_build_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_looked_for_where_jobs_build_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, shared = tmp_path / "here", tmp_path / "fsx"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -422,9 +394,7 @@ def test_a_recipe_is_looked_for_where_jobs_build_too(
 
 
 @pytest.mark.parametrize("passed", [None, False])
-def test_what_did_not_pass_is_refused_unless_the_caller_insists(
-    tmp_path: Path, passed: bool | None
-) -> None:
+def test_what_did_not_pass_is_refused_unless_the_caller_insists(tmp_path: Path, passed: bool | None) -> None:
     folder = _built(tmp_path / "venv", passed)
     with pytest.raises(VerificationError, match="no receipt"):
         open_artifact(str(folder), (), None)
@@ -469,9 +439,7 @@ def test_an_image_is_named_by_its_digest_and_vouched_for_by_its_builds_receipt(
         open_artifact("./nowhere", ("docker",), None)
 
 
-def test_job_says_its_doubts_and_how_to_train_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_says_its_doubts_and_how_to_train_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = _built(tmp_path / "venv", True)
     (tmp_path / "lab.toml").write_text(SLURM + f'[paths]\nshared = "{tmp_path}/runs"\n')

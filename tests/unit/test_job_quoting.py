@@ -62,13 +62,9 @@ def test_any_words_come_through_bash_and_sh(values: list[str]) -> None:
     printed = "".join(f"{value}\0" for value in values)
     text = array("values", values, "a value") + "\n" + 'printf "%s\\0" ${values[@]+"${values[@]}"}'
     if values:
-        assert (
-            subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE).stdout.decode() == printed
-        )
+        assert subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE).stdout.decode() == printed
         plain = f'printf "%s\\0" {" ".join(word(value) for value in values)}'
-        assert (
-            subprocess.run(["sh", "-c", plain], stdout=subprocess.PIPE).stdout.decode() == printed
-        )
+        assert subprocess.run(["sh", "-c", plain], stdout=subprocess.PIPE).stdout.decode() == printed
 
 
 @settings(max_examples=40)
@@ -104,27 +100,11 @@ def test_arguments_and_variables_arrive_unchanged_with_a_recording_srun(
         assert not list(stage.folder.rglob("pwned"))
 
 
-FOLDERS = (
-    "it's a folder",
-    "$(touch pwned)",
-    "`id`",
-    'a"b',
-    "-x",
-    "a;b",
-    "ü 🚀",
-    "a*",
-    "~",
-    "&",
-    "a\\b",
-    "(",
-    "!",
-)
+FOLDERS = ("it's a folder", "$(touch pwned)", "`id`", 'a"b', "-x", "a;b", "ü 🚀", "a*", "~", "&", "a\\b", "(", "!")
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_working_folder_and_an_interpreter_may_have_any_name_with_a_recording_ssh(
-    folder: str,
-) -> None:
+def test_a_working_folder_and_an_interpreter_may_have_any_name_with_a_recording_ssh(folder: str) -> None:
     with _stage() as stage:
         plan = _in(stage, replace(ONE, scheduler="pbs", launcher="ssh"), folder)
         plan = replace(
@@ -164,9 +144,7 @@ module() {
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["python/3.11", "it's; touch pwned", "$(touch pwned)", "a b", "`id`", "*"]
-)
+@pytest.mark.parametrize("name", ["python/3.11", "it's; touch pwned", "$(touch pwned)", "a b", "`id`", "*"])
 def test_a_module_may_have_any_name_with_a_recording_module(name: str) -> None:
     with _stage() as stage:
         init = stage.folder / "it's init.sh"
@@ -224,9 +202,7 @@ def test_a_directive_says_a_value_whole_or_refuses_it(value: str) -> None:
         assert not value or f"#SBATCH --{key}={value}" in lines
 
 
-@pytest.mark.parametrize(
-    "value", ["a b", "a\nb", "'a'", '"a"', "a\\", "a#b", "%x", "", "a\u2028b", "`a`"]
-)
+@pytest.mark.parametrize("value", ["a b", "a\nb", "'a'", '"a"', "a\\", "a#b", "%x", "", "a\u2028b", "`a`"])
 def test_values_that_schedulers_cut_are_refused_by_name(value: str) -> None:
     with pytest.raises(UsageError, match=r"\[scheduler\] account"):
         directive("--account=", value, "[scheduler] account")

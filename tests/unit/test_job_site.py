@@ -40,16 +40,10 @@ def rules(tmp_path: Path, text: str) -> list[HostFinding]:
 
 
 # ---- which file
-def test_named_sites_are_looked_for_from_the_project_outwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_sites_are_looked_for_from_the_project_outwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = {"HOME": str(tmp_path / "home")}
-    places = [
-        tmp_path / "etc/envbuild/sites",
-        tmp_path / "home/.config/envbuild/sites",
-        Path("sites"),
-    ]
+    places = [tmp_path / "etc/envbuild/sites", tmp_path / "home/.config/envbuild/sites", Path("sites")]
     for place in places:  # each goes over the ones before
         put(place / "mine.toml", "")
         assert find_site("mine", env, etc=tmp_path / "etc") == place / "mine.toml"
@@ -72,10 +66,7 @@ def test_the_user_s_tables_replace_the_system_s_and_origins_follow(tmp_path: Pat
         tmp_path / "etc/envbuild/site.toml",
         '[scheduler]\nkind = "slurm"\npartition = "a"\n[node]\ngpus = 4\n[environment]\nA = "1"\nB = "1"\n',
     )
-    own = put(
-        tmp_path / "home/.config/envbuild/site.toml",
-        '[scheduler]\nkind = "pbs"\n[environment]\nB = "2"\n',
-    )
+    own = put(tmp_path / "home/.config/envbuild/site.toml", '[scheduler]\nkind = "pbs"\n[environment]\nB = "2"\n')
     env = {"HOME": str(tmp_path / "home")}
     site = load_job_site(None, env, etc=tmp_path / "etc")
     assert (site.scheduler.kind, site.scheduler.partition, site.node.gpus) == ("pbs", "", 4)
@@ -149,16 +140,8 @@ def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, na
         (f'[kubernetes.node_selector]\nzone = "{"a" * 64}"\n', "2:1", "up to 63 of"),
         ('[kubernetes.resources]\ngpu = "1"\n', "2:1", "is not a resource of Kubernetes"),
         ('[kubernetes.resources]\n"a b/gpu" = "1"\n', "2:1", "is not the name of a resource"),
-        (
-            '[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "0.5"\n',
-            "2:1",
-            "devices are whole numbers",
-        ),
-        (
-            '[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "500m"\n',
-            "2:1",
-            "devices are whole numbers",
-        ),
+        ('[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "0.5"\n', "2:1", "devices are whole numbers"),
+        ('[kubernetes.resources]\n"vpc.amazonaws.com/efa" = "500m"\n', "2:1", "devices are whole numbers"),
         ('[kubernetes.resources]\nmemory = "16 GB"\n', "2:1", "is not an amount of memory"),
         ('[kubernetes.resources]\nmemory = "16K"\n', "2:1", "is not an amount of memory"),
         ('[kubernetes.resources]\nmemory = "500m"\n', "2:1", "is not an amount of memory"),
@@ -257,9 +240,7 @@ def test_every_value_has_its_origin_and_no_password_is_shown(tmp_path: Path) -> 
     ]
     assert {value.origin for value in given_} == {str(file)} and site.files == (file,)
     env = {"HOME": str(tmp_path), "ENVBUILD_SITE": str(file), "ENVBUILD_STORE": "/mine"}
-    assert effective_settings(None, env)[1][0] == EffectiveSetting(
-        "", "store", "/mine", "ENVBUILD_STORE"
-    )
+    assert effective_settings(None, env)[1][0] == EffectiveSetting("", "store", "/mine", "ENVBUILD_STORE")
 
 
 def test_what_show_prints_is_toml_that_says_the_same(tmp_path: Path) -> None:
@@ -291,9 +272,7 @@ def decoded(text: str) -> SiteFile:
         st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40),
     )
 )  # fmt: skip
-def test_the_file_for_this_host_can_be_read_whatever_the_environment_holds(
-    env: dict[str, str],
-) -> None:
+def test_the_file_for_this_host_can_be_read_whatever_the_environment_holds(env: dict[str, str]) -> None:
     # No PATH of the host: asking its programs is for the real tests.
     found = decoded(site_file({"PATH": "/nonexistent", "HOME": "/nonexistent", **env}))
     loaded = env.get("LOADEDMODULES", "").split(":")
@@ -307,16 +286,9 @@ def test_no_password_gets_into_the_file_for_this_host() -> None:
         "no_proxy": ".lab", "LOADEDMODULES": "gcc/12:cuda/12.6",
     }  # fmt: skip
     text = site_file(env)
-    assert (
-        "geheim" not in text
-        and "http_proxy is left out" in text
-        and "HTTPS_PROXY is left out" in text
-    )
+    assert "geheim" not in text and "http_proxy is left out" in text and "HTTPS_PROXY is left out" in text
     found = decoded(text)
-    assert found.environment == {"no_proxy": ".lab"} and found.modules.build == (
-        "gcc/12",
-        "cuda/12.6",
-    )
+    assert found.environment == {"no_proxy": ".lab"} and found.modules.build == ("gcc/12", "cuda/12.6")
 
 
 def test_a_file_that_exists_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +342,5 @@ def test_modules_are_loaded_in_a_shell_as_jobs_have_it(tmp_path: Path) -> None:
         variables = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
         found = {f.name: f for f in check_site(str(file), variables, None, offline=True)}
         assert found["[modules] run"].status == status
-        assert status == "ok" or re.search(
-            r"unknown: (bad/1|\$\(touch pwned\))", found["[modules] run"].what
-        )
+        assert status == "ok" or re.search(r"unknown: (bad/1|\$\(touch pwned\))", found["[modules] run"].what)
     assert not Path("pwned").exists()

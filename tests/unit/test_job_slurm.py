@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.job_plans import (
-    AWS,
-    EFA_SQSH,
-    MODULES,
-    MOUNTS,
-    PLAN,
-    SITE,
-    SQSH,
-    Stage,
-    executable,
-    recorder,
-)
+from unit.job_plans import AWS, EFA_SQSH, MODULES, MOUNTS, PLAN, SITE, SQSH, Stage, executable, recorder
 
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY
@@ -40,9 +29,7 @@ def _plan(stage: Stage, plan: JobPlan = PLAN) -> JobPlan:
     return replace(plan, work=str(stage.folder), artifact=artifact)
 
 
-def _run(
-    stage: Stage, plan: JobPlan, env: Mapping[str, str] | None = None, code: int = 0
-) -> tuple[str, list[Any]]:
+def _run(stage: Stage, plan: JobPlan, env: Mapping[str, str] | None = None, code: int = 0) -> tuple[str, list[Any]]:
     """What it printed, and what was called. Slurm tells the batch script the name of the node where it runs."""
     done, recorded = stage.run(render(plan), env={"SLURMD_NODENAME": "n0", **(env or {})})
     assert done.returncode == code, done.stderr
@@ -232,15 +219,10 @@ with open(os.environ["RECORDED"], "a") as stream:
 if sys.argv[1] == "list":
     print("pyxis_envbuild-77-0", "pyxis_77_envbuild-77-1", "pyxis_77.0", "pyxis_envbuild-7-0", "mine", sep="\\n")
 """
-_OWN = [
-    ["remove", "--force", "pyxis_envbuild-77-0"],
-    ["remove", "--force", "pyxis_77_envbuild-77-1"],
-]
+_OWN = [["remove", "--force", "pyxis_envbuild-77-0"], ["remove", "--force", "pyxis_77_envbuild-77-1"]]
 
 
-def test_pyxis_unpacks_an_image_once_for_each_start_of_a_job_and_leaves_nothing(
-    stage: Stage,
-) -> None:
+def test_pyxis_unpacks_an_image_once_for_each_start_of_a_job_and_leaves_nothing(stage: Stage) -> None:
     executable(stage.bin / "enroot", _ENROOT)
     mounts = ((str(stage.folder), str(stage.folder)),)
     plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts, preflight=True)
@@ -275,9 +257,7 @@ def test_a_mount_that_pyxis_would_give_to_a_shell_is_refused_with_who_says_it(na
     plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=(*MOUNTS, (name, name)), site=site)
     with pytest.raises(UsageError) as error:
         render(plan)
-    assert error.value.message.startswith(
-        f"pyxis cannot mount '{name}' ([container] mounts of lab.toml)"
-    )
+    assert error.value.message.startswith(f"pyxis cannot mount '{name}' ([container] mounts of lab.toml)")
     plan = replace(plan, site=SITE, work=name, origins={"work": "--work"}, mounts=((name, name),))
     with pytest.raises(UsageError, match="--work"):
         render(plan)
@@ -286,20 +266,12 @@ def test_a_mount_that_pyxis_would_give_to_a_shell_is_refused_with_who_says_it(na
 def test_a_process_of_its_own_does_not_see_ranks_that_pyxis_sets(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     plan = _plan(stage, replace(PLAN, strategy="single", nodes=1, nproc_per_node=1))
-    half = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "n0",
-        "MASTER_PORT": "1",
-    }
+    half = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}
     _, recorded = _run(stage, plan, half)
     assert [set(half) & set(variables) for _, variables in _started(recorded)] == [set()]
 
 
-def test_hyperpod_resumes_the_training_and_a_replaced_node_tells_its_own_address(
-    stage: Stage,
-) -> None:
+def test_hyperpod_resumes_the_training_and_a_replaced_node_tells_its_own_address(stage: Stage) -> None:
     plan = _plan(stage, replace(PLAN, site=AWS))
     # The step that trains runs on another node than the first step did.
     srun = (stage.bin / "srun").read_text()
@@ -319,10 +291,7 @@ def test_hyperpods_head_stays_the_host_where_the_new_node_comes_before_it(stage:
     address = 'told["IP_ADDR"] = told["IP_ADDR"].replace(".7/", "." + str(ord(told["SLURMD_NODENAME"][-1])) + "/")'
     route = 'told["IP_ROUTE"] = told["IP_ROUTE"].replace(".7 ", "." + str(ord(told["SLURMD_NODENAME"][-1])) + " ")'
     srun = srun.replace('f"n{number}"', node)
-    executable(
-        stage.bin / "srun",
-        srun.replace("    codes.append", f"    {address}\n    {route}\n    codes.append"),
-    )
+    executable(stage.bin / "srun", srun.replace("    codes.append", f"    {address}\n    {route}\n    codes.append"))
     plan = _plan(stage, replace(PLAN, site=AWS))
     route = "198.51.100.9 dev eth0 src 192.0.2.48 uid 0"
     _, recorded = _run(stage, plan, {"IP_ROUTE": route.replace(".48", ".7")})
@@ -352,9 +321,7 @@ def test_elsewhere_a_node_that_is_another_than_before_is_refused(stage: Stage) -
         ("HYDRA build details:", ["-n", "2", "-ppn", "1"]),
     ],
 )
-def test_each_mpi_gets_its_own_options_for_one_process_a_node(
-    stage: Stage, mpi: str, options: list[str]
-) -> None:
+def test_each_mpi_gets_its_own_options_for_one_process_a_node(stage: Stage, mpi: str, options: list[str]) -> None:
     _, recorded = _run(stage, replace(_plan(stage), launcher="mpirun"), {"MPI": mpi})
     calls = [arguments for tool, arguments, *_ in recorded if tool == "mpirun"]
     assert [one[: len(options)] for one in calls[1:]] == [options, options]
@@ -423,10 +390,7 @@ def test_without_modules_they_are_purged_only_where_the_site_file_itself_says_so
     stage: Stage, said: Mapping[str, Path], purge: bool, left: str
 ) -> None:
     site = replace(SITE, modules=ModulesTable(purge=purge), said=said)
-    login = {
-        "LD_LIBRARY_PATH": "/login",
-        "BASH_FUNC_module%%": '() { [ "$1" != purge ] || unset LD_LIBRARY_PATH; }',
-    }
+    login = {"LD_LIBRARY_PATH": "/login", "BASH_FUNC_module%%": '() { [ "$1" != purge ] || unset LD_LIBRARY_PATH; }'}
     _, recorded = _run(stage, replace(_plan(stage), site=site), login)
     assert [one.get("LD_LIBRARY_PATH", "") for _, one in _started(recorded)] == [left] * 2
     without, _ = _run(stage, replace(_plan(stage), site=site))
@@ -446,7 +410,5 @@ def test_directives_say_what_the_site_and_the_plan_do() -> None:
     ]  # fmt: skip
     # A number of srun's own would bind the step to so many CPUs of all that an exclusive job has.
     assert render(plan).count("cpus-per-task") == 1
-    horovod = replace(
-        plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8
-    )
+    horovod = replace(plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8)
     assert {"--ntasks-per-node=8", "--cpus-per-task=12"} <= set(_directives(horovod))

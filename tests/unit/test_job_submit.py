@@ -68,9 +68,7 @@ def refused(tmp_path: Path, scheduler: Any, said: str, *, named: bool = False) -
 
 
 @pytest.mark.parametrize(("scheduler", "said"), [*NO_SERVER, ("slurm", REFUSED), ("slurm", "")])
-def test_a_job_that_was_not_submitted_leaves_nothing_behind(
-    tmp_path: Path, scheduler: str, said: str
-) -> None:
+def test_a_job_that_was_not_submitted_leaves_nothing_behind(tmp_path: Path, scheduler: str, said: str) -> None:
     refused(tmp_path, scheduler, said)
     assert [one for one in os.listdir(tmp_path) if one != "bin"] == []
 
@@ -95,9 +93,7 @@ def test_a_scheduler_that_does_not_answer_is_not_blamed_on_the_site_file(
     assert "site file" in (refused(tmp_path, scheduler, REFUSED).hint or "")
 
 
-@pytest.mark.parametrize(
-    ("place", "error"), [("", UsageError), ("file/x.sh", HostError), ("n" * 300, HostError)]
-)
+@pytest.mark.parametrize(("place", "error"), [("", UsageError), ("file/x.sh", HostError), ("n" * 300, HostError)])
 def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
     tmp_path: Path, place: str, error: type[EnvbuildError]
 ) -> None:

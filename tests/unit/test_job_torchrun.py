@@ -23,19 +23,7 @@ from unit.test_job_kubernetes import second, with_site
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
 
-HARD = (
-    "a$$b",
-    "$local_rank",
-    "${local_rank}",
-    "$LOCAL_RANK",
-    "$",
-    "$$$",
-    "$5",
-    "${",
-    "$$local_rank",
-    "x",
-    "",
-)
+HARD = ("a$$b", "$local_rank", "${local_rank}", "$LOCAL_RANK", "$", "$$$", "$5", "${", "$$local_rank", "x", "")
 # Each list is one call of torchrun; torch is imported once for all of them.
 TORCHRUN = """\
 import json, sys
@@ -82,9 +70,7 @@ def through_torchrun(lines: list[list[str]], folder: Path) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_script_gets_its_path_and_its_arguments_through_torchrun_as_they_are(
-    tmp_path: Path,
-) -> None:
+def test_a_script_gets_its_path_and_its_arguments_through_torchrun_as_they_are(tmp_path: Path) -> None:
     script = tmp_path / "$$train$local_rank.py"
     script.write_text(SCRIPT)
     (tmp_path / "seen.py").write_text(SCRIPT)
@@ -92,16 +78,12 @@ def test_a_script_gets_its_path_and_its_arguments_through_torchrun_as_they_are(
     plans = [replace(plan, command=(str(script), *HARD), run_files=files) for plan in (PLAN, POD)]
     plans.append(replace(plans[0], command=("-m", "seen", *HARD), scheduler="pbs", launcher="ssh"))
     plans.append(second(plans[1]))
-    made = [
-        in_pod(plan, tmp_path) if plan.scheduler == "kubernetes" else on_nodes(plan, tmp_path)
-        for plan in plans
-    ]
+    made = [in_pod(plan, tmp_path) if plan.scheduler == "kubernetes" else on_nodes(plan, tmp_path) for plan in plans]
     work = f"{tmp_path}/$$work$local_rank"
     runs = (f"{work}/pt_cpu_77", f"{work}/pt-cpu", f"{work}/pt_cpu_77.head", f"{work}/pt-cpu")
     paths = (str(script), str(script), str(tmp_path / "seen.py"), str(script))
     assert through_torchrun(made, tmp_path) == [
-        [path, [*HARD, "--report", f"{run}/report.json"]]
-        for path, run in zip(paths, runs, strict=True)
+        [path, [*HARD, "--report", f"{run}/report.json"]] for path, run in zip(paths, runs, strict=True)
     ]
 
 

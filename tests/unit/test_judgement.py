@@ -104,9 +104,7 @@ def subject_of(launched: Launched) -> Subject:
 
 def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "") -> list[Check]:
     subject = subject_of(launched)
-    first, second, reference = (
-        Outcome(**launched[name]) for name in ("first", "second", "reference")
-    )
+    first, second, reference = (Outcome(**launched[name]) for name in ("first", "second", "reference"))
     job, resumed = TrainingJob(**launched["job"]), TrainingJob(**launched["resumed"])
     network = Network(find_fabric(subject.state.fabric), CPU)
     run = Launches(
@@ -148,9 +146,7 @@ def test_exactly_the_broken_thing_fails(name: str, launched: Launched, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "litter"])
-def test_a_snapshot_that_is_not_whole_and_alone_fails(
-    damage: str, launched: Launched, tmp_path: Path
-) -> None:
+def test_a_snapshot_that_is_not_whole_and_alone_fails(damage: str, launched: Launched, tmp_path: Path) -> None:
     snapshot = tmp_path / "train.pt"
     if damage == "cut":
         snapshot.write_bytes(snapshot.read_bytes()[:-20])

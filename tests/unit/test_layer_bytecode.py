@@ -149,14 +149,10 @@ def test_the_header_has_the_fixed_time_and_the_size_of_the_source() -> None:
         assert head == COMPILER.magic + struct.pack("<III", 0, TIME, len(data))
 
 
-def test_bytecode_does_not_depend_on_who_makes_it_or_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytecode_does_not_depend_on_who_makes_it_or_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {**MODULES, **HOPELESS}
     first = compiled(files)
-    for number, (seed, folder) in enumerate(
-        [("1", "/"), ("77", "/tmp"), ("random", os.fspath(tmp_path))]
-    ):
+    for number, (seed, folder) in enumerate([("1", "/"), ("77", "/tmp"), ("random", os.fspath(tmp_path))]):
         for name, value in [
             ("PYTHONHASHSEED", seed), ("HOME", folder), ("TZ", "Asia/Tokyo"), ("LANG", "tr_TR.UTF-8"),
             ("PYTHONOPTIMIZE", "2"), ("PYTHONPATH", folder), ("PYTHONWARNINGS", "error"),
@@ -236,9 +232,7 @@ def script(folder: Path, text: str) -> Compiler:
     return Compiler(os.fspath(path), COMPILER.version, COMPILER.tag, COMPILER.magic)
 
 
-@pytest.mark.parametrize(
-    "end", ["exit 3", "kill -9 $$", "head -c 100 >/dev/null; exit 1", "exit 0"]
-)
+@pytest.mark.parametrize("end", ["exit 3", "kill -9 $$", "head -c 100 >/dev/null; exit 1", "exit 0"])
 def test_an_interpreter_that_dies_is_named_with_the_module(end: str, tmp_path: Path) -> None:
     with pytest.raises(HostError, match=r"status .* while compiling /.*/a\.py") as died:
         compiled({"a.py": b"a = 1" * 99_999, "b.py": b""}, script(tmp_path, end))
@@ -273,9 +267,7 @@ def test_the_library_path_of_a_python_from_a_module_tree_is_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/apps/python/lib")
-    compiler = script(
-        tmp_path, f'test "$LD_LIBRARY_PATH" = /apps/python/lib && exec {sys.executable} "$@"'
-    )
+    compiler = script(tmp_path, f'test "$LD_LIBRARY_PATH" = /apps/python/lib && exec {sys.executable} "$@"')
     assert f"__pycache__/a.{PYC}" in compiled({"a.py": b"a = 1"}, compiler)
 
 

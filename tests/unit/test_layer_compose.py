@@ -49,9 +49,7 @@ def located(path: Path, size: int | None = None) -> WheelFile:
     name, version = path.name.split("-")[:2]
     data = path.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
-    return WheelFile(
-        name.replace("_", "-"), version, path, sha256, len(data) if size is None else size
-    )
+    return WheelFile(name.replace("_", "-"), version, path, sha256, len(data) if size is None else size)
 
 
 def pretend(name: str, size: int) -> WheelFile:
@@ -104,9 +102,7 @@ def test_a_layers_key_changes_when_and_only_when_what_decides_it_does() -> None:
 
 def script_wheel(folder: Path, name: str, files: Mapping[str, bytes]) -> WheelFile:
     points = f"[console_scripts]\nshared = {name}:main\nof-{name} = {name}:main\n".encode()
-    return located(
-        make_wheel(folder, name, files={**files, f"{name}-1.0.dist-info/entry_points.txt": points})
-    )
+    return located(make_wheel(folder, name, files={**files, f"{name}-1.0.dist-info/entry_points.txt": points}))
 
 
 def test_of_a_file_that_several_wheels_have_the_last_ones_stays(tmp_path: Path) -> None:
@@ -148,9 +144,7 @@ def test_the_frame_is_an_environment_that_python_takes_as_one(tmp_path: Path) ->
         archive.extractall("/", filter="fully_trusted")
     code = "import sys, ddp_train; print(sys.prefix, sys.base_prefix != sys.prefix, ddp_train.__cached__)"
     for name in ("python", "python3", f"python{version}"):
-        told = subprocess.run(
-            [f"/{scheme.prefix}/bin/{name}", "-I", "-B", "-c", code], capture_output=True, text=True
-        )
+        told = subprocess.run([f"/{scheme.prefix}/bin/{name}", "-I", "-B", "-c", code], capture_output=True, text=True)
         assert told.stdout.split()[:2] == [f"/{scheme.prefix}", "True"], told.stderr
     report = check_files(Path("/", scheme.site_packages))
     assert (report.missing, report.altered, report.unowned) == ([], [], [])
@@ -188,9 +182,7 @@ def test_the_frame_says_where_the_interpreter_is_and_what_it_sees(tmp_path: Path
         ("/opt/env/share", {"opt/env/share": 0o755}),
     ],
 )
-def test_a_workdir_that_every_base_has_keeps_its_mode(
-    folder: str, expected: dict[str, int], tmp_path: Path
-) -> None:
+def test_a_workdir_that_every_base_has_keeps_its_mode(folder: str, expected: dict[str, int], tmp_path: Path) -> None:
     trainer = located(make_wheel(tmp_path, "ddp-train"))
     without = content(environment(trainer, folders=[]).tree())
     made = content(environment(trainer, folders=[folder]).tree())
@@ -259,9 +251,7 @@ def test_a_damaged_note_is_made_again(note: bytes, tmp_path: Path) -> None:
     [("size", 5), ("digest", "sha256:" + "0" * 64), ("distributions", [["a"]]), ("diff_id", None),
      ("distributions", 5), ("media_type", "text/plain"), ("unpacked", "many"), ("size", "5")],
 )  # fmt: skip
-def test_a_note_with_one_wrong_value_is_made_again(
-    field: str, value: object, tmp_path: Path
-) -> None:
+def test_a_note_with_one_wrong_value_is_made_again(field: str, value: object, tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
     first = TarCache(store, print).part(simple())
     place = store.folder("layers") / f"{simple().key}.json"
@@ -317,9 +307,7 @@ def test_a_layer_that_failed_is_not_kept_and_can_be_made_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("inside", ["layers", "blobs", "blobs/sha256"])
-def test_a_store_that_cannot_be_written_is_told_with_what_to_do(
-    inside: str, tmp_path: Path
-) -> None:
+def test_a_store_that_cannot_be_written_is_told_with_what_to_do(inside: str, tmp_path: Path) -> None:
     """A file where the store has a folder: no permission stops root, who runs this in containers."""
     place = tmp_path / inside
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -356,9 +344,7 @@ def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     made = TarCache(store, print).part(part)
     with tarfile.open(store.blobs.path(made.layer.blob.digest)) as archive:
-        (name,) = [
-            n for n in archive.getnames() if n.startswith(f"{SITE}/Big") and n.endswith("RECORD")
-        ]
+        (name,) = [n for n in archive.getnames() if n.startswith(f"{SITE}/Big") and n.endswith("RECORD")]
         stream = archive.extractfile(name)
         assert stream is not None
         record = stream.read()
@@ -368,20 +354,14 @@ def test_what_a_layer_installs_is_told_by_its_records(tmp_path: Path) -> None:
 
 def test_layers_are_the_same_from_one_run_and_store_to_the_next(tmp_path: Path) -> None:
     wheels = [
-        located(
-            make_wheel(
-                tmp_path, name, files={f"{name}/m{n}.py": b"x = {'a', 'b', 1}" for n in range(9)}
-            )
-        )
+        located(make_wheel(tmp_path, name, files={f"{name}/m{n}.py": b"x = {'a', 'b', 1}" for n in range(9)}))
         for name in ("aa", "bb")
     ]
     (part,) = parts(wheels)
     one = TarCache(Store(tmp_path / "one"), print).part(part)
     (again,) = parts(wheels[::-1])
     assert TarCache(Store(tmp_path / "two"), print).part(again) == one
-    with zipfile.ZipFile(
-        wheels[0].path, "a"
-    ) as archive:  # what is not a wheel's content is not a layer's
+    with zipfile.ZipFile(wheels[0].path, "a") as archive:  # what is not a wheel's content is not a layer's
         archive.comment = b"another file"
     (other,) = parts([located(wheels[0].path), wheels[1]])
     assert other.key != part.key

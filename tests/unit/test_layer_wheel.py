@@ -271,9 +271,7 @@ def test_a_wheel_is_laid_out_as_installer_does(what: str, tmp_path: Path) -> Non
         ("foo_bar", "foo_bar-1.0.0.dist-info", "foo_bar-1.0.data"),
     ],
 )
-def test_dist_info_and_data_may_spell_the_name_each_its_way(
-    name: str, info: str, data: str, tmp_path: Path
-) -> None:
+def test_dist_info_and_data_may_spell_the_name_each_its_way(name: str, info: str, data: str, tmp_path: Path) -> None:
     members = [("m.py", b""), (f"{data}/scripts/run", b"#!python\n"), (f"{data}/data/x", b"x")]
     wheel = Odd(members, name=name, info=info).write(tmp_path)
     found = ours(wheel)
@@ -284,9 +282,7 @@ def test_dist_info_and_data_may_spell_the_name_each_its_way(
     unpacked_is_as_recorded(wheel, tmp_path)
 
 
-def test_data_goes_over_what_the_archive_has_at_its_root_whatever_their_order(
-    tmp_path: Path,
-) -> None:
+def test_data_goes_over_what_the_archive_has_at_its_root_whatever_their_order(tmp_path: Path) -> None:
     wheel = Odd([(f"{D}/purelib/a.py", b"data"), ("a.py", b"root")]).write(tmp_path)
     assert ours(wheel)[f"{SITE}/a.py"][1] == b"data"
     unpacked_is_as_recorded(wheel, tmp_path)
@@ -384,12 +380,8 @@ def unknown_method(data: bytes) -> bytes:
     return data[: at + 10] + b"\x63\0" + data[at + 12 :]
 
 
-@pytest.mark.parametrize(
-    "compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
-)
-@pytest.mark.parametrize(
-    "damage", [cut, without_directory, flipped, encrypted, unknown_method, lambda data: b""]
-)
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("damage", [cut, without_directory, flipped, encrypted, unknown_method, lambda data: b""])
 def test_a_damaged_wheel_is_a_clear_error_and_leaves_no_layer(
     damage: Callable[[bytes], bytes], compression: int, tmp_path: Path
 ) -> None:
@@ -401,9 +393,7 @@ def test_a_damaged_wheel_is_a_clear_error_and_leaves_no_layer(
     assert not list((tmp_path / "blobs/sha256").iterdir())
 
 
-@pytest.mark.parametrize(
-    "call", [wheel_paths, wheel_record, lambda w, s: list(wheel_tree(w, s, 0))]
-)
+@pytest.mark.parametrize("call", [wheel_paths, wheel_record, lambda w, s: list(wheel_tree(w, s, 0))])
 def test_a_missing_wheel_is_named(call: Callable[[Path, Scheme], object], tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"gone\.whl: cannot be read: No such file"):
         call(tmp_path / "gone.whl", SCHEME)
@@ -428,15 +418,11 @@ def test_record_is_whole_though_nobody_reads_the_files(tmp_path: Path) -> None:
 parts = st.sampled_from(["", "pkg/", "pkg/deep/er/", "ünï/", f"{D}/data/", f"{D}/scripts/",
                          f"{D}/headers/h/", f"{D}/platlib/pkg/"])  # fmt: skip
 names = st.text(
-    st.characters(
-        codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="/\\\x85"
-    ),
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="/\\\x85"),
     min_size=1,
     max_size=12,
 ).filter(lambda name: name not in (".", "..") and not name.endswith((".dist-info", ".data")))
-contents = st.one_of(
-    st.binary(max_size=40), st.binary(max_size=40).map(lambda rest: b"#!python" + rest)
-)
+contents = st.one_of(st.binary(max_size=40), st.binary(max_size=40).map(lambda rest: b"#!python" + rest))
 
 
 @settings(max_examples=60)
@@ -449,9 +435,7 @@ contents = st.one_of(
     compression=st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]),
 )
 def test_random_wheels_are_laid_out_as_installer_does(
-    files: dict[str, tuple[bytes, int]],
-    compression: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    files: dict[str, tuple[bytes, int]], compression: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("random")
     members = [(name, data) for name, (data, _) in files.items()]

@@ -21,18 +21,7 @@ from hypothesis import strategies as st
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
-from envbuild.image.entry import (
-    BLOCK,
-    CHAR,
-    DIR,
-    FIFO,
-    FILE,
-    HARDLINK,
-    SYMLINK,
-    Entry,
-    Readable,
-    Tree,
-)
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import Layer, header, with_parents, write_layer
 
 KINDS = {
@@ -146,9 +135,7 @@ def test_bytes_do_not_depend_on_processors_place_or_how_content_comes(
     data = bytes(range(251)) * (size // 251 + 1)
     entries = [*ENTRIES, (Entry("big", FILE, 0o644, size), data[:size])]
     layers = []
-    for count, step in (
-        [(1, 1 << 30), (64, 7919), (3, 65536)] if size > 1 else [(1, 1 << 30), (3, 1)]
-    ):
+    for count, step in [(1, 1 << 30), (64, 7919), (3, 65536)] if size > 1 else [(1, 1 << 30), (3, 1)]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=count: set(range(n)))
         layer, path = write(tree_of(entries, step), tmp_path / f"place {count}")
         layers.append((layer, path.read_bytes()))
@@ -162,14 +149,12 @@ def test_bytes_do_not_depend_on_processors_place_or_how_content_comes(
 def test_bytes_are_what_they_were(tmp_path: Path) -> None:
     """Layers are known by digest everywhere: another digest here means another FORMAT in compose.py."""
     layer, _ = write(tree_of(ENTRIES), tmp_path)
-    assert (
-        layer.diff_id == "sha256:e41c0756a430725a72beed840999d10bb2952b9cde331030973880e808ca0cae"
-    )
+    assert layer.diff_id == "sha256:e41c0756a430725a72beed840999d10bb2952b9cde331030973880e808ca0cae"
 
 
-names = st.text(
-    st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=120
-).filter(lambda name: name not in (".", ".."))
+names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=120).filter(
+    lambda name: name not in (".", "..")
+)
 paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 
 
@@ -271,9 +256,7 @@ def test_memory_does_not_grow_with_content_or_processors(tmp_path: Path) -> None
     sparse = tmp_path / "sparse"
     with sparse.open("wb") as stream:
         stream.truncate(600_000_000)
-    script = MEMORY.format(
-        repository=REPOSITORY, sparse=os.fspath(sparse), folder=os.fspath(tmp_path / "blobs")
-    )
+    script = MEMORY.format(repository=REPOSITORY, sparse=os.fspath(sparse), folder=os.fspath(tmp_path / "blobs"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 150_000  # KiB
@@ -289,9 +272,7 @@ def test_memory_does_not_grow_with_content_or_processors(tmp_path: Path) -> None
         ([], []),
     ],
 )
-def test_each_folder_comes_once_and_before_what_is_in_it(
-    tree: list[str], expected: list[str]
-) -> None:
+def test_each_folder_comes_once_and_before_what_is_in_it(tree: list[str], expected: list[str]) -> None:
     given = (
         (Entry(p.rstrip("/"), DIR if p.endswith("/") else FILE, 0o700 if p.endswith("/") else 0o600), None)
         for p in tree

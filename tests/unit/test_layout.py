@@ -15,9 +15,7 @@ import pytest
 from envbuild.cli import doctor, layout
 from envbuild.doctor.artifacts import StepVerdict
 
-LONG = StepVerdict(
-    "warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5
-)
+LONG = StepVerdict("warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5)
 
 
 def on_terminal(columns: int, *arguments: str) -> list[str]:
@@ -62,10 +60,7 @@ def test_what_doctor_says_of_artifacts_fits_a_terminal(columns: int) -> None:
     for step in ("build", "verify", "run"):
         assert step in words
     if columns == 80:  # a row a step: no cell is folded to a column of a few characters
-        assert any(
-            line.startswith("venv       build   no: a reason that takes its time a")
-            for line in lines
-        )
+        assert any(line.startswith("venv       build   no: a reason that takes its time a") for line in lines)
 
 
 def test_an_entry_breaks_between_its_cells_and_words_only() -> None:

@@ -14,13 +14,7 @@ MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [
-        ("ext4", "hardlink"),
-        ("xfs", "hardlink"),
-        ("lustre", "hardlink"),
-        ("nfs4", "copy"),
-        ("btrfs", "clone"),
-    ],
+    [("ext4", "hardlink"), ("xfs", "hardlink"), ("lustre", "hardlink"), ("nfs4", "copy"), ("btrfs", "clone")],
 )
 def test_the_mode_follows_the_file_system(tmp_path: Path, kind: str, mode: str) -> None:
     mounts = MOUNTS.format(home=tmp_path, kind=kind)

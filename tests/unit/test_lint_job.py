@@ -20,9 +20,7 @@ from envbuild.jobs.lint_shell import parse
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RENDERED = sorted(
-    path
-    for path in (DATA / "jobs").glob("*")
-    if path.suffix in (".sh", ".sbatch", ".pbs", ".yaml", ".yml")
+    path for path in (DATA / "jobs").glob("*") if path.suffix in (".sh", ".sbatch", ".pbs", ".yaml", ".yml")
 )
 # Its site says purge = false: the modules of login nodes are meant, and a warning is right.
 MEANT = {("slurm-login-modules.sh", "modules-not-purged")}
@@ -40,12 +38,16 @@ PBS = """#!/bin/bash
 set -euo pipefail
 export OMP_NUM_THREADS=4
 """
-RUN = 'torchrun --nnodes=2 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --local-addr "$a"'
+RUN = (
+    'torchrun --nnodes=2 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --local-addr "$a"'
+)
 CLEAN = f"{SLURM}srun {RUN} train.py\n"
 EIGHT = SLURM.replace("per-node=1", "per-node=8")
 # What `srun ./node.sh` starts on each node.
 BARE = '#!/bin/bash\nset -e\nexec torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$head:$port" train.py\n'
-SWEEP = "for lr in 1 2; do\n srun --nodes=1 --ntasks=1 --exclusive torchrun --standalone --nnodes=1 x $lr &\ndone\nwait\n"
+SWEEP = (
+    "for lr in 1 2; do\n srun --nodes=1 --ntasks=1 --exclusive torchrun --standalone --nnodes=1 x $lr &\ndone\nwait\n"
+)
 
 
 def ids(text: str, name: str = "job.sh") -> list[str]:
@@ -393,9 +395,7 @@ def flat(cases: dict[str, tuple[list[tuple[str, str]], list[str]]], name: str) -
     ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "text", "name", "place"), [*flat(CASES, "job.sh"), *flat(PODS, "job.yaml")]
-)
+@pytest.mark.parametrize(("fault", "text", "name", "place"), [*flat(CASES, "job.sh"), *flat(PODS, "job.yaml")])
 def test_a_fault_is_found_in_its_line(fault: str, text: str, name: str, place: str) -> None:
     problem = found(text, fault, name)
     assert problem is not None, ids(text, name)
@@ -596,9 +596,7 @@ def test_advice_for_pbs_names_nothing_of_slurm() -> None:
         (f"{SLURM}srun {RUN.replace('$port', '29500')} x", {"SLURM_JOB_ID": "1234567"}, 24567),
     ],
 )
-def test_the_port_that_is_advised_is_one_of_the_job(
-    script: str, variables: dict[str, str], port: int
-) -> None:
+def test_the_port_that_is_advised_is_one_of_the_job(script: str, variables: dict[str, str], port: int) -> None:
     problem = found(script, "fixed-port")
     assert problem is not None
     advised = problem.instead[problem.instead.index("$((") :]
@@ -643,8 +641,7 @@ def test_passwords_are_not_repeated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"\x7fELF\xff\xfe", "is no text"), (None, "No such file"), (b"a: [", "no YAML")],
+    ("content", "says"), [(b"\x7fELF\xff\xfe", "is no text"), (None, "No such file"), (b"a: [", "no YAML")]
 )
 def test_what_cannot_be_read_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"

@@ -120,9 +120,7 @@ def judge_artifact(target: str, report: ElfReport, artifact: str = "venv") -> An
     return check_artifact(subject, survey)
 
 
-def test_a_base_image_s_torch_is_not_judged_and_conda_s_by_its_major_version(
-    tmp_path: Path,
-) -> None:
+def test_a_base_image_s_torch_is_not_judged_and_conda_s_by_its_major_version(tmp_path: Path) -> None:
     assert judge_artifact("cu126-x86_64", scan_elf(tmp_path, 62)).status == "pass"
     report = ElfReport(torch=["libtorch_cuda.so", "cuda=12.9"])
     assert judge_artifact("cu126-x86_64", report, "conda").status == "pass"

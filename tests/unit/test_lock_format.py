@@ -12,12 +12,8 @@ from envbuild.names import normalise
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 NAMES = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,12}[a-z0-9])?", fullmatch=True).map(normalise)
-VERSIONS = st.from_regex(
-    r"[0-9]{1,3}(\.[0-9]{1,3}){0,3}(rc[0-9])?(\+[a-z0-9]{1,6})?", fullmatch=True
-)
-PACKAGES = st.builds(
-    LockedPackage, NAMES, VERSIONS, st.lists(HEX, min_size=1, max_size=3, unique=True).map(tuple)
-)
+VERSIONS = st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){0,3}(rc[0-9])?(\+[a-z0-9]{1,6})?", fullmatch=True)
+PACKAGES = st.builds(LockedPackage, NAMES, VERSIONS, st.lists(HEX, min_size=1, max_size=3, unique=True).map(tuple))
 LOCKS = st.builds(
     Lock,
     recipe=st.sampled_from(["pt_cpu", "a.b-c"]),
@@ -53,11 +49,7 @@ def make_lock(*packages: tuple[str, str, str]) -> Lock:
 
 def test_every_fault_is_reported_at_once() -> None:
     text = render(make_lock(("a", "1", "a"), ("b", "1", "b")))
-    text = (
-        text.replace("# python: 3.11\n", "").replace("sha256:bbbb", "md5:bbbb")
-        + "a==2 --hash=sha256:"
-        + "0" * 64
-    )
+    text = text.replace("# python: 3.11\n", "").replace("sha256:bbbb", "md5:bbbb") + "a==2 --hash=sha256:" + "0" * 64
     with pytest.raises(LockError) as caught:
         parse(text, "t.txt")
     assert len(caught.value.message.splitlines()) == 3
@@ -82,10 +74,5 @@ def test_the_digest_ignores_comments_but_not_content() -> None:
 def test_an_update_says_what_changed() -> None:
     old = make_lock(("a", "1", "a"), ("b", "1", "b"), ("c", "1", "c"))
     new = make_lock(("b", "2", "b"), ("c", "1", "d"), ("e", "1", "e"))
-    assert changes(old, new) == [
-        "- a 1",
-        "~ b 1 -> 2",
-        "~ c 1 (other files: 1 -> 1 hashes)",
-        "+ e 1",
-    ]
+    assert changes(old, new) == ["- a 1", "~ b 1 -> 2", "~ c 1 (other files: 1 -> 1 hashes)", "+ e 1"]
     assert changes(new, new) == []

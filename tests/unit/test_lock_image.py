@@ -20,14 +20,7 @@ from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import (
-    OCI_CONFIG,
-    OCI_MANIFEST,
-    Descriptor,
-    ImageManifest,
-    canonical,
-    parse,
-)
+from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.lock import lifecycle
 from envbuild.lock.base import image_lock
 from envbuild.lock.image import (
@@ -67,9 +60,7 @@ BASES = st.one_of(
     # Local references are paths, in which nearly every character may stand.
     st.builds(OciLock, st.text(st.characters(exclude_categories=["Cs"]), min_size=1), DIGESTS),
 )
-LOCKS = st.builds(
-    ImageLock, st.sampled_from(["pt_cpu", "a.b-c"]), st.just("cpu-x86_64"), DIGESTS, BASES
-)
+LOCKS = st.builds(ImageLock, st.sampled_from(["pt_cpu", "a.b-c"]), st.just("cpu-x86_64"), DIGESTS, BASES)
 
 
 @given(LOCKS)
@@ -133,9 +124,7 @@ def test_the_file_says_how_it_was_made_and_holds_no_place() -> None:
         (DEBIAN, 'archive = "debian"', 'archive = "ubuntu"', "archive"),
     ],
 )
-def test_a_faulty_lock_is_refused_with_the_file_and_the_fault(
-    lock: ImageLock, old: str, new: str, told: str
-) -> None:
+def test_a_faulty_lock_is_refused_with_the_file_and_the_fault(lock: ImageLock, old: str, new: str, told: str) -> None:
     text = render_image(lock)
     assert old in text
     with pytest.raises(LockError, match=rf"^where/x\.image\.toml.*{told}") as refused:
@@ -187,9 +176,7 @@ TWO = "sha256:" + "2" * 64
         (OCI, DEBIAN, ["~ base reg/a:1 -> debian:bookworm", "+ bash 5.2-2+b7"]),
     ],
 )
-def test_what_an_update_changed_is_told_line_by_line(
-    old: ImageLock | None, new: ImageLock, told: list[str]
-) -> None:
+def test_what_an_update_changed_is_told_line_by_line(old: ImageLock | None, new: ImageLock, told: list[str]) -> None:
     assert image_changes(old, new) == told
 
 
@@ -232,9 +219,7 @@ def layout(folder: Path, label: str) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return load_environment(
-        {"HOME": os.fspath(tmp_path), "ENVBUILD_STORE": os.fspath(tmp_path / "store")}
-    )
+    return load_environment({"HOME": os.fspath(tmp_path), "ENVBUILD_STORE": os.fspath(tmp_path / "store")})
 
 
 def recipe_on(folder: Path, base: str, extra: str = "") -> LoadedRecipe:
@@ -242,16 +227,12 @@ def recipe_on(folder: Path, base: str, extra: str = "") -> LoadedRecipe:
     return load_recipe(make_recipe(folder, "r", ["a"], extra=image) / "recipe.toml")
 
 
-def ensure(
-    recipe: LoadedRecipe, environment: Environment, said: list[str], **options: bool
-) -> ImageLock:
+def ensure(recipe: LoadedRecipe, environment: Environment, said: list[str], **options: bool) -> ImageLock:
     chosen: Mapping[str, bool] = {"locked": False, "offline": False, **options}
     return lifecycle.ensure(image_lock(recipe, TARGET), environment, log=said.append, **chosen)
 
 
-def test_a_missing_lock_is_made_once_and_a_stale_one_again(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_missing_lock_is_made_once_and_a_stale_one_again(tmp_path: Path, environment: Environment) -> None:
     said: list[str] = []
     (tmp_path / "r").mkdir()
     digest = layout(tmp_path / "r/base", "one")
@@ -259,9 +240,7 @@ def test_a_missing_lock_is_made_once_and_a_stale_one_again(
     place = tmp_path / "r" / image_lock_name("cpu-x86_64")
     lock = ensure(recipe, environment, said)
     assert lock.base == OciLock("oci:base", digest) and read_image(place) == lock
-    assert (
-        said[0] == f"{place}: no image lock for this target yet; resolving the base of cpu-x86_64 …"
-    )
+    assert said[0] == f"{place}: no image lock for this target yet; resolving the base of cpu-x86_64 …"
     assert said[-1].endswith("1 changed")
     said.clear()
     assert ensure(recipe, environment, said, locked=True, offline=True) == lock and not said
@@ -271,9 +250,7 @@ def test_a_missing_lock_is_made_once_and_a_stale_one_again(
     second = layout(tmp_path / "r/other", "two")
     changed = recipe_on(tmp_path, "oci:other")
     for options in ({"locked": True}, {"offline": True}, {"locked": True, "offline": True}):
-        with pytest.raises(
-            LockError, match=f"{place}: stale: the recipe's base changed"
-        ) as refused:
+        with pytest.raises(LockError, match=f"{place}: stale: the recipe's base changed") as refused:
             ensure(changed, environment, said, **options)
         hint = refused.value.hint
         assert hint and f"`envbuild lock {recipe.folder} --target cpu-x86_64 --image`" in hint
@@ -284,9 +261,7 @@ def test_a_missing_lock_is_made_once_and_a_stale_one_again(
 
 
 @pytest.mark.parametrize("options", [{"locked": True}, {"offline": True}])
-def test_no_lock_is_made_when_none_may_be(
-    options: dict[str, bool], tmp_path: Path, environment: Environment
-) -> None:
+def test_no_lock_is_made_when_none_may_be(options: dict[str, bool], tmp_path: Path, environment: Environment) -> None:
     recipe = recipe_on(tmp_path, "oci:base")
     with pytest.raises(LockError, match="no image lock for this target yet"):
         ensure(recipe, environment, [], **options)
@@ -314,9 +289,7 @@ def test_a_lock_of_something_else_is_not_taken(
         ensure(recipe, environment, [], locked=True)
 
 
-def test_a_base_that_is_not_there_is_an_error_and_the_old_lock_stays(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_base_that_is_not_there_is_an_error_and_the_old_lock_stays(tmp_path: Path, environment: Environment) -> None:
     recipe = recipe_on(tmp_path, "oci:base")
     place = recipe.folder / image_lock_name("cpu-x86_64")
     place.write_text(render_image(OCI))
@@ -325,9 +298,7 @@ def test_a_base_that_is_not_there_is_an_error_and_the_old_lock_stays(
     assert read_image(place) == OCI
 
 
-def test_a_dry_run_tells_what_would_change_and_writes_nothing(
-    tmp_path: Path, environment: Environment
-) -> None:
+def test_a_dry_run_tells_what_would_change_and_writes_nothing(tmp_path: Path, environment: Environment) -> None:
     (tmp_path / "r").mkdir()
     digest, said = layout(tmp_path / "r/base", "one"), list[str]()
     recipe = recipe_on(tmp_path, "oci:base")

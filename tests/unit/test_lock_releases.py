@@ -44,9 +44,7 @@ def skipped(
     alone: Callable[[str], str | None] = lambda _: None,
 ) -> list[SkippedRelease]:
     constraints = [constraint] if constraint else []
-    return skipped_releases(
-        [requirement], constraints, {"demo": locked}, offers(demo=files), PYTHON, PLATFORM, alone
-    )
+    return skipped_releases([requirement], constraints, {"demo": locked}, offers(demo=files), PYTHON, PLATFORM, alone)
 
 
 AGED = links(
@@ -154,9 +152,7 @@ def test_upload_times_and_yanked_files_are_read_from_an_index_in_json() -> None:
 def test_files_in_find_links_folders_are_offered_without_an_index(tmp_path: Path) -> None:
     for name in (f"demo-1.0-{ANY}", "demo-2.0.tar.gz", f"other-3.0-{ANY}", "notes.txt"):
         (tmp_path / name).touch()
-    environment = load_environment(
-        {"HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    )
+    environment = load_environment({"HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)})
     releases = Offers(environment, (), True).releases(["demo", "absent"])
     assert [str(one.version) for one in releases["demo"]] == ["1.0", "2.0"]
     assert releases["absent"] == []
@@ -171,15 +167,9 @@ def test_the_lock_keeps_its_warnings() -> None:
 
 # What uv 0.13 printed, and the cause.
 NO_SUCH = "cause: Because nunpy was not found in the {} and you require nunpy, we can conclude that"
-NO_VERSION = (
-    "cause: Because there is no version of demo=={} and you require demo=={}, we can conclude"
-)
-NO_RANGE = (
-    "cause: Because only demo<=2.0 is available and you require demo>99, we can conclude that"
-)
-NO_WHEEL = (
-    "cause: Because demo==1.0 has no usable wheels and you require demo==1.0, we can conclude"
-)
+NO_VERSION = "cause: Because there is no version of demo=={} and you require demo=={}, we can conclude"
+NO_RANGE = "cause: Because only demo<=2.0 is available and you require demo>99, we can conclude that"
+NO_WHEEL = "cause: Because demo==1.0 has no usable wheels and you require demo==1.0, we can conclude"
 NO_ABI = """cause: Because demo==1.0 has no wheels with a matching Python ABI tag (e.g., `cp314`) and you require
          demo==1.0, we can conclude that your requirements are unsatisfiable."""
 OF_DEPENDENCY = """cause: Because all of:
@@ -190,9 +180,7 @@ OF_DEPENDENCY = """cause: Because all of:
              inner>=1.0
          we can conclude that inner==1.* cannot be used.
          And because demo==1.0 depends on inner==1.* and you require demo==1.0, we can conclude that"""
-CONFLICT = (
-    "cause: Because alpha==1.0 depends on demo>=2 and you require demo<2, we can conclude that"
-)
+CONFLICT = "cause: Because alpha==1.0 depends on demo>=2 and you require demo<2, we can conclude that"
 
 SHELF = links(
     "demo-1.0-cp310-cp310-manylinux_2_28_x86_64.whl",
@@ -227,9 +215,7 @@ def hint(stderr: str, **given: Any) -> str:
         ("error: dns error: failed to lookup", "3.11", "check the network"),
     ],
 )  # fmt: skip
-def test_the_hint_is_for_the_cause_and_not_for_an_index_that_was_left_out(
-    stderr: str, python: str, said: str
-) -> None:
+def test_the_hint_is_for_the_cause_and_not_for_an_index_that_was_left_out(stderr: str, python: str, said: str) -> None:
     told = hint(stderr, python=python)
     assert said in told and "index in the note" not in told
 

@@ -13,14 +13,7 @@ from lab.ci import matrix, write_locks, write_recipe
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS
-from envbuild.matrix import (
-    GITHUB_LIMIT,
-    MatrixJob,
-    SelectedRecipe,
-    as_github,
-    as_gitlab,
-    parse_runners,
-)
+from envbuild.matrix import GITHUB_LIMIT, MatrixJob, SelectedRecipe, as_github, as_gitlab, parse_runners
 from envbuild.matrix import make_jobs as jobs_and_omissions
 from envbuild.recipe.load import load_recipe
 
@@ -31,9 +24,7 @@ WITHOUT_CONDA = [name for name, kind in ARTIFACTS.items() if not kind.of_conda]
 LABELS = {"x86_64": "intel", "aarch64": "arm"}
 
 
-def make_jobs(
-    recipes: Sequence[SelectedRecipe], runners: dict[str, str], **chosen: list[str]
-) -> list[MatrixJob]:
+def make_jobs(recipes: Sequence[SelectedRecipe], runners: dict[str, str], **chosen: list[str]) -> list[MatrixJob]:
     return jobs_and_omissions(recipes, runners, load_environment({"HOME": "/nowhere"}), **chosen)[0]
 
 
@@ -59,9 +50,7 @@ def test_all_forms_tell_the_same_jobs() -> None:
     assert scripts == {job["id"]: [job["command"]] for job in jobs}
 
 
-def test_cuda_is_built_on_the_cpu_runner_of_its_architecture_and_verified_only_where_gpus_are(
-    tmp_path: Path,
-) -> None:
+def test_cuda_is_built_on_the_cpu_runner_of_its_architecture_and_verified_only_where_gpus_are(tmp_path: Path) -> None:
     recipe = load(tmp_path, "g", "cu126-x86_64", "cu126-aarch64", "cpu-aarch64")
     runners = parse_runners(["cu126-aarch64=grace"], LABELS)
     jobs = {job.target: job for job in make_jobs([recipe], runners, artifacts=["venv"])}
@@ -99,8 +88,7 @@ def test_two_recipes_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_more_jobs_than_github_runs_are_refused_and_other_forms_take_them(tmp_path: Path) -> None:
     recipes = [
-        load(tmp_path, f"r{n}", "cpu-x86_64", "cpu-aarch64")
-        for n in range(GITHUB_LIMIT // len(WITHOUT_CONDA) // 2)
+        load(tmp_path, f"r{n}", "cpu-x86_64", "cpu-aarch64") for n in range(GITHUB_LIMIT // len(WITHOUT_CONDA) // 2)
     ]
     jobs = make_jobs(recipes, LABELS)
     assert len(json.loads(as_github(jobs))["include"]) == GITHUB_LIMIT
@@ -167,15 +155,7 @@ def test_a_build_without_a_lock_is_left_out_and_said(tmp_path: Path) -> None:
         "left out: one (cpu-x86_64; docker, enroot, apptainer): recipes/one/cpu-x86_64.image.toml: no image lock"
     )
     assert "`envbuild lock one --target cpu-x86_64 --image`" in images
-    assert (
-        arm.startswith("left out: one (cpu-aarch64; venv, docker, enroot, apptainer): ")
-        and "stale" in arm
-    )
+    assert arm.startswith("left out: one (cpu-aarch64; venv, docker, enroot, apptainer): ") and "stale" in arm
     done = matrix("one", "--strict", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "") and done.stderr.count("left out: one") == 2
-    assert (
-        matrix(
-            "one", "--strict", "--artifact", "venv", "--target", "cpu-x86_64", cwd=tmp_path
-        ).returncode
-        == 0
-    )
+    assert matrix("one", "--strict", "--artifact", "venv", "--target", "cpu-x86_64", cwd=tmp_path).returncode == 0

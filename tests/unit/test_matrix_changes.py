@@ -23,9 +23,7 @@ def checkout(tmp_path: Path) -> Path:
         write_recipe(top, name)
     git(top, "init", "--quiet")
     (top / "README.md").write_text("x")
-    (top / "recipes/b/old.requirements.txt").write_text(
-        "a file that is neither empty nor short\n" * 9
-    )
+    (top / "recipes/b/old.requirements.txt").write_text("a file that is neither empty nor short\n" * 9)
     commit(top)
     write_recipe(tmp_path / "beside", "outside")
     return top
@@ -97,9 +95,7 @@ def test_no_change_is_an_empty_matrix_and_no_error(checkout: Path, form: str) ->
     assert done.returncode == 0
     found = json.loads(done.stdout)
     if form == "gitlab":  # which takes no pipeline without a job
-        assert list(found) == ["stages", "default", "nothing-to-build"] and valid(
-            "gitlab-ci", done.stdout
-        )
+        assert list(found) == ["stages", "default", "nothing-to-build"] and valid("gitlab-ci", done.stdout)
     else:
         assert found == ({"include": []} if form == "github" else [])
 
@@ -110,9 +106,7 @@ def test_a_recipe_outside_the_checkout_is_said_not_to_count(checkout: Path) -> N
     assert "outside is not in this checkout" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "revision", ["nonesuch", "", "--help", "0" * 40, "HEAD~9", "HEAD^{tree}", "a..b"]
-)
+@pytest.mark.parametrize("revision", ["nonesuch", "", "--help", "0" * 40, "HEAD~9", "HEAD^{tree}", "a..b"])
 def test_an_unknown_revision_is_refused_with_the_way_out(checkout: Path, revision: str) -> None:
     done = matrix(f"--changed-since={revision}", *RECIPES, cwd=checkout)
     assert (done.returncode, done.stdout) == (2, "")
@@ -121,9 +115,7 @@ def test_an_unknown_revision_is_refused_with_the_way_out(checkout: Path, revisio
 
 def test_a_folder_without_git_and_a_machine_without_git_are_told_apart(tmp_path: Path) -> None:
     write_recipe(tmp_path, "one")
-    done = matrix(
-        "one", "--changed-since", "HEAD", cwd=tmp_path, GIT_CEILING_DIRECTORIES=str(tmp_path)
-    )
+    done = matrix("one", "--changed-since", "HEAD", cwd=tmp_path, GIT_CEILING_DIRECTORIES=str(tmp_path))
     assert done.returncode == 2 and "needs a git checkout" in done.stderr
     done = matrix("one", "--changed-since", "HEAD", cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 6 and "cannot run git" in done.stderr

@@ -24,12 +24,7 @@ def test_paths_are_unescaped_and_damaged_lines_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/home of\\all/x/y", "tmpfs"),
-        ("/home of\\all/xy", "nfs4"),
-        ("/home", "ext4"),
-    ],
+    ("path", "kind"), [("/home of\\all/x/y", "tmpfs"), ("/home of\\all/xy", "nfs4"), ("/home", "ext4")]
 )
 def test_a_path_lies_on_the_nearest_mount_above_it(path: str, kind: str) -> None:
     mount = mount_of(Path(path), parse_mounts(TEXT))

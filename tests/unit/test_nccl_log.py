@@ -96,9 +96,7 @@ def test_the_fabric_in_use_passes(fabric: str) -> None:
         ("any", "network_not_found", "NCCL's log names no network", "NCCL_NET_PLUGIN"),
     ],
 )  # fmt: skip
-def test_a_fallback_fails_with_its_line_and_its_cause(
-    fabric: str, log: str, seen: str, cause: str
-) -> None:
+def test_a_fallback_fails_with_its_line_and_its_cause(fabric: str, log: str, seen: str, cause: str) -> None:
     found = judged(fabric, LOGS[log], LOGS[log])
     assert found[0] == "fail" and seen in found[1] and cause in found[2], found
 

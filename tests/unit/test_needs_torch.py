@@ -28,9 +28,7 @@ from envbuild.recipe.targets import Target
 from envbuild.verify.needs_torch import check_built_torch
 
 TARGET = Target("cpu", platform.machine())
-CONDA = CondaPackage(
-    "python", "3.11.9", "0", "noarch", "https://c/noarch/python-3.11.9-0.conda", "0" * 32, "0" * 64
-)
+CONDA = CondaPackage("python", "3.11.9", "0", "noarch", "https://c/noarch/python-3.11.9-0.conda", "0" * 32, "0" * 64)
 NO_SITE = {"ENVBUILD_SITE": os.devnull, "PIP_NO_INDEX": "1"}
 
 
@@ -41,15 +39,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place = make_recipe(tmp_path / "recipes", "small", ["numpy"], extra=extra)
     loaded, name = load_recipe(place / "recipe.toml"), TARGET.name
     packages = (LockedPackage("numpy", "2.2.6", ("0" * 64,)),)
-    lock = Lock(
-        "small",
-        name,
-        "3.11",
-        TARGET.platform("2.28"),
-        loaded.resolution_digest(TARGET),
-        packages,
-        ("aged",),
-    )
+    lock = Lock("small", name, "3.11", TARGET.platform("2.28"), loaded.resolution_digest(TARGET), packages, ("aged",))
     (place / f"{name}.requirements.txt").write_text(render(lock))
     digest = loaded.conda_digest(TARGET)
     conda = CondaLock("small", name, digest, (CONDA,), replace(lock, packages=()))
@@ -78,9 +68,7 @@ def test_every_kind_is_refused_before_it_is_built(kind: str, small: Path) -> Non
     assert "its lock has no torch" in error.message
     assert "add torch to " in str(error.hint) and "--no-verify" in str(error.hint)
     assert not (small / "build").exists()
-    place = (
-        ["--out", "oci:image"] if kind == "docker" else []
-    )  # a dry run asks a daemon where the image would go there
+    place = ["--out", "oci:image"] if kind == "docker" else []  # a dry run asks a daemon where the image would go there
     dry = run(kind, "small", *options, *place, "--no-verify", "--dry-run")
     assert dry.exit_code == 0, dry.exception
 
@@ -103,9 +91,7 @@ def test_torch_comes_from_locks_of_every_kind_and_from_an_existing_image() -> No
 def test_verify_refuses_an_environment_without_torch(tmp_path: Path) -> None:
     plan = Plan("small", "d", "l", "venv", TARGET.name, "3.11", "p", (), (), (), VerifyTable())
     packages = (("numpy", "2.2.6", "0" * 64),)
-    state = state_of(
-        plan, python_version="3.11.9", interpreter="/usr/bin/python3", packages=packages
-    )
+    state = state_of(plan, python_version="3.11.9", interpreter="/usr/bin/python3", packages=packages)
     with pytest.raises(UsageError, match="it has no torch") as caught:
         check_built_torch(state, tmp_path)
     assert "recipe small" in (caught.value.hint or "")

@@ -42,9 +42,7 @@ from envbuild.store.store import Store
 from envbuild.verify.static_checks import check_installed
 
 TARGET = Target.parse("cpu-x86_64")
-SOURCE = SourceLayer(
-    "libfoo", "1.0", TARGET.name, "autotools", "", "5" * 64, check=("foo", "--version")
-)
+SOURCE = SourceLayer("libfoo", "1.0", TARGET.name, "autotools", "", "5" * 64, check=("foo", "--version"))
 HOST = HostLayer("libfabric", "1.22.0", "/opt/cray/libfabric/1.22.0")
 STATE = State(
     "venv", "r", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11",
@@ -56,9 +54,7 @@ def loaded(folder: Path, extra: str = "") -> LoadedRecipe:
     return load_recipe(make_recipe(folder, "r", ["numpy==2.2.6"], extra=extra) / "recipe.toml")
 
 
-def the_plan(
-    recipe: LoadedRecipe, *sources: SourceLayer, hosts: tuple[HostLayer, ...] = ()
-) -> Plan:
+def the_plan(recipe: LoadedRecipe, *sources: SourceLayer, hosts: tuple[HostLayer, ...] = ()) -> Plan:
     packages = (LockedPackage("numpy", "2.2.6", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
     return make_plan(
@@ -79,9 +75,7 @@ def built(folder: Path, source: SourceLayer = SOURCE, **files: str) -> LayerFold
     return layer_folder(source, folder)
 
 
-def test_without_layers_plans_and_records_are_what_they_were_before_there_were_any(
-    tmp_path: Path,
-) -> None:
+def test_without_layers_plans_and_records_are_what_they_were_before_there_were_any(tmp_path: Path) -> None:
     plan = the_plan(loaded(tmp_path))
     assert plan.digest == "sha256:67e0919bd4f22e3d10cba32ed9558dc411555195dc3791a9fd4eeafdbc71fb8f"
     assert STATE.digest == "sha256:9a0fe996c9d4e12c6f253dba8fd3d88ccdd76a85d72174849d8cc3cb91b719da"
@@ -116,9 +110,7 @@ def test_layers_stand_between_wheels_and_trainer_and_decide_the_plan(tmp_path: P
 def test_the_record_of_an_environment_tells_of_its_layers_and_is_read_back(tmp_path: Path) -> None:
     layer = built(tmp_path / "layer")
     plan = the_plan(loaded(tmp_path, 'fabric = "cxi"'), SOURCE, hosts=(HOST,))
-    state = state_of(
-        plan, python_version="3.11.2", interpreter="/p", packages=(), layers=[layer.built]
-    )
+    state = state_of(plan, python_version="3.11.2", interpreter="/p", packages=(), layers=[layer.built])
     assert parse_state(state.render().encode(), "x") == state and state.fabric == "cxi"
     one, other = state.layers
     assert one.files.startswith("sha256:") and one.check == ("foo", "--version") and not one.path
@@ -219,11 +211,7 @@ def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: P
 def test_the_check_of_what_is_installed_wants_each_list_as_it_was() -> None:
     layer = BuiltLayer("libfoo", "1.0", "sha256:good")
     outside = BuiltLayer("libfabric", "1.22.0", "", "/opt/cray")
-    subject: Any = type(
-        "Subject",
-        (),
-        {"state": dataclasses.replace(STATE, packages=(), layers=(layer, outside))},
-    )
+    subject: Any = type("Subject", (), {"state": dataclasses.replace(STATE, packages=(), layers=(layer, outside))})
     for layers, said in (
         ({"libfoo": "sha256:good"}, None),
         ({"libfoo": "sha256:bad"}, "layer libfoo: the list of its files is not the one"),
@@ -238,9 +226,7 @@ def test_the_check_of_what_is_installed_wants_each_list_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("owner", ["wheel", "conda package", "layer", "environment"])
-def test_a_path_that_something_else_has_already_is_an_error_that_names_both(
-    owner: str, tmp_path: Path
-) -> None:
+def test_a_path_that_something_else_has_already_is_an_error_that_names_both(owner: str, tmp_path: Path) -> None:
     root, layer = tmp_path / "env", built(tmp_path / "layer")
     (root / "lib").mkdir(parents=True)
     named = "the environment"
@@ -282,15 +268,11 @@ def test_in_images_too_no_two_things_may_have_one_path(tmp_path: Path) -> None:
     path.unlink()
     layers_in.check_paths([layer], [fine], [], scheme, store)  # it is known
     twin = built(tmp_path / "twin", dataclasses.replace(SOURCE, name="libbar"))
-    with pytest.raises(
-        BuildError, match=r"layer libbar 1.0 and layer libfoo 1.0 both have bin/foo"
-    ):
+    with pytest.raises(BuildError, match=r"layer libbar 1.0 and layer libfoo 1.0 both have bin/foo"):
         layers_in.check_free([layer, twin], ())
 
 
-def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its_files(
-    tmp_path: Path,
-) -> None:
+def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its_files(tmp_path: Path) -> None:
     os.umask(before := os.umask(0o077))
     layer = built(tmp_path / "one")
     os.umask(0o077)
@@ -360,9 +342,7 @@ def test_an_existing_base_without_compilers_is_an_error_with_its_line(tmp_path: 
 
 
 def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: Path) -> None:
-    environment = load_environment(
-        {"HOME": os.fspath(tmp_path), "ENVBUILD_STORE": os.fspath(tmp_path / "store")}
-    )
+    environment = load_environment({"HOME": os.fspath(tmp_path), "ENVBUILD_STORE": os.fspath(tmp_path / "store")})
     said: list[str] = []
 
     def ensure(recipe: LoadedRecipe, *sources: SourceLayer, **options: bool) -> ImageLock:
@@ -399,9 +379,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    build_host = source_layers.build_hosts(
-        RequestedLayers((layer,)), tmp_path, environment, print, offline=False
-    )
+    build_host = source_layers.build_hosts(RequestedLayers((layer,)), tmp_path, environment, print, offline=False)
     with (
         pytest.raises(HostError, match=f"the store has not all of libfoo for {other}") as refused,
         build_host(tmp_path),
@@ -446,9 +424,7 @@ def test_what_no_image_can_have_is_refused_before_a_lock_is_made(
     changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = dataclasses.replace(SOURCE, **changes)
-    monkeypatch.setattr(
-        requested, "requested_layers", lambda *_: RequestedLayers((layer,), (HOST,))
-    )
+    monkeypatch.setattr(requested, "requested_layers", lambda *_: RequestedLayers((layer,), (HOST,)))
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     recipe = loaded(tmp_path)
     with pytest.raises(UsageError, match=said) as refused:
@@ -460,6 +436,4 @@ def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
     layer = dataclasses.replace(SOURCE, system="wheel")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     with pytest.raises(UsageError, match="not alone"):
-        source_layers.build_layers(
-            RequestedLayers((layer,)), tmp_path, environment, print, offline=True
-        )
+        source_layers.build_layers(RequestedLayers((layer,)), tmp_path, environment, print, offline=True)

@@ -59,14 +59,9 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_matrix_lists_just_the_builds_that_plan_accepts(
-    nowhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_matrix_lists_just_the_builds_that_plan_accepts(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     labels = {arch: arch for arch in ARCHES}
-    recipes = [
-        SelectedRecipe(name, load_recipe(REPOSITORY / f"recipes/{name}/recipe.toml"))
-        for name in NAMES
-    ]
+    recipes = [SelectedRecipe(name, load_recipe(REPOSITORY / f"recipes/{name}/recipe.toml")) for name in NAMES]
     jobs, omitted = make_jobs(recipes, labels, load_environment())
     listed = {(job.recipe, job.target, job.artifact) for job in jobs}
     left = {
@@ -121,12 +116,7 @@ EFA = "pt_efa", "--target", f"cu130-{OTHER}", "--locked"
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )  # fmt: skip
 def test_a_build_its_dry_run_and_its_plan_refuse_alike(
-    build: tuple[str, ...],
-    planned: str | None,
-    code: int,
-    said: str,
-    nowhere: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    build: tuple[str, ...], planned: str | None, code: int, said: str, nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (nowhere / "taken").mkdir()
     (nowhere / "taken/thesis.tex").write_text("years")
@@ -149,9 +139,7 @@ def test_a_plan_for_another_host_leaves_out_what_only_this_one_lacks(
     assert refused.code == 2 and "does not build such layers" in refused.said
 
 
-def test_a_host_without_a_compiler_is_refused_by_plan_and_build(
-    nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_a_compiler_is_refused_by_plan_and_build(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(nowhere))
     monkeypatch.delenv("CC", raising=False)
     for arguments in (["venv"], ["venv", "--dry-run"], ["plan"]):
@@ -180,12 +168,8 @@ def recipe(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make(folder: Path) -> Path:
     base = os.path.relpath(folder.parent / "base", folder / "r")
     table = f'[image]\nbase = "oci:{base}:1"\nbuild_base = "oci:{base}:1"\npython = "/usr/bin/python3.11"\n'
-    layer = (
-        f'[layers.greet]\nversion = "1.0"\nurl = "file:///greet.tar.gz"\nsha256 = "{"5" * 64}"\n'
-    )
-    return make_recipe(
-        folder, "r", ["torch"], extra=table + layer, targets=f"[targets.cpu-{HERE}]\n"
-    )
+    layer = f'[layers.greet]\nversion = "1.0"\nurl = "file:///greet.tar.gz"\nsha256 = "{"5" * 64}"\n'
+    return make_recipe(folder, "r", ["torch"], extra=table + layer, targets=f"[targets.cpu-{HERE}]\n")
 
 
 def follow(failed: Outcome) -> str:
@@ -198,9 +182,7 @@ def follow(failed: Outcome) -> str:
 
 
 @pytest.mark.parametrize("name", ["r", "far/r/recipe.toml"])
-def test_the_hint_of_every_missing_lock_is_the_command_that_makes_it(
-    name: str, recipe: Path, nowhere: Path
-) -> None:
+def test_the_hint_of_every_missing_lock_is_the_command_that_makes_it(name: str, recipe: Path, nowhere: Path) -> None:
     make(nowhere / "far")
     # ./recipes/r is found first: the name alone would lock another recipe.
     word = "r" if name == "r" else "far/r"
@@ -220,9 +202,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in paths}
 
 
-def test_one_lock_makes_all_that_the_check_judges_and_builds_ask_for(
-    recipe: Path, nowhere: Path
-) -> None:
+def test_one_lock_makes_all_that_the_check_judges_and_builds_ask_for(recipe: Path, nowhere: Path) -> None:
     target = f"cpu-{HERE}"
     endings = {"requirements.txt": "wheels", "image.toml": "image", "build.toml": "image"}
     builds = [["plan", "r", "--locked", "--artifact", kind] for kind in ("venv", "docker", "enroot")]  # fmt: skip
@@ -246,9 +226,7 @@ def test_one_lock_makes_all_that_the_check_judges_and_builds_ask_for(
 
 
 @pytest.mark.parametrize("ending", ["requirements.txt", "image.toml", "build.toml"])
-def test_the_hint_of_a_damaged_lock_makes_it_anew_and_keeps_the_old_file(
-    ending: str, recipe: Path
-) -> None:
+def test_the_hint_of_a_damaged_lock_makes_it_anew_and_keeps_the_old_file(ending: str, recipe: Path) -> None:
     assert outcome("lock", "r") == Outcome()
     path = recipe / f"cpu-{HERE}.{ending}"
     good = path.read_text()
@@ -299,9 +277,7 @@ def test_plans_and_dry_runs_resolve_what_is_not_locked_and_write_nothing(
     assert files(nowhere) == before and not (nowhere / "build").exists()
 
 
-def test_a_lock_is_never_written_into_an_installed_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_never_written_into_an_installed_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = make_recipe(tmp_path / "lib/envbuild/_bundled/recipes", "r", ["torch"])
     (tmp_path / "lib64").symlink_to("lib")
     bundled = tmp_path / "lib64/envbuild/_bundled/recipes"
@@ -312,9 +288,7 @@ def test_a_lock_is_never_written_into_an_installed_wheel(
         assert folders == [path, Path("build/r/cpu-x86_64")]
 
 
-def test_a_recipe_is_named_in_hints_so_that_it_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_named_in_hints_so_that_it_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def words(*paths: str) -> Sequence[str]:

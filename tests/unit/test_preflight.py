@@ -128,9 +128,7 @@ LAYERS = (BuiltLayer("nccl", "2.29", "sha256:9"), BuiltLayer("libfabric", "2.1",
 
 
 @pytest.mark.parametrize("layers", [(), LAYERS])
-def test_the_digest_is_the_one_that_envbuild_computes(
-    layers: tuple[BuiltLayer, ...], tmp_path: Path
-) -> None:
+def test_the_digest_is_the_one_that_envbuild_computes(layers: tuple[BuiltLayer, ...], tmp_path: Path) -> None:
     state = State(
         "venv", "r", "d", "l", "p", "cpu-x86_64", "3.11", "3.11.7", "i",
         (("torch", "2.13.0+cpu", "0" * 64), ("ünïcode", "1", "2")), layers=layers,
@@ -177,9 +175,7 @@ def test_a_look_up_that_hangs_is_left_alone() -> None:
         ("NCCL_SOCKET_IFNAME", "^=eth", True),
     ],
 )
-def test_an_interface_is_chosen_as_the_libraries_choose(
-    variable: str, value: str, some: bool
-) -> None:
+def test_an_interface_is_chosen_as_the_libraries_choose(variable: str, value: str, some: bool) -> None:
     assert any_interface(variable, value, {"lo": [], "eth0": []}) is some
 
 
@@ -192,9 +188,7 @@ def node(number: int, **facts: Any) -> Node:
         artifact="venv", digest="sha256:a", shm=1 << 34, run_free=1 << 40, tmp_free=1 << 40,
         cores=8, cores_allowed=8, names={"n0": ["10.0.0.1"], f"n{number}": [address]},
     )  # fmt: skip
-    return Node(
-        number, f"n{number}", address, "eth0", replace(told, **facts), finished=True, seen=address
-    )
+    return Node(number, f"n{number}", address, "eth0", replace(told, **facts), finished=True, seen=address)
 
 
 def good(number: int) -> Node:
@@ -291,9 +285,7 @@ def test_what_a_job_wants_must_be_there(wanted: Wanted, facts: dict[str, Any], c
         (0, 64 << 20, None),
     ],
 )
-def test_shm_is_less_than_asked_for_where_the_numbers_shown_are(
-    wanted: int, has: int, says: str | None
-) -> None:
+def test_shm_is_less_than_asked_for_where_the_numbers_shown_are(wanted: int, has: int, says: str | None) -> None:
     found = judge([node(0, shm=has), node(1, shm=has)], Wanted(shm=wanted))
     assert [one.what for one in found] == ([f"/dev/shm {says}"] if says else [])
     assert [one.status for one in found] == ([FAIL if wanted else WARN] if says else [])
@@ -306,16 +298,10 @@ def test_an_image_is_not_held_to_the_digest_of_its_file() -> None:
 
 def test_of_two_nodes_that_differ_none_is_blamed() -> None:
     findings = judge([node(0), node(1, python="3.12.1")], Wanted())
-    assert findings == [
-        Finding(
-            FAIL, "python", (), "Python differs: 3.11.7 on n0; 3.12.1 on n1", findings[0].remedy
-        )
-    ]
+    assert findings == [Finding(FAIL, "python", (), "Python differs: 3.11.7 on n0; 3.12.1 on n1", findings[0].remedy)]
 
 
-def run_on_loopback(
-    folder: Path, nodes: range, count: int, *options: str
-) -> tuple[list[int], list[str], str, int]:
+def run_on_loopback(folder: Path, nodes: range, count: int, *options: str) -> tuple[list[int], list[str], str, int]:
     """Exit codes and error output of processes that are nodes at 127.0.0.1 and following, and what node 0 printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -330,11 +316,7 @@ def run_on_loopback(
             "ENVBUILD_RUN": str(folder),
         }  # fmt: skip
         line = [sys.executable, "-m", "ddp_train.preflight", "--json", *options]
-        started.append(
-            subprocess.Popen(
-                line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        started.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     ends = [process.communicate(timeout=40) for process in started]
     codes = [process.returncode for process in started]
     return codes, [end[1] for end in ends], ends[0][0], port
@@ -371,9 +353,7 @@ def test_it_runs_without_torch_and_imports_none(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     env = {**os.environ, **CONTRACT, "ENVBUILD_PORT": port, "ENVBUILD_RUN": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == "['torch'] 1\n", done.stderr
 
 

@@ -35,23 +35,14 @@ def the_plan(python: str = "3.11", **lock: Any) -> Plan:
     packages = lock.get("packages", (LockedPackage("numpy", "2.2.6", ("a" * 64,)),))
     locked = Lock("pt_minimal", target.name, python, "x86_64-manylinux_2_28", "sha256:d", packages)
     return make_plan(
-        loaded.recipe,
-        loaded.digest,
-        locked,
-        target,
-        artifact="venv",
-        trainer_version="1",
-        trainer_digest="sha256:t",
+        loaded.recipe, loaded.digest, locked, target, artifact="venv", trainer_version="1", trainer_digest="sha256:t"
     )
 
 
 def test_the_plan_digest_follows_what_decides_the_content() -> None:
     digest = the_plan().digest
     assert the_plan().digest == digest
-    assert (
-        dataclasses.replace(the_plan(), indexes=("https://elsewhere.example/simple",)).digest
-        == digest
-    )
+    assert dataclasses.replace(the_plan(), indexes=("https://elsewhere.example/simple",)).digest == digest
     assert dataclasses.replace(the_plan(), compile_bytecode=True).digest != digest
     assert the_plan(python="3.12").digest != digest
     assert the_plan(packages=(LockedPackage("numpy", "2.2.6", ("b" * 64,)),)).digest != digest
@@ -59,9 +50,7 @@ def test_the_plan_digest_follows_what_decides_the_content() -> None:
 
 def test_the_artifact_digest_ignores_where_and_by_whom_it_was_built() -> None:
     state = make_state()
-    same = dataclasses.replace(
-        state, interpreter="/opt/python", envbuild="9", recipe_digest="sha256:x", verify={}
-    )
+    same = dataclasses.replace(state, interpreter="/opt/python", envbuild="9", recipe_digest="sha256:x", verify={})
     assert same.digest == state.digest
     assert make_state(packages=(("numpy", "2.2.6", "sha256:other"),)).digest != state.digest
     assert make_state(python_version="3.11.8").digest != state.digest
@@ -72,13 +61,7 @@ def test_a_state_is_read_back_and_a_damaged_one_is_an_error(tmp_path: Path) -> N
     file = tmp_path / "envbuild.json"
     file.write_text(make_state().render())
     assert read_state(tmp_path) == make_state()
-    for text in (
-        "",
-        "{}",
-        '{"format": 1}',
-        make_state().render().replace('"format": 1', '"format": 9'),
-        "[]",
-    ):
+    for text in ("", "{}", '{"format": 1}', make_state().render().replace('"format": 1', '"format": 9'), "[]"):
         file.write_text(text)
         with pytest.raises(BuildError, match=r"envbuild\.json"):
             read_state(tmp_path)
@@ -86,13 +69,7 @@ def test_a_state_is_read_back_and_a_damaged_one_is_an_error(tmp_path: Path) -> N
 
 def write_receipt(path: Path, digest: str, **changes: Any) -> None:
     settings = {**the_plan().verify_settings(), "faults": False, **changes.pop("settings", {})}
-    receipt = {
-        "format": 1,
-        "passed": True,
-        "artifact": {"digest": digest},
-        "settings": settings,
-        **changes,
-    }
+    receipt = {"format": 1, "passed": True, "artifact": {"digest": digest}, "settings": settings, **changes}
     receipt_path(path).write_text(json.dumps(receipt))
 
 
@@ -148,14 +125,7 @@ def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(real)
     root = tmp_path / "link" / "venv"
     subject = Subject(
-        root,
-        root,
-        make_state(),
-        Target.parse("cpu-x86_64"),
-        "sha256:d",
-        "host",
-        NotImplemented,
-        NotImplemented,
+        root, root, make_state(), Target.parse("cpu-x86_64"), "sha256:d", "host", NotImplemented, NotImplemented
     )
     for inside in (f"{root}/bin/python", f"{real}/venv/bin/python"):
         assert subject.holds(inside) and subject.relative(inside) == "bin/python"

@@ -26,9 +26,7 @@ SHIPPED = sorted((TOP / "recipes").glob("*/recipe.toml"))
 
 
 def test_schema_file_is_current() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "envbuild.recipe.schema"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "envbuild.recipe.schema"], capture_output=True, text=True, check=True)
     assert SCHEMA_FILE.read_text() == done.stdout
 
 
@@ -67,9 +65,7 @@ def test_the_example_of_the_page_is_a_recipe(tmp_path: Path) -> None:
     assert load_recipe(example(tmp_path, BLOCKS[0][1])).recipe.verify.model == "cnn"
 
 
-def test_the_mistakes_of_the_page_are_reported_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mistakes_of_the_page_are_reported_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kind, text), (_, expected) = BLOCKS[1:3]
     assert kind == "toml"
     file = example(tmp_path, text)
@@ -80,8 +76,7 @@ def test_the_mistakes_of_the_page_are_reported_so(
 
 
 @pytest.mark.parametrize(
-    ("cls", "title"),
-    [(Recipe, "## Keys"), (TargetTable, "### `[targets.NAME]`"), (VerifyTable, "### `[verify]`")],
+    ("cls", "title"), [(Recipe, "## Keys"), (TargetTable, "### `[targets.NAME]`"), (VerifyTable, "### `[verify]`")]
 )
 def test_the_page_has_every_key_with_its_default(cls: type, title: str) -> None:
     section = re.split(r"^##", PAGE.partition(f"\n{title}\n")[2], flags=re.M)[0]

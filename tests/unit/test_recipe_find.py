@@ -9,13 +9,7 @@ from lab.users import as_nobody
 
 import envbuild
 from envbuild.errors import RecipeError, UsageError
-from envbuild.recipe.find import (
-    choose_target,
-    find_recipe,
-    list_recipes,
-    search_folders,
-    shipped_folder,
-)
+from envbuild.recipe.find import choose_target, find_recipe, list_recipes, search_folders, shipped_folder
 from envbuild.recipe.load import load_recipe
 
 TEXT = """\
@@ -63,9 +57,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             find_recipe(missing, [tmp_path])
 
 
-def test_a_folder_called_like_a_recipe_is_not_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_called_like_a_recipe_is_not_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "here")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError):
@@ -131,9 +123,7 @@ def test_user_folder_without_xdg(monkeypatch: pytest.MonkeyPatch, value: str | N
     assert Path("/home/someone/.config/envbuild/recipes") in search_folders()
 
 
-def test_shipped_folder_of_a_checkout_and_of_a_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_folder_of_a_checkout_and_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "envbuild"
     monkeypatch.setattr(envbuild, "__file__", str(package / "__init__.py"))
     assert shipped_folder() == tmp_path / "recipes"
@@ -157,15 +147,11 @@ def test_a_target_that_other_recipes_have_is_found_in_all_search_folders(tmp_pat
 
 
 @pytest.mark.parametrize("closed", ["file", "folder", "search folder"])
-def test_a_recipe_that_may_not_be_read_is_not_said_to_be_missing(
-    tmp_path: Path, closed: str
-) -> None:
+def test_a_recipe_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path, closed: str) -> None:
     file = put(tmp_path / "recipes", "mine")
     place = {"file": file, "folder": file.parent, "search folder": tmp_path / "recipes"}[closed]
     with as_nobody(place):
-        with pytest.raises(
-            UsageError, match=r"cannot read recipe file .*permission denied"
-        ) as by_path:
+        with pytest.raises(UsageError, match=r"cannot read recipe file .*permission denied") as by_path:
             find_recipe(str(file.parent), [])
         with pytest.raises(UsageError, match=r"permission denied|no recipe 'mine'") as by_name:
             find_recipe("mine", [tmp_path / "recipes"])

@@ -82,14 +82,12 @@ requirements = ["NumPy==2.3.0"]
 nodes = "two"
 """
     assert mistakes(tmp_path, text) == [
-        "3:1: 'python': '3.7' is not accepted; did you mean '3.9'?"
-        " Accepted: 3.9, 3.10, 3.11, 3.12, 3.13, 3.14",
+        "3:1: 'python': '3.7' is not accepted; did you mean '3.9'? Accepted: 3.9, 3.10, 3.11, 3.12, 3.13, 3.14",
         "6:3: 'requirements[1]': an option of pip (-r), not a requirement: which index or mirror"
         " serves a file is the site's affair; write name==version",
         "10:1: unknown key 'requirments' in [targets.cpu-x86_64]; did you mean 'requirements'?"
         " Accepted: requirements, indexes, glibc, conda",
-        "11:17: 'numpy' is also required by 'numpy==2.2.6' at"
-        f" {tmp_path}/recipes/lab/recipe.toml:5:3",
+        f"11:17: 'numpy' is also required by 'numpy==2.2.6' at {tmp_path}/recipes/lab/recipe.toml:5:3",
         "14:1: 'nodes' in [verify]: expected an integer, got a string",
     ]
 
@@ -121,9 +119,7 @@ def test_one_mistake(tmp_path: Path, old: str, new: str, expected: str | None) -
 def test_no_target(tmp_path: Path) -> None:
     head = GOOD.partition("[targets")[0]
     assert mistakes(tmp_path, head) == ["1:1: missing key 'targets'"]
-    assert mistakes(tmp_path, head + "[targets]\n") == [
-        "6:2: 'targets': expected at least 1, got 0"
-    ]
+    assert mistakes(tmp_path, head + "[targets]\n") == ["6:2: 'targets': expected at least 1, got 0"]
 
 
 def test_the_same_project_again(tmp_path: Path) -> None:
@@ -132,15 +128,11 @@ def test_the_same_project_again(tmp_path: Path) -> None:
     both = """'six==1; python_version < "3.12"', 'six==2; python_version >= "3.12"'"""
     load_text(tmp_path, GOOD.replace('"Pillow"', both))
     # Two targets never meet in one environment.
-    one_each = GOOD.replace(
-        "[targets.cpu-aarch64]", "[targets.cpu-aarch64]\nrequirements=['torch']"
-    )
+    one_each = GOOD.replace("[targets.cpu-aarch64]", "[targets.cpu-aarch64]\nrequirements=['torch']")
     load_text(tmp_path, one_each)
 
 
-def test_name_is_free_outside_a_recipes_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_is_free_outside_a_recipes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(GOOD)
     monkeypatch.chdir(tmp_path)
@@ -274,9 +266,7 @@ def test_target_of_this_host(
     assert table is loaded.recipe.targets[expected]
 
 
-def test_several_targets_without_cpu_are_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_targets_without_cpu_are_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "host_arch", lambda: "aarch64")
     loaded = load_text(tmp_path, GOOD.replace("cpu-aarch64", "cu128-aarch64"))
     with pytest.raises(UsageError, match=r"several targets.*cu128-aarch64, cu126-x86_64"):
@@ -287,9 +277,7 @@ def test_named_target(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, GOOD)
     target, table = loaded.target("cu130-aarch64")
     assert (target, table.glibc) == (Target("cu130", "aarch64"), "2.34")
-    with pytest.raises(
-        UsageError, match="no target 'cu128-x86_64'; did you mean 'cu126-x86_64'"
-    ) as e:
+    with pytest.raises(UsageError, match="no target 'cu128-x86_64'; did you mean 'cu126-x86_64'") as e:
         loaded.target("cu128-x86_64")
     assert "cpu-x86_64, cpu-aarch64, cu126-x86_64, cu130-aarch64" in e.value.message
 
@@ -369,7 +357,5 @@ load_recipe(find_recipe("lab", [Path("recipes")])).target("cpu-x86_64")
 costly = {"packaging", "pydantic", "json", "difflib", "hashlib", "click", "rich", "requests"}
 print(sorted(costly & set(sys.modules)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

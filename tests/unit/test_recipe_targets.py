@@ -53,8 +53,7 @@ def test_not_a_target(name: str, meant: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "arch"),
-    [("x86_64", "x86_64"), ("AMD64", "x86_64"), ("arm64", "aarch64"), ("riscv64", "riscv64")],
+    ("machine", "arch"), [("x86_64", "x86_64"), ("AMD64", "x86_64"), ("arm64", "aarch64"), ("riscv64", "riscv64")]
 )
 def test_host_arch(monkeypatch: pytest.MonkeyPatch, machine: str, arch: str) -> None:
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))

@@ -28,11 +28,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*/recipe.toml"))}
 TARGETS = [(name, target) for name, one in LOADED.items() for target in one.recipe.targets]
 # What was never locked: indexes or registries that the machine where locks are made does not reach.
-UNLOCKED = {
-    ("gh200_cu126", "cu126-aarch64"),
-    ("lumi_rocm", "rocm6.4-x86_64"),
-    ("pt_cu126", "cu126-aarch64"),
-}
+UNLOCKED = {("gh200_cu126", "cu126-aarch64"), ("lumi_rocm", "rocm6.4-x86_64"), ("pt_cu126", "cu126-aarch64")}
 
 
 def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
@@ -43,9 +39,7 @@ def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
 
 
 @pytest.mark.parametrize(("name", "target"), TARGETS)
-def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(
-    name: str, target: str
-) -> None:
+def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(name: str, target: str) -> None:
     recipe, found, lock = opened(name, target)
     if (name, target) in UNLOCKED:
         assert lock is None
@@ -71,9 +65,7 @@ def test_nothing_of_a_target_is_known_not_to_work(name: str, target: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "target"), sorted(UNLOCKED))
-def test_what_needs_another_index_says_which_and_how(
-    tmp_path: Path, name: str, target: str
-) -> None:
+def test_what_needs_another_index_says_which_and_how(tmp_path: Path, name: str, target: str) -> None:
     recipe, found, _ = opened(name, target)
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path)})
     with pytest.raises(LockError) as caught:
@@ -106,9 +98,7 @@ def test_locks_of_images_are_current(name: str, target: str) -> None:
         ("pt_efa", "cu130-aarch64", "2.29.7"),
     ],
 )
-def test_the_nccl_that_comments_name_is_the_locked_one(
-    name: str, target: str, version: str
-) -> None:
+def test_the_nccl_that_comments_name_is_the_locked_one(name: str, target: str, version: str) -> None:
     recipe, found, lock = opened(name, target)
     assert lock is not None and lock.version(nccl_package(found)) == version
     text = recipe.path.read_text()
@@ -123,14 +113,10 @@ def test_gh200_has_all_that_the_guide_pins_and_the_nodes_libfabric() -> None:
     assert "aws-ofi-nccl" in {one.name for one in sources} and recipe.fabric == "cxi"
 
 
-def test_list_and_docs_say_of_every_target_what_is_locked(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_list_and_docs_say_of_every_target_what_is_locked(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["list", "--json"], standalone_mode=False)
     listed = {row["name"]: row["locks"] for row in json.loads(capsys.readouterr().out)["recipes"]}
-    assert listed["gh200_cu126"] == {
-        "cu126-aarch64": {"wheels": False, "image": True, "builder": True}
-    }
+    assert listed["gh200_cu126"] == {"cu126-aarch64": {"wheels": False, "image": True, "builder": True}}
     for name, target in TARGETS:
         found = {
             "wheels": "requirements.txt", "image": "image.toml", "builder": "build.toml"

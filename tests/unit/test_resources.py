@@ -51,9 +51,7 @@ def host(folder: Path, mounts: str, group: str, **files: str) -> Path:
         ("", "nonsense", 32),
     ],
 )
-def test_the_quota_of_a_group_or_of_one_above_it_counts(
-    own: str, above: str, expected: int, tmp_path: Path
-) -> None:
+def test_the_quota_of_a_group_or_of_one_above_it_counts(own: str, above: str, expected: int, tmp_path: Path) -> None:
     quotas = {"job__step__cpu.max": own, "job__cpu.max": above}
     root = host(tmp_path, V2, "0::/job/step", **quotas)
     assert workers({}, root=root) == expected
@@ -75,8 +73,7 @@ def test_quotas_of_version_1_are_found_where_the_controller_is_mounted(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("mounted", "group"),
-    [("/docker/abc", "/docker/abc"), ("/docker/abc", "/"), ("/../..", "/"), ("/other", "/../up")],
+    ("mounted", "group"), [("/docker/abc", "/docker/abc"), ("/docker/abc", "/"), ("/../..", "/"), ("/other", "/../up")]
 )
 def test_in_a_container_the_mounted_part_is_ours(mounted: str, group: str, tmp_path: Path) -> None:
     mounts = V2.replace(" / /sys", f" {mounted} /sys")
@@ -101,9 +98,7 @@ def test_a_mount_point_may_have_blanks(tmp_path: Path) -> None:
         ({"SLURM_CPUS_PER_TASK": "0"}, 32),
     ],
 )
-def test_slurm_gives_a_job_fewer_processors(
-    variables: dict[str, str], expected: int, tmp_path: Path
-) -> None:
+def test_slurm_gives_a_job_fewer_processors(variables: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert workers(variables, root=tmp_path) == expected
     assert workers(variables, 5, root=tmp_path) == 5
 
@@ -122,9 +117,7 @@ def test_slurm_gives_a_job_fewer_processors(
         ({"SLURM_MEM_PER_CPU": "lots"}, 64 * GIB),
     ],
 )
-def test_slurm_gives_a_job_less_memory(
-    variables: dict[str, str], expected: int, tmp_path: Path
-) -> None:
+def test_slurm_gives_a_job_less_memory(variables: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert memory(variables, root=host(tmp_path, V2, "0::/")) == expected
 
 
@@ -142,9 +135,7 @@ def test_a_machine_that_tells_nothing_limits_nothing(tmp_path: Path) -> None:
     st.sampled_from(["SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE"]), st.text()
 ))  # fmt: skip
 @example(V2.replace("/sys", r"/\000sys"), "0::/a", "", {})
-def test_files_of_any_content_do_no_harm(
-    mounts: str, group: str, meminfo: str, variables: dict[str, str]
-) -> None:
+def test_files_of_any_content_do_no_harm(mounts: str, group: str, meminfo: str, variables: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         proc = Path(folder) / "proc/self"
         proc.mkdir(parents=True)

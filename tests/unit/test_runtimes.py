@@ -16,14 +16,7 @@ from envbuild.errors import HostError, UsageError
 from envbuild.kinds.verify import open_subject
 from envbuild.verify import file_subject, own_runtime, runtimes
 from envbuild.verify.driver import cached, named
-from envbuild.verify.image_file import (
-    APPTAINER,
-    ENROOT,
-    ImageFile,
-    image_kind,
-    open_image_file,
-    passed,
-)
+from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables
 
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
@@ -57,11 +50,7 @@ def environment(tmp_path: Path, **more: str) -> Environment:
     ],
 )
 def test_the_runtime_of_the_format_goes_first_and_ours_needs_nothing(
-    tmp_path: Path,
-    kind: str,
-    wanted: str | None,
-    installed: list[str],
-    expected: tuple[str, str | None, str | None],
+    tmp_path: Path, kind: str, wanted: str | None, installed: list[str], expected: tuple[str, str | None, str | None]
 ) -> None:
     for name in installed:
         program(tmp_path, name)
@@ -78,9 +67,7 @@ def test_the_runtime_of_the_format_goes_first_and_ours_needs_nothing(
         (APPTAINER, "apptainer", HostError, "apptainer or singularity is not on PATH"),
     ],
 )
-def test_a_runtime_that_cannot_be_is_refused_by_name(
-    kind: str, wanted: str, error: type[Exception], says: str
-) -> None:
+def test_a_runtime_that_cannot_be_is_refused_by_name(kind: str, wanted: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         runtimes.choose(kind, wanted, {"PATH": "/nowhere"})
 
@@ -217,19 +204,12 @@ esac
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_an_image_is_started_by_a_fake_enroot_in_place_or_unpacked(
-    tmp_path: Path, in_place: bool
-) -> None:
+def test_an_image_is_started_by_a_fake_enroot_in_place_or_unpacked(tmp_path: Path, in_place: bool) -> None:
     program(tmp_path / "bin", "enroot", FAKE_ENROOT)
     (tmp_path / "x.sqsh").write_bytes(SUPERBLOCK)
     said, work = tmp_path / "said", tmp_path / "work"
     work.mkdir()
-    known = environment(
-        tmp_path,
-        ENROOT_SAID=str(said),
-        ENROOT_NO_IN_PLACE="" if in_place else "y",
-        NCCL_DEBUG="INFO",
-    )
+    known = environment(tmp_path, ENROOT_SAID=str(said), ENROOT_NO_IN_PLACE="" if in_place else "y", NCCL_DEBUG="INFO")
     runtime = runtimes.runtime_for(open_image_file(tmp_path / "x.sqsh"), None, known)
     assert runtime.name == "enroot 4.1.2" + ("" if in_place else " (unpacked)")
     with runtime.open(work) as launch:

@@ -78,9 +78,7 @@ def _plan(stage: Stage, name: str) -> JobPlan:
 
 
 @pytest.mark.parametrize("name", ["slurm", "lsf", "flux"])
-def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(
-    tmp_path: Path, name: str
-) -> None:
+def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(tmp_path: Path, name: str) -> None:
     """The programs of LSF and Flux are stand-ins that do what their documentation says."""
     stage = Stage(tmp_path, 2)
     (tmp_path / "hosts").write_text("n0\nn0\nn1\n")  # a line for each slot
@@ -96,9 +94,7 @@ def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
-def test_all_signals_of_lsf_end_the_training_in_order(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_all_signals_of_lsf_end_the_training_in_order(tmp_path: Path, number: signal.Signals) -> None:
     stage = Stage(tmp_path, 1)
     plan = replace(_plan(stage, "lsf"), nodes=1)
     executable(
@@ -109,9 +105,7 @@ def test_all_signals_of_lsf_end_the_training_in_order(
     script = tmp_path / "job.sh"
     script.write_text(render(plan))
     run = tmp_path / "pt_cpu_77"
-    process = subprocess.Popen(
-        ["bash", str(script)], env=stage.environment({}), cwd=tmp_path, start_new_session=True
-    )
+    process = subprocess.Popen(["bash", str(script)], env=stage.environment({}), cwd=tmp_path, start_new_session=True)
     try:
         for _ in range(300):
             if (run / "started").exists():
@@ -137,9 +131,7 @@ def test_all_signals_of_lsf_end_the_training_in_order(
         ("pbs", "qsub", "7.server", "7.server"),
     ],
 )
-def test_the_schedulers_answer_names_the_job(
-    tmp_path: Path, name: str, program: str, answer: str, job: str
-) -> None:
+def test_the_schedulers_answer_names_the_job(tmp_path: Path, name: str, program: str, answer: str, job: str) -> None:
     (tmp_path / "bin").mkdir()
     fake = f'#!/bin/sh\n{{ cat; echo "$@"; }} >"$HOME/told"\necho "{answer}"\n'
     executable(tmp_path / "bin" / program, fake)
@@ -168,9 +160,7 @@ normal           30  Open:Active       -    -    -    -     0     0     0     0
 def test_doctor_and_site_check_ask_a_scheduler_by_the_facts_of_its_module(tmp_path: Path) -> None:
     executable(tmp_path / "bsub", "#!/bin/sh\necho IBM Spectrum LSF 10.1\n")
     executable(tmp_path / "bqueues", f"#!/bin/sh\ncat <<'END'\n{_BQUEUES}END\n")
-    executable(
-        tmp_path / "flux", '#!/bin/sh\n[ "$1" = queue ] && echo pdebug || echo libflux-core: 0.66\n'
-    )
+    executable(tmp_path / "flux", '#!/bin/sh\n[ "$1" = queue ] && echo pdebug || echo libflux-core: 0.66\n')
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LSB_JOBID": "7"}
     lsf, allocation = batch.scheduler("lsf", Host(env))
     assert (lsf.name, lsf.status) == ("LSF", "ok")
@@ -191,9 +181,7 @@ def test_doctor_and_site_check_ask_a_scheduler_by_the_facts_of_its_module(tmp_pa
         ("# BSUB -n 8", "shell", None),
     ],
 )
-def test_lint_job_reads_the_directives_of_each(
-    directives: str, kind: str, nodes: int | None
-) -> None:
+def test_lint_job_reads_the_directives_of_each(directives: str, kind: str, nodes: int | None) -> None:
     script = read_script(f"#!/bin/bash\n{directives}\n")
     assert (script.kind, script.nodes and script.nodes[1]) == (kind, nodes)
 

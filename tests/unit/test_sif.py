@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.sif import (
-    DEFINITION,
-    JSON,
-    PARTITION,
-    finish_sif,
-    is_sif,
-    read_object,
-    read_sif,
-    write_sif_front,
-)
+from envbuild.image.sif import DEFINITION, JSON, PARTITION, finish_sif, is_sif, read_object, read_sif, write_sif_front
 from envbuild.image.squashfs.read import open_squashfs
 
 IMAGE = Path(__file__).with_name("data").joinpath("zstd.sqsh").read_bytes()
@@ -40,15 +31,7 @@ def made(
     start = write_sif_front(out, definition, jsons, arch)
     assert out.tell() == start
     out.write(image)
-    finish_sif(
-        out,
-        definition,
-        jsons,
-        arch,
-        partition_offset=start,
-        partition_size=len(image),
-        mtime=mtime,
-    )
+    finish_sif(out, definition, jsons, arch, partition_offset=start, partition_size=len(image), mtime=mtime)
     assert out.tell() == start + len(image)
     return out.getvalue()
 
@@ -96,9 +79,7 @@ def test_the_bytes_depend_on_the_input_alone() -> None:
     st.sampled_from(["x86_64", "aarch64"]),
     st.integers(0, 1 << 33),
 )
-def test_what_was_written_is_read(
-    definition: bytes, jsons: list[tuple[str, bytes]], arch: str, mtime: int
-) -> None:
+def test_what_was_written_is_read(definition: bytes, jsons: list[tuple[str, bytes]], arch: str, mtime: int) -> None:
     stream = io.BytesIO(made(definition, tuple(jsons), arch, mtime=mtime))
     assert is_sif(stream.getvalue()[:64])
     sif = read_sif(stream, "lab.sif")

@@ -28,13 +28,7 @@ def index(url: str, section: str = "global") -> str:
     return f"[{section}]\nindex-url = {url}\n"
 
 
-PLACES = (
-    "etc/xdg/pip/pip.conf",
-    "etc/pip.conf",
-    "home/.pip/pip.conf",
-    "home/.config/pip/pip.conf",
-    "prefix/pip.conf",
-)
+PLACES = ("etc/xdg/pip/pip.conf", "etc/pip.conf", "home/.pip/pip.conf", "home/.config/pip/pip.conf", "prefix/pip.conf")
 
 
 def test_nothing_configured(tmp_path: Path) -> None:
@@ -54,28 +48,15 @@ def test_the_order_is_pip_s_own(tmp_path: Path) -> None:
     legacy = tmp_path / "home/.pip/pip.conf"
     for path, text in (
         (config, "[global]\nindex_url = https://new\nretries = 7\n[download]\ntimeout = 3\n"),
-        (
-            legacy,
-            "[global]\nindex-url = https://old\nextra-index-url =\n  https://a\n  https://b\n",
-        ),
+        (legacy, "[global]\nindex-url = https://old\nextra-index-url =\n  https://a\n  https://b\n"),
     ):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    env = {
-        "HOME": str(tmp_path / "home"),
-        "XDG_CONFIG_HOME": str(tmp_path / "xdg"),
-        "PIP_RETRIES": "2",
-    }
-    carried = Path(ensurepip.__file__).parent.glob(
-        "_bundled/pip-*.whl"
-    )  # Debian has none; pip is there
+    env = {"HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "xdg"), "PIP_RETRIES": "2"}
+    carried = Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl")  # Debian has none; pip is there
     line = [sys.executable, "-m", "pip", "config", "list"]
     said = subprocess.run(
-        line,
-        env={**env, "PYTHONPATH": os.pathsep.join(map(str, carried))},
-        capture_output=True,
-        text=True,
-        check=True,
+        line, env={**env, "PYTHONPATH": os.pathsep.join(map(str, carried))}, capture_output=True, text=True, check=True
     ).stdout
     ours = load_pip_config(env)
     assert "global.index-url='https://new'" in said and ours.index_url == "https://new"
@@ -84,18 +65,13 @@ def test_the_order_is_pip_s_own(tmp_path: Path) -> None:
 
 
 def test_install_beats_global_even_of_a_later_file(tmp_path: Path) -> None:
-    found = load(
-        tmp_path,
-        {PLACES[0]: index("https://install", "install"), PLACES[4]: index("https://global")},
-    )
+    found = load(tmp_path, {PLACES[0]: index("https://install", "install"), PLACES[4]: index("https://global")})
     assert found.index_url == "https://install"
 
 
 def test_variables_beat_files_and_empty_ones_do_not(tmp_path: Path) -> None:
     files = {PLACES[1]: index("https://file")}
-    assert load(tmp_path, files, PIP_INDEX_URL="https://v").sources == {
-        "index-url": "PIP_INDEX_URL"
-    }
+    assert load(tmp_path, files, PIP_INDEX_URL="https://v").sources == {"index-url": "PIP_INDEX_URL"}
     assert load(tmp_path, files, PIP_INDEX_URL="").index_url == "https://file"
 
 
@@ -150,10 +126,7 @@ retries = 0
         ("[global]\nhunter2\n", ":2: neither [section] nor"),
         ("[global]\nproxy=hunter2\nproxy=hunter2\n", ":3: option 'proxy' stands twice in [global]"),
         ("[global]\n[install]\n[global]\n", ":3: section [global] stands twice"),
-        (
-            "[global]\nretries = 3\n[install]\nno-index = perhaps\n",
-            ":4: no-index takes true or false",
-        ),
+        ("[global]\nretries = 3\n[install]\nno-index = perhaps\n", ":4: no-index takes true or false"),
         ("[global]\n\ntimeout = soon\n", ":3: timeout takes seconds, not 'soon'"),
         ("[global]\nretries: -1\n", ":2: retries takes a count, not '-1'"),
     ],

@@ -10,10 +10,7 @@ from envbuild.site.settings import Site, load_site
 
 def site(tmp_path: Path, text: str = "", **env: str) -> Site:
     (tmp_path / "site.toml").write_text(text)
-    return load_site(
-        {"HOME": str(tmp_path), "ENVBUILD_SITE": str(tmp_path / "site.toml"), **env},
-        etc=tmp_path / "etc",
-    )
+    return load_site({"HOME": str(tmp_path), "ENVBUILD_SITE": str(tmp_path / "site.toml"), **env}, etc=tmp_path / "etc")
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -29,10 +26,7 @@ def test_the_user_s_file_goes_over_the_site_s(tmp_path: Path) -> None:
         (tmp_path / folder / "site.toml").write_text(f'store = "{store}"\nrecipes = ["r"]\n')
     found = load_site({"HOME": str(tmp_path)}, etc=tmp_path / "etc")
     assert found.store == tmp_path / "mine"
-    assert found.recipe_folders[1:] == (
-        tmp_path / "etc/envbuild/r",
-        tmp_path / ".config/envbuild/r",
-    )
+    assert found.recipe_folders[1:] == (tmp_path / "etc/envbuild/r", tmp_path / ".config/envbuild/r")
 
 
 def test_the_variable_goes_over_the_file(tmp_path: Path) -> None:

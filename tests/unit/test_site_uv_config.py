@@ -25,15 +25,9 @@ def test_without_an_index_url_uv_s_own_default_stays() -> None:
 
 
 def test_no_index_leaves_find_links_alone() -> None:
-    pip = PipConfig(
-        index_url="https://main", no_index=True, find_links=("/a b", 'C:\\"x"é\U0001f40d')
-    )
+    pip = PipConfig(index_url="https://main", no_index=True, find_links=("/a b", 'C:\\"x"é\U0001f40d'))
     read = tomllib.loads(uv_settings(pip, ["https://recipe"]))
-    assert read == {
-        "index-strategy": "unsafe-best-match",
-        "no-index": True,
-        "find-links": list(pip.find_links),
-    }
+    assert read == {"index-strategy": "unsafe-best-match", "no-index": True, "find-links": list(pip.find_links)}
 
 
 def test_trusted_hosts() -> None:
@@ -48,19 +42,12 @@ def test_the_environment_keeps_how_uv_works_and_drops_what_it_resolves() -> None
                "UV_OFFLINE": "1", "VIRTUAL_ENV": "x", "CONDA_PREFIX": "x", "PYTHONPATH": "x",
                "PYTHONHOME": "x"}  # fmt: skip
     env = uv_environment(PipConfig(), {**kept, **dropped}, Path("/store/uv"))
-    assert env == {
-        **kept,
-        "UV_CACHE_DIR": "/store/uv",
-        "UV_PYTHON_DOWNLOADS": "never",
-        "UV_NO_PROGRESS": "1",
-    }
+    assert env == {**kept, "UV_CACHE_DIR": "/store/uv", "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
 
 
 def test_pip_s_network_settings_reach_uv() -> None:
     pip = PipConfig(cert="/ca", client_cert="/me", proxy="http://p", timeout_s=0.4, retries=3)
     env = uv_environment(pip, {"https_proxy": "http://env", "SSL_CERT_FILE": "/env"}, Path("/c"))
     assert env["SSL_CERT_FILE"] == "/ca" and env["SSL_CLIENT_CERT"] == "/me"
-    assert {env[n] for n in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")} == {
-        "http://p"
-    }
+    assert {env[n] for n in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")} == {"http://p"}
     assert (env["UV_HTTP_TIMEOUT"], env["UV_HTTP_RETRIES"]) == ("1", "3")

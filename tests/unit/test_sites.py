@@ -28,17 +28,10 @@ ENV = {"HOME": "/home/ada", "USER": "ada"}
 
 def test_the_schema_file_is_current_and_refuses_what_the_loader_refuses() -> None:
     command = [sys.executable, "-m", "envbuild.site.schema"]
-    assert (
-        SCHEMA.read_text()
-        == subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
+    assert SCHEMA.read_text() == subprocess.run(command, capture_output=True, text=True, check=True).stdout
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    for bad in (
-        {"scheduler": {"knd": "slurm"}},
-        {"scheduler": {"kind": "condor"}},
-        {"node": {"gpus": -1}},
-    ):
+    for bad in ({"scheduler": {"knd": "slurm"}}, {"scheduler": {"kind": "condor"}}, {"node": {"gpus": -1}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, schema)
 
@@ -52,9 +45,7 @@ def test_a_shipped_site_is_right(file: Path) -> None:
     site = load_job_site(file.stem, ENV)
     assert site.name == file.stem
     assert list(contradictions(site)) == []
-    assert file.stem == "local" or re.search(r"Never run on", text), (
-        "say what hardware it was run on"
-    )
+    assert file.stem == "local" or re.search(r"Never run on", text), "say what hardware it was run on"
 
 
 def test_the_example_of_the_page_is_a_right_site(tmp_path: Path) -> None:
@@ -66,14 +57,10 @@ def test_the_example_of_the_page_is_a_right_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(
-    file: Path, tmp_path: Path
-) -> None:
+def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(file: Path, tmp_path: Path) -> None:
     """Lines such as `# gpus = 8` are keys that exist, and together they are a right file."""
     text = file.read_text()
-    lines = [
-        re.sub(r"^# (?=\[\w+(\.\w+)?\]$|[\w\"./-]+ = \S)", "", line) for line in text.splitlines()
-    ]
+    lines = [re.sub(r"^# (?=\[\w+(\.\w+)?\]$|[\w\"./-]+ = \S)", "", line) for line in text.splitlines()]
     on = "\n".join(lines)
     assert file.stem == "pbs-gh200" or on != text
     data = tomllib.loads(on)
@@ -96,19 +83,10 @@ def test_the_shipped_sites_are_those_of_the_guides() -> None:
         "aws-eks", "aws-parallelcluster", "local", "pbs-gh200", "slurm-modules",
     }  # fmt: skip
     eks, aws, pbs, modules = (
-        load_job_site(name, ENV)
-        for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
+        load_job_site(name, ENV) for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
     )
-    assert (eks.scheduler.kind, eks.kubernetes.claim, eks.kubernetes.mount) == (
-        "kubernetes",
-        "fsx-pv",
-        "/fsx",
-    )
-    assert (aws.scheduler.kind, aws.container.runtime, aws.container.mounts) == (
-        "slurm",
-        "pyxis",
-        ("/fsx:/fsx",),
-    )
+    assert (eks.scheduler.kind, eks.kubernetes.claim, eks.kubernetes.mount) == ("kubernetes", "fsx-pv", "/fsx")
+    assert (aws.scheduler.kind, aws.container.runtime, aws.container.mounts) == ("slurm", "pyxis", ("/fsx:/fsx",))
     assert (pbs.scheduler.partition, pbs.scheduler.constraint) == ("blanca", "sales_op=blanca")
     assert (pbs.modules.run, pbs.node.cpus) == (("cray-python/3.11.7", "cuda/12.6"), 288)
     assert pbs.fabric.interface == "hsn0" and pbs.modules.build == pbs.modules.run
@@ -118,9 +96,7 @@ def test_the_shipped_sites_are_those_of_the_guides() -> None:
 
 
 def test_they_are_bundled_and_listed() -> None:
-    bundled = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
-        "targets"
-    ]["wheel"]
+    bundled = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert bundled["force-include"]["sites"] == "envbuild/_bundled/sites"
     assert shipped_sites() == TOP / "sites"
     listed = json.loads(CliRunner().invoke(site_command, ["list", "--json"]).output)["sites"]

@@ -29,20 +29,13 @@ from envbuild.layers.local_build_host import build_variables, local_build_host
 from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_manifest import (
-    SourceManifest,
-    list_files,
-    read_manifest,
-    write_manifest,
-)
+from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy
 from envbuild.layers.source_unpack import unpack, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
-_LAYER = SourceLayer(
-    "foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32
-)
+_LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
 
 
 def _tar(path: Path, members: dict[str, str], mode: str = "w:gz") -> Path:
@@ -66,9 +59,7 @@ def _zip(path: Path, members: dict[str, str]) -> Path:
 
 
 @pytest.mark.parametrize("form", ["w", "w:gz", "w:bz2", "w:xz", "zip"])
-def test_an_archive_is_unpacked_without_the_folder_that_holds_all(
-    tmp_path: Path, form: str
-) -> None:
+def test_an_archive_is_unpacked_without_the_folder_that_holds_all(tmp_path: Path, form: str) -> None:
     members = {"foo-1/configure.sh": "#!/bin/sh\n", "foo-1/src/a.c": "int a;\n"}
     path = tmp_path / "foo-1.any"
     archive = _zip(path, members) if form == "zip" else _tar(path, members, form)
@@ -162,9 +153,7 @@ def test_wheels_of_cuda_become_one_toolkit(tmp_path: Path) -> None:
     assert (tmp_path / "cuda/lib64/libcudart.so").read_text() == "x"
 
 
-def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(
-    tmp_path: Path,
-) -> None:
+def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(tmp_path: Path) -> None:
     tree = tmp_path / "env"
     site = tree / "lib/python3.11/site-packages"
     info = site / "foo-1.0.dist-info"
@@ -201,10 +190,7 @@ def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(
 
 
 def test_a_wheel_is_laid_out_for_its_python(tmp_path: Path) -> None:
-    wheel = _zip(
-        tmp_path / "h.whl",
-        {"h/__init__.py": "", "h-1.data/scripts/hrun.sh": "x", "h-1.dist-info/RECORD": ""},
-    )
+    wheel = _zip(tmp_path / "h.whl", {"h/__init__.py": "", "h-1.data/scripts/hrun.sh": "x", "h-1.dist-info/RECORD": ""})
     unpack_wheel(wheel, tmp_path / "env", "3.11")
     assert (tmp_path / "env/lib/python3.11/site-packages/h/__init__.py").is_file()
     assert (tmp_path / "env/bin/hrun.sh").is_file()
@@ -212,21 +198,13 @@ def test_a_wheel_is_laid_out_for_its_python(tmp_path: Path) -> None:
 
 def test_tidy_drops_what_only_builders_need_and_keeps_links_inside(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    for name in (
-        "lib/libfoo.so.1",
-        "lib/libfoo.a",
-        "lib/libfoo.la",
-        "share/doc/foo/README",
-        "lib/pkgconfig/foo.pc",
-    ):
+    for name in ("lib/libfoo.so.1", "lib/libfoo.a", "lib/libfoo.la", "share/doc/foo/README", "lib/pkgconfig/foo.pc"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("x")
     (tree / "lib/libfoo.so").symlink_to("/opt/env/lib/libfoo.so.1")
     (tree / "lib/libfoo.so.1").chmod(0o2700)
     tidy(tree)
-    found = sorted(
-        path.relative_to(tree).as_posix() for path in tree.rglob("*") if not path.is_dir()
-    )
+    found = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*") if not path.is_dir())
     assert found == ["lib/libfoo.so", "lib/libfoo.so.1", "lib/pkgconfig/foo.pc"]
     assert (tree / "lib/libfoo.so").readlink() == Path("libfoo.so.1")
     assert (tree / "lib/libfoo.so.1").stat().st_mode & 0o7777 == 0o755
@@ -235,12 +213,7 @@ def test_tidy_drops_what_only_builders_need_and_keeps_links_inside(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    [
-        ("lib/liba.so", "$ORIGIN"),
-        ("bin/a", "$ORIGIN/../lib"),
-        ("a", "$ORIGIN/lib"),
-        ("lib/x/y/b.so", "$ORIGIN/../.."),
-    ],
+    [("lib/liba.so", "$ORIGIN"), ("bin/a", "$ORIGIN/../lib"), ("a", "$ORIGIN/lib"), ("lib/x/y/b.so", "$ORIGIN/../..")],
 )
 def test_libraries_are_found_from_where_a_file_is(name: str, path: str) -> None:
     assert run_path(name) == path
@@ -258,14 +231,10 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     shutil.copy(_an_elf(), file)
     program = patchelf()
     assert program is not None and patchelf_program() == program
-    subprocess.run(
-        [program, "--set-rpath", "$ORIGIN/a:/b", "--add-needed", "libz.so.9", file], check=True
-    )
+    subprocess.run([program, "--set-rpath", "$ORIGIN/a:/b", "--add-needed", "libz.so.9", file], check=True)
     elf = read_elf(file)
     assert elf is not None and elf.dynamic and elf.machine in MACHINES.values()
-    asked = subprocess.run(
-        [program, "--print-needed", file], capture_output=True, text=True, check=True
-    )
+    asked = subprocess.run([program, "--print-needed", file], capture_output=True, text=True, check=True)
     assert list(elf.needed) == asked.stdout.split()
     assert elf.runpath == "$ORIGIN/a:/b"
     assert (2, 0) < elf.glibc == newest_glibc(tmp_path)
@@ -318,9 +287,7 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
         (tmp_path / name).write_text(text)
     done = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
     text = (tmp_path / "lib/pkgconfig/foo.pc").read_text()
-    assert (
-        text == "prefix=${pcfiledir}/../..\nRequires: bar\nLibs: -L${pcfiledir}/../../lib -lbar\n"
-    )
+    assert text == "prefix=${pcfiledir}/../..\nRequires: bar\nLibs: -L${pcfiledir}/../../lib -lbar\n"
     assert done.named == ("bin/foo-config",)
 
 
@@ -358,9 +325,7 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
         "conftest.c:9:10: fatal error: hwloc.h: No such file or directory\nconfigure: failed program was:\n"
         "| #include <hwloc.h>\nconfigure:90: error: no hwloc\n## Cache variables. ##\nac_cv_a=1\n"
     )
-    error = failure(
-        "foo 1", StepError("configure", ["./configure"], 1, log, [config]), tmp_path / "kept.log"
-    )
+    error = failure("foo 1", StepError("configure", ["./configure"], 1, log, [config]), tmp_path / "kept.log")
     assert error.message.startswith("foo 1: configure failed (exit 1):")
     assert "line 99" in error.message and "line 70" not in error.message
     assert "| #include" not in error.message and "ac_cv" not in error.message
@@ -373,15 +338,11 @@ def test_a_description_of_layers_comes_back_as_it_was() -> None:
         "foo", "1", "cu126-x86_64", "make", "file:///a", "ab" * 32, ("A=1", "--b={bar}"), (Patch("/p", "c" * 64),),
         ("bar",), (BuildWheel("w", "2", ("d" * 64, "e" * 64)),), ("make",), ("gcc",), ("COPYING",), ("foo", "-v"), "x",
     )  # fmt: skip
-    assert read_description(describe([_LAYER, layer], {"h": "/h"})) == (
-        [_LAYER, layer],
-        {"h": "/h"},
-    )
+    assert read_description(describe([_LAYER, layer], {"h": "/h"})) == ([_LAYER, layer], {"h": "/h"})
 
 
 @given(
-    st.text(max_size=40)
-    | st.sampled_from(["[]", "{}", '{"format": 1}', '{"format": 1, "layers": [1], "hosts": {}}'])
+    st.text(max_size=40) | st.sampled_from(["[]", "{}", '{"format": 1}', '{"format": 1, "layers": [1], "hosts": {}}'])
 )
 def test_what_is_no_description_is_refused(text: str) -> None:
     with pytest.raises(BuildError, match="no description of layers"):
@@ -419,15 +380,7 @@ def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> Non
 
 
 def test_places_are_filled_into_options_and_shell_variables_are_left(tmp_path: Path) -> None:
-    layer = SourceLayer(
-        "foo",
-        "1",
-        "cpu-x86_64",
-        "make",
-        "u",
-        "s",
-        ("A={bar}/lib", "P={prefix}", "Q=${bar}x{install}"),
-    )
+    layer = SourceLayer("foo", "1", "cpu-x86_64", "make", "u", "s", ("A={bar}/lib", "P={prefix}", "Q=${bar}x{install}"))
     with local_build_host(tmp_path, {}) as shop:
         job = SourceBuild(layer, tmp_path / "none", shop, {"bar": PurePath("/b")})
         assert job.options()[:2] == ["A=/b/lib", "P=/opt/env"]

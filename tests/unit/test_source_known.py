@@ -43,9 +43,7 @@ def _recipe(folder: Path, layers: str, fabric: str = "any") -> LoadedRecipe:
     return load_recipe(path)
 
 
-def _layers(
-    folder: Path, layers: str, target: str = _CUDA, fabric: str = "any"
-) -> dict[str, SourceLayer]:
+def _layers(folder: Path, layers: str, target: str = _CUDA, fabric: str = "any") -> dict[str, SourceLayer]:
     found, _ = source_layers(_recipe(folder, layers, fabric), Target.parse(target))
     return {layer.name: layer for layer in found}
 
@@ -79,9 +77,7 @@ def test_other_fabrics_get_a_plugin_that_is_not_for_aws(tmp_path: Path, fabric: 
     assert "--disable-efa" in layers["libfabric"].configure
 
 
-def test_what_a_layer_requires_comes_first_and_is_added_where_a_version_is_known(
-    tmp_path: Path,
-) -> None:
+def test_what_a_layer_requires_comes_first_and_is_added_where_a_version_is_known(tmp_path: Path) -> None:
     layers = _layers(tmp_path, _PLUGIN + _LIBFABRIC)
     assert list(layers)[-1] == "aws-ofi-nccl"
     assert set(layers) == {"libfabric", "hwloc", "aws-ofi-nccl"}
@@ -89,10 +85,7 @@ def test_what_a_layer_requires_comes_first_and_is_added_where_a_version_is_known
 
 
 def test_a_layer_of_the_host_is_not_built_and_still_required(tmp_path: Path) -> None:
-    text = (
-        '[layers.libfabric]\nversion = "1.22.0"\nkind = "host"\npath = "/opt/cray/libfabric/1.22.0"\n'
-        + _PLUGIN
-    )
+    text = '[layers.libfabric]\nversion = "1.22.0"\nkind = "host"\npath = "/opt/cray/libfabric/1.22.0"\n' + _PLUGIN
     layers, hosts = source_layers(_recipe(tmp_path, text, "cxi"), Target.parse(_CUDA))
     assert hosts == (HostLayer("libfabric", "1.22.0", "/opt/cray/libfabric/1.22.0"),)
     assert [layer.name for layer in layers] == ["hwloc", "aws-ofi-nccl"]
@@ -107,13 +100,9 @@ def test_wheels_are_left_out_and_targets_choose(tmp_path: Path) -> None:
 
 def test_processors_have_their_own_headers_and_digests(tmp_path: Path) -> None:
     text = _LIBFABRIC + _PLUGIN
-    here, there = (
-        _layers(tmp_path, text, f"cu126-{arch}")["aws-ofi-nccl"] for arch in ("x86_64", "aarch64")
-    )
+    here, there = (_layers(tmp_path, text, f"cu126-{arch}")["aws-ofi-nccl"] for arch in ("x86_64", "aarch64"))
     assert here.digest != there.digest
-    assert not {h for w in here.wheels for h in w.hashes} & {
-        h for w in there.wheels for h in w.hashes
-    }
+    assert not {h for w in here.wheels for h in w.hashes} & {h for w in there.wheels for h in w.hashes}
 
 
 def test_a_recipes_option_takes_the_place_of_the_known_one(tmp_path: Path) -> None:

@@ -21,14 +21,7 @@ from envbuild.image.squashfs.codec import codec_of, decompressor
 from envbuild.image.squashfs.copying import Copier
 from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.packing import CHUNK, unpack
-from envbuild.image.squashfs.segment import (
-    Segment,
-    load,
-    of_entry,
-    save,
-    tar_items,
-    write_segment,
-)
+from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 
 ZSTD = codec_of("zstd:1")
@@ -236,9 +229,7 @@ def _record(text: str) -> bytes:
 
 @pytest.mark.parametrize("cut", [100, 700, 512 * 5 + 3])
 def test_a_layer_cut_short_is_told_by_name(cut: int, tmp_path: Path) -> None:
-    with pytest.raises(
-        BuildError, match=r"base layer: (the tar archive is|not a tar archive, or) cut short"
-    ):
+    with pytest.raises(BuildError, match=r"base layer: (the tar archive is|not a tar archive, or) cut short"):
         made(tar_items(io.BytesIO(tar_of(TREE)[:cut]), "base layer"), tmp_path)
 
 
@@ -265,9 +256,7 @@ members = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(members, max_size=5), st.data())
-def test_an_index_gives_back_its_members_or_nothing(
-    found: list[Member], data: st.DataObject
-) -> None:
+def test_an_index_gives_back_its_members_or_nothing(found: list[Member], data: st.DataObject) -> None:
     """It is a cache: cut, damaged or of other data it is as if it were not there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,27 +25,8 @@ from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 # Nothing becomes smaller, so that metadata is stored as it is and can be found by offset.
 AS_IT_IS = Codec("gzip", 1, 0, "none", b"", lambda data: data)
 FIELDS = (
-    *(
-        "magic",
-        "inodes",
-        "mtime",
-        "block_size",
-        "fragments",
-        "compressor",
-        "block_log",
-        "flags",
-        "ids",
-    ),
-    *(
-        "major",
-        "minor",
-        "root",
-        "used",
-        "id_table",
-        "xattr_table",
-        "inode_table",
-        "directory_table",
-    ),
+    *("magic", "inodes", "mtime", "block_size", "fragments", "compressor", "block_log", "flags", "ids"),
+    *("major", "minor", "root", "used", "id_table", "xattr_table", "inode_table", "directory_table"),
     *("fragment_table", "export_table"),
 )
 NOWHERE = (1 << 64) - 1
@@ -149,11 +130,7 @@ def test_an_inode_is_extended_only_where_it_must_be(item: Placed, kind: int) -> 
 
 
 def test_a_file_with_two_names_is_one_inode_that_says_so() -> None:
-    tree = [
-        a("b", DIR),
-        a("b/1", HARDLINK, target="z"),
-        a("z", FILE, ONE_BLOCK, size=7, mode=0o4711),
-    ]
+    tree = [a("b", DIR), a("b/1", HARDLINK, target="z"), a("z", FILE, ONE_BLOCK, size=7, mode=0o4711)]
     kind, record = inodes(image(tree))[0]
     start, size, sparse, links = struct.unpack_from("<QQQI", record, 16)
     assert (kind, start, size, sparse, links) == (9, START, 7, 0, 2)
@@ -170,9 +147,7 @@ def test_a_file_with_two_names_is_one_inode_that_says_so() -> None:
         ((WORD, 0), BLOCK_SIZE + 7, 7),
     ],
 )
-def test_sparse_counts_the_bytes_of_blocks_that_are_not_stored(
-    words: tuple[int, ...], size: int, sparse: int
-) -> None:
+def test_sparse_counts_the_bytes_of_blocks_that_are_not_stored(words: tuple[int, ...], size: int, sparse: int) -> None:
     _, record = inodes(image([a("f", FILE, Data(START, words), size=size)]))[0]
     assert struct.unpack_from("<QQQ", record, 16) == (START, size, sparse)
     assert struct.unpack_from(f"<{len(words)}I", record, 56) == words
@@ -247,9 +222,7 @@ def test_equal_sets_of_attributes_are_stored_once_in_whatever_order() -> None:
         ([a("f", FILE, Data(START, (WORD,), 0, 0), size=BLOCK_SIZE)], "f: 1 blocks of data"),
     ],
 )  # fmt: skip
-def test_what_squashfs_cannot_hold_is_an_error_that_names_it(
-    tree: list[Placed], message: str
-) -> None:
+def test_what_squashfs_cannot_hold_is_an_error_that_names_it(tree: list[Placed], message: str) -> None:
     out = io.BytesIO()
     with pytest.raises(BuildError, match=message):
         write_tables(out, 0, tree, [Fragment(START, WORD)], AS_IT_IS, 0)
@@ -290,9 +263,7 @@ def test_a_listing_tells_its_entries_and_its_index_leads_to_headers(
     # Inodes in order, but for some that lie elsewhere as hard links do.
     numbers = [n if chance.random() < 0.95 else chance.randrange(spread) for n in range(len(names))]
     references = [(n * 40 >> 13) * 8194 << 16 | n * 40 & 8191 for n in range(max(spread, 1500))]
-    rows = [
-        (name, number, number % 6 + 1) for name, number in zip(sorted(names), numbers, strict=True)
-    ]
+    rows = [(name, number, number % 6 + 1) for name, number in zip(sorted(names), numbers, strict=True)]
     table = MetadataWriter(lambda data: data)
     table.add(bytes(before))
     listing = write_listing(table, rows, references)
@@ -363,8 +334,7 @@ def test_a_lookup_table_lists_the_place_of_each_block() -> None:
 def test_the_tables_of_a_large_environment_take_no_time() -> None:
     tree = [a(f"d{n}", DIR) for n in range(720)]
     tree += [
-        a(f"d{n % 720}/module_{n}.py", FILE, Data(START + n, (WORD, n + 1)), size=BLOCK_SIZE + 1)
-        for n in range(35280)
+        a(f"d{n % 720}/module_{n}.py", FILE, Data(START + n, (WORD, n + 1)), size=BLOCK_SIZE + 1) for n in range(35280)
     ]
     begun = time.process_time()
     image(tree, codec_of("zstd"))

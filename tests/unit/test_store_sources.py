@@ -43,13 +43,8 @@ def test_a_page_on_disk(tmp_path: Path) -> None:
         '<a href="https://x.org/demo-2.0-py3-none-any.whl#md5=00">demo</a>'
     )
     links = list(read_page((tmp_path / "demo").as_uri() + "/", "demo", Client(PipConfig(), {})))
-    assert [link.filename for link in links] == [
-        "demo-1.0+cpu-py3-none-any.whl",
-        "demo-2.0-py3-none-any.whl",
-    ]
-    assert links[0].url == (tmp_path / "f/demo-1.0%2Bcpu-py3-none-any.whl").as_uri().replace(
-        "%25", "%"
-    )
+    assert [link.filename for link in links] == ["demo-1.0+cpu-py3-none-any.whl", "demo-2.0-py3-none-any.whl"]
+    assert links[0].url == (tmp_path / "f/demo-1.0%2Bcpu-py3-none-any.whl").as_uri().replace("%25", "%")
     assert links[1].sha256 is None
     with pytest.raises(NotFound):
         list(read_page((tmp_path / "absent").as_uri(), "absent", Client(PipConfig(), {})))
@@ -68,13 +63,7 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
         found = remote_sources(pip, site, ["https://recipe"], offline, lambda: "https://default")
         return [source.url for source in found]
 
-    assert urls(pip) == [
-        "https://links",
-        "https://mirror",
-        "https://recipe",
-        "https://main",
-        "file:///tree",
-    ]
+    assert urls(pip) == ["https://links", "https://mirror", "https://recipe", "https://main", "file:///tree"]
     assert urls(pip, offline=True) == ["file:///tree"]
     assert urls(PipConfig()) == ["https://mirror", "https://recipe", "https://default"]
     assert urls(PipConfig(no_index=True)) == []

@@ -137,9 +137,7 @@ def test_what_another_machine_works_in_goes_only_when_it_is_old(store: Store) ->
     assert names == {"0badcafe-young", folder.name}
 
 
-def test_a_file_system_without_flock_gives_working_folders(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_flock_gives_working_folders(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks")
 

@@ -22,9 +22,7 @@ from envbuild.toml import Document, decode, json_schema, read
 BLANK = st.sampled_from(["", " ", "\t", "  "])
 GAP = st.sampled_from(["", " ", "\n", "\n  ", ' # ] } = "\n', "\n# [a]\n\t"])
 # Few names, so that tables meet and nest; some need quotes, some look like syntax.
-KEYS = st.sampled_from(
-    ["a", "b", "a-b", "1", "_", '"a"', "'b'", '"c d"', '"]="', "'#.'", '"\\u00e9\\""', '""', "'\"'"]
-)
+KEYS = st.sampled_from(["a", "b", "a-b", "1", "_", '"a"', "'b'", '"c d"', '"]="', "'#.'", '"\\u00e9\\""', '""', "'\"'"])
 SCALARS = st.sampled_from(
     [
         *("1", "-1.5e3", "true", "inf", "0xF", "1979-05-27 07:32:00", "07:32:00", '""', "''"),
@@ -286,14 +284,7 @@ def test_decode_all_shapes() -> None:
         '[front]\nsize = 6\nkind = "carbon"\n[[stickers]]\nsize = 2\n'
     )
     assert bike(text) == Bike(
-        "b",
-        {"back": Wheel(4)},
-        (1, 2),
-        9.0,
-        True,
-        (Wheel(2),),
-        Wheel(6, "carbon"),
-        {"left": "l"},
+        "b", {"back": Wheel(4)}, (1, 2), 9.0, True, (Wheel(2),), Wheel(6, "carbon"), {"left": "l"}
     )
     assert isinstance(bike(text).weight, float)
     assert bike(GOOD) == Bike("b", {"back": Wheel(4)})
@@ -317,18 +308,13 @@ def test_decode_all_shapes() -> None:
         ("wheels.spare.size = 2", "b.toml:3:8: 'spare' in [wheels]: is spare"),
         (
             "front = { size = 2, kind = 'carbn' }",
-            "b.toml:3:21: 'kind' in [front]: 'carbn' is not accepted; did you mean 'carbon'?"
-            " Accepted: steel, carbon",
+            "b.toml:3:21: 'kind' in [front]: 'carbn' is not accepted; did you mean 'carbon'? Accepted: steel, carbon",
         ),
         (
             "[wheels.'a b']\nsize = 2\nszie = 1",
-            "b.toml:5:1: unknown key 'szie' in [wheels.'a b']; did you mean 'size'?"
-            " Accepted: size, kind",
+            "b.toml:5:1: unknown key 'szie' in [wheels.'a b']; did you mean 'size'? Accepted: size, kind",
         ),
-        (
-            '[front]\nsize = 2\n"x\\ny" = 1',
-            "b.toml:5:1: unknown key 'x\\ny' in [front]; accepted: size, kind",
-        ),
+        ('[front]\nsize = 2\n"x\\ny" = 1', "b.toml:5:1: unknown key 'x\\ny' in [front]; accepted: size, kind"),
     ],
 )
 def test_one_mistake(extra: str, expected: str) -> None:
@@ -345,15 +331,11 @@ def test_missing_and_empty() -> None:
 
 
 def test_pattern_is_of_the_whole_value() -> None:
-    assert complaints('name = "b\\n"\nwheels.back.size = 4\n') == [
-        "b.toml:1:1: 'name': 'b\\n' does not match ^[a-z]+$"
-    ]
+    assert complaints('name = "b\\n"\nwheels.back.size = 4\n') == ["b.toml:1:1: 'name': 'b\\n' does not match ^[a-z]+$"]
 
 
 def test_check_of_the_whole_joins_the_others_in_order() -> None:
-    found = complaints(
-        "gears = [0]\n" + GOOD + "weight = 'x'\n", check=lambda document: [(("name",), "is taken")]
-    )
+    found = complaints("gears = [0]\n" + GOOD + "weight = 'x'\n", check=lambda document: [(("name",), "is taken")])
     assert [line.split(": ")[0] for line in found] == ["b.toml:1:10", "b.toml:2:1", "b.toml:4:1"]
 
 
@@ -376,12 +358,7 @@ def test_schema_says_what_the_dataclass_says() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["required"] == ["name", "wheels"]
     size = SCHEMA["properties"]["front"]["properties"]["size"]
-    assert size == {
-        "type": "integer",
-        "minimum": 2,
-        "description": "In inches.",
-        "examples": [26],
-    }
+    assert size == {"type": "integer", "minimum": 2, "description": "In inches.", "examples": [26]}
     assert SCHEMA["properties"]["electric"]["default"] is False
 
 

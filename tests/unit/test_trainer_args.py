@@ -29,11 +29,7 @@ TORCHRUN = {
 def test_defaults() -> None:
     arguments = parse_arguments(["50", "10"])
     assert (arguments.total_epochs, arguments.save_every, arguments.batch_size) == (50, 10, 32)
-    assert (arguments.checkpoint_path, arguments.model, arguments.data) == (
-        "snapshot.pt",
-        "linear",
-        "synthetic",
-    )
+    assert (arguments.checkpoint_path, arguments.model, arguments.data) == ("snapshot.pt", "linear", "synthetic")
     assert arguments.dataset_size is None
     assert arguments.report is None
 
@@ -62,9 +58,7 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
         (["1", "1", "--batch", "4"], "unrecognized"),
     ],
 )
-def test_bad_arguments_are_one_line_and_code_2(
-    argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_are_one_line_and_code_2(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse_arguments(argv)
     assert stop.value.code == 2
@@ -101,10 +95,7 @@ def test_place_without_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (
-            {"WORLD_SIZE": None},
-            "RANK and LOCAL_RANK without WORLD_SIZE; pyxis .* unset RANK LOCAL_RANK",
-        ),
+        ({"WORLD_SIZE": None}, "RANK and LOCAL_RANK without WORLD_SIZE; pyxis .* unset RANK LOCAL_RANK"),
         ({"RANK": "one"}, "RANK"),
         ({"LOCAL_RANK": None}, "LOCAL_RANK"),
         ({"RANK": "4"}, "RANK 4 of WORLD_SIZE 4"),

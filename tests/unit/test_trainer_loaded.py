@@ -36,9 +36,7 @@ def library() -> Path:
         ("libfabrication.so.1", False),
     ],
 )
-def test_a_mapped_library_is_told_by_its_path(
-    name: str, told: bool, library: Path, tmp_path: Path
-) -> None:
+def test_a_mapped_library_is_told_by_its_path(name: str, told: bool, library: Path, tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     folder.mkdir()
     place = folder / name
@@ -61,12 +59,8 @@ def pair(family: socket.AddressFamily, address: str) -> Iterator[tuple[str, str]
             yield ends[0], ends[1]
 
 
-@pytest.mark.parametrize(
-    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
-)
-def test_connections_are_told_by_both_ends_while_they_are_open(
-    family: socket.AddressFamily, address: str
-) -> None:
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_connections_are_told_by_both_ends_while_they_are_open(family: socket.AddressFamily, address: str) -> None:
     for client, server in pair(family, address):
         found = connections()
         assert [client, server] in found and [server, client] in found
@@ -92,9 +86,7 @@ def test_every_address_is_read_as_the_kernel_writes_it(address: object, port: in
 
     assert isinstance(address, ipaddress.IPv4Address | ipaddress.IPv6Address)
     raw = address.packed
-    words = "".join(
-        f"{int.from_bytes(raw[i : i + 4], sys.byteorder):08X}" for i in range(0, len(raw), 4)
-    )
+    words = "".join(f"{int.from_bytes(raw[i : i + 4], sys.byteorder):08X}" for i in range(0, len(raw), 4))
     shown, _, number = _address(f"{words}:{port:04X}").rpartition(":")
     plain = ipaddress.ip_address(shown.strip("[]"))
     mapped = getattr(address, "ipv4_mapped", None)

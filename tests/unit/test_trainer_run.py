@@ -90,9 +90,7 @@ def test_interrupted_training_ends_where_an_uninterrupted_one_does(
     assert digests[0] == digests[1]
 
 
-def test_each_epoch_sees_all_samples_in_an_order_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_epoch_sees_all_samples_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     batch = DataSet.batch
 
@@ -162,9 +160,7 @@ def test_a_failed_selfcheck_is_fatal_unless_the_reports_reader_judges(
     assert Path("snapshot.pt").exists() == (code == 0)
 
 
-def test_a_second_launch_waits_for_the_report_of_the_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_launch_waits_for_the_report_of_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train("6", "6", "--checkpoint_path", "whole.pt")
     assert "DDP_TRAIN_RESUME_AFTER" in whole["variables"]
     first = folder / "fir[s]t"

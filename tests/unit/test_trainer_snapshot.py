@@ -136,9 +136,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("write", [torch.save, lambda o, p: p.write_bytes(pickle.dumps(o))])
-def test_code_in_a_pickle_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
-) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     monkeypatch.chdir(tmp_path)
     write({"MODEL_STATE": Bomb(), "EPOCHS_RUN": 3}, tmp_path / "snapshot.pt")
     reason = refusal(tmp_path / "snapshot.pt")
@@ -174,10 +172,7 @@ MOMENTUM = {"state": {0: {"momentum_buffer": torch.zeros(1, 21)}}, "param_groups
             {"MODEL_STATE": {"weight": torch.zeros(2, 20), "bias": BIAS}, "EPOCHS_RUN": 3},
             "weight is torch.float32 of shape (2, 20)",
         ),
-        (
-            {"MODEL_STATE": {"weight": WEIGHT.double(), "bias": BIAS}, "EPOCHS_RUN": 3},
-            "weight is torch.float64",
-        ),
+        ({"MODEL_STATE": {"weight": WEIGHT.double(), "bias": BIAS}, "EPOCHS_RUN": 3}, "weight is torch.float64"),
         ({"MODEL_STATE": {"weight": 1, "bias": BIAS}, "EPOCHS_RUN": 3}, "weight is not a tensor"),
         ({**snapshot_of(3), "OPTIMIZER_STATE": 5}, "OPTIMIZER_STATE is not"),
         ({**snapshot_of(3), "OPTIMIZER_STATE": MOMENTUM}, "does not fit parameter 0"),
@@ -217,9 +212,7 @@ def test_bad_file_falls_back_and_never_displaces_the_good_generation(
     assert torch.load(store.previous)["EPOCHS_RUN"] == 5
 
 
-def test_both_generations_bad_starts_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_generations_bad_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = file_with(tmp_path, 1, 2)
     store.path.write_bytes(b"")
     store.previous.write_bytes(b"PK\x03\x04")
@@ -259,9 +252,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.load(store.previous)["EPOCHS_RUN"] == 1
 
 
-def test_full_disk_keeps_the_old_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_keeps_the_old_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = file_with(tmp_path, 1)
 
     def full(_handle: int) -> None:

@@ -31,7 +31,4 @@ def test_record_names_every_file_with_its_hash() -> None:
             if name == record:
                 continue
             digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(name)).digest())
-            assert rows[name] == [
-                "sha256=" + digest.rstrip(b"=").decode(),
-                str(archive.getinfo(name).file_size),
-            ]
+            assert rows[name] == ["sha256=" + digest.rstrip(b"=").decode(), str(archive.getinfo(name).file_size)]

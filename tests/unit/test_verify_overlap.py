@@ -30,15 +30,11 @@ SECONDS = {"seconds": {"import_torch": 2.0}}
     [[], [SECONDS], [{**SECONDS, "variables": ["DDP_TRAIN_JUDGED_LATER"]}], [{"unreadable": "x"}]],
     ids=["failed", "older trainer", "without the variable", "damaged report"],
 )
-def test_a_trainer_that_does_not_wait_for_its_turn_is_started_after_the_first(
-    reports: list[dict[str, Any]],
-) -> None:
+def test_a_trainer_that_does_not_wait_for_its_turn_is_started_after_the_first(reports: list[dict[str, Any]]) -> None:
     assert not _may_start_beside(first_launch(60), reference(*reports))
 
 
-def test_it_starts_when_the_agents_of_the_first_have_imported_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_starts_when_the_agents_of_the_first_have_imported_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("envbuild.verify.run.time.sleep", slept.append)
     known = {**SECONDS, "variables": ["DDP_TRAIN_RESUME_AFTER"]}

@@ -14,9 +14,7 @@ import pytest
 from envbuild.workers import Answer, Workers
 
 
-def test_calls_of_one_worker_are_made_in_order_and_their_results_and_errors_are_the_callers() -> (
-    None
-):
+def test_calls_of_one_worker_are_made_in_order_and_their_results_and_errors_are_the_callers() -> None:
     workers = Workers(1)
     made: list[int] = []
     answers = [workers.submit(made.append, n) for n in range(100)]

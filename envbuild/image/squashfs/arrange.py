@@ -135,9 +135,7 @@ def _check_special(entry: Entry) -> None:
     if entry.kind == SYMLINK:
         size = len(encoded(entry.target, path))
         if not 0 < size <= _TEXT_MOST:
-            raise BuildError(
-                f"{path}: a symbolic link to a name of {size} bytes", f"1 to {_TEXT_MOST} bytes"
-            )
+            raise BuildError(f"{path}: a symbolic link to a name of {size} bytes", f"1 to {_TEXT_MOST} bytes")
     elif entry.kind != FIFO:
         major, minor = entry.device
         if not (0 <= major < _MAJOR_END and 0 <= minor < _MINOR_END):

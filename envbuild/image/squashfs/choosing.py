@@ -135,11 +135,7 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
 
 
 def _place(
-    choice: Choice,
-    layer: int,
-    segment: Segment,
-    parts: Iterable[tuple[int, int, Data | int]],
-    small: _Small,
+    choice: Choice, layer: int, segment: Segment, parts: Iterable[tuple[int, int, Data | int]], small: _Small
 ) -> None:
     """Append the parts of a segment, in order, to the image's data."""
     for start, size, what in parts:

@@ -38,12 +38,7 @@ class Codec:
 
 
 # name → (number, default level, lowest, highest)
-_KNOWN = {
-    "gzip": (1, 6, 1, 12),
-    "xz": (4, 6, 0, 9),
-    "lz4": (5, 0, 0, 12),
-    "zstd": (6, 3, 1, 19),
-}
+_KNOWN = {"gzip": (1, 6, 1, 12), "xz": (4, 6, 0, 9), "lz4": (5, 0, 0, 12), "zstd": (6, 3, 1, 19)}
 NAMES = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 DEFAULT = "zstd"
 
@@ -64,9 +59,7 @@ def codec_of(text: str) -> Codec:
         raise UsageError(f"compression {text!r}: {name} has no level {level}", f"{low} to {high}")
     make = {"gzip": _gzip, "xz": _xz, "lz4": _lz4, "zstd": _zstd}[name]
     version, options, compress = make(level)
-    return Codec(
-        name, number, level, f"{name} {version or 'of the host'} level {level}", options, compress
-    )
+    return Codec(name, number, level, f"{name} {version or 'of the host'} level {level}", options, compress)
 
 
 def decompressor(number: int) -> Decompress:
@@ -79,8 +72,7 @@ def decompressor(number: int) -> Decompress:
     if found is None:
         name = NAMES.get(number, f"number {number}")
         raise UsageError(
-            f"the compressor {name} of this squashfs cannot be read",
-            "make the image with zstd, gzip, lz4 or xz",
+            f"the compressor {name} of this squashfs cannot be read", "make the image with zstd, gzip, lz4 or xz"
         )
     return found
 

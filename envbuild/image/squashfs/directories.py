@@ -31,9 +31,7 @@ class DirectoryListing:
     index: tuple[bytes, ...]
 
 
-def write_listing(
-    table: MetadataWriter, rows: Sequence[Row], inodes: Sequence[int]
-) -> DirectoryListing:
+def write_listing(table: MetadataWriter, rows: Sequence[Row], inodes: Sequence[int]) -> DirectoryListing:
     """Add the entries of one directory, `rows` in order of their names, to the directory table.
 
     `inodes` maps inode numbers to references. Entries form runs, each after a header; the inodes of a run are in one
@@ -50,12 +48,7 @@ def write_listing(
     for name, number, kind in rows:
         reference = inodes[number]
         block = reference >> 16
-        if (
-            block != run_block
-            or count == _RUN_MOST
-            or len(run) >= room
-            or not -_FAR <= number - run_number < _FAR
-        ):
+        if block != run_block or count == _RUN_MOST or len(run) >= room or not -_FAR <= number - run_number < _FAR:
             if count:
                 table.add(_HEADER.pack(count - 1, run_block, run_number) + run)
                 size += _HEADER.size + len(run)

@@ -40,9 +40,7 @@ def regular(head: Head, data: Data, size: int, links: int, xattrs: int, block_si
         record = _FILE.pack(TYPES[FILE], *head, data.start, data.fragment, data.offset, size)
     else:
         kind = TYPES[FILE] + _EXTENDED
-        record = _LONG_FILE.pack(
-            kind, *head, data.start, size, sparse, links, data.fragment, data.offset, xattrs
-        )
+        record = _LONG_FILE.pack(kind, *head, data.start, size, sparse, links, data.fragment, data.offset, xattrs)
     if len(words) == 1:
         return record + _WORD.pack(words[0])
     return record + struct.pack(f"<{len(words)}I", *words)

@@ -51,9 +51,7 @@ class SquashfsImage:
         self.where = source.where
         block = self.superblock
         self._inodes = MetadataReader(source, block.inode_table, block.end_of(block.inode_table))
-        self._lists = MetadataReader(
-            source, block.directory_table, block.end_of(block.directory_table)
-        )
+        self._lists = MetadataReader(source, block.directory_table, block.end_of(block.directory_table))
         blocks = MetadataReader(source, 0, block.bytes_used)
         self._owners = owners(source, blocks)
         self._fragments = fragments(source, blocks)
@@ -91,9 +89,7 @@ class SquashfsImage:
             if first is None:
                 found += 1
                 if found > self.superblock.inodes:
-                    raise self._source.damaged(
-                        f"it has more than {found - 1} files, which it announces"
-                    )
+                    raise self._source.damaged(f"it has more than {found - 1} files, which it announces")
             if inode.kind == DIR:
                 room -= inode.size
                 if place in seen or room < 0:
@@ -128,9 +124,7 @@ class SquashfsImage:
             else:
                 data = self._block(place, word)
                 if len(data) != length:
-                    raise self._source.damaged(
-                        f"the block at {place} is of {len(data)} bytes, not {length}"
-                    )
+                    raise self._source.damaged(f"the block at {place} is of {len(data)} bytes, not {length}")
                 yield data, length
             place += word & SIZE_MASK
             left -= length
@@ -140,9 +134,7 @@ class SquashfsImage:
                 raise self._source.damaged(f"fragment {inode.fragment} ends before a file does")
             yield data, in_fragment
 
-    def each_file(
-        self, files: Sequence[tuple[Entry, int]], work: Callable[[Entry, int], R]
-    ) -> list[R]:
+    def each_file(self, files: Sequence[tuple[Entry, int]], work: Callable[[Entry, int], R]) -> list[R]:
         """Return the results of `work(entry, handle)` for each of `files`, in order; several threads call `work`.
 
         Files in the order of `entries` are fastest, because consecutive files share fragment blocks.
@@ -163,9 +155,7 @@ class SquashfsImage:
             if inode.kind != DIR:
                 return None
             # Names are sorted, so the search for a missing name ends early.
-            following = (
-                item for item in listed(self._source, self._lists, inode) if item[0] >= name
-            )
+            following = (item for item in listed(self._source, self._lists, inode) if item[0] >= name)
             known, place = next(following, (b"", 0))
             if known != name:
                 return None

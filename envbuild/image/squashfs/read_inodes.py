@@ -67,9 +67,7 @@ def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inod
     target, device, words = "", (0, 0), None
     if kind == FILE:
         if long:
-            start, size, _, links, fragment, offset, xattrs = _LONG_FILE.unpack(
-                cursor.take(_LONG_FILE.size)
-            )
+            start, size, _, links, fragment, offset, xattrs = _LONG_FILE.unpack(cursor.take(_LONG_FILE.size))
         else:
             start, fragment, offset, size = _FILE.unpack(cursor.take(_FILE.size))
         words = cursor

@@ -25,9 +25,7 @@ class Lookup:
     The list of the positions of its metadata blocks is at `index`.
     """
 
-    def __init__(
-        self, source: ImageBytes, blocks: MetadataReader, index: int, rows: int, size: int
-    ) -> None:
+    def __init__(self, source: ImageBytes, blocks: MetadataReader, index: int, rows: int, size: int) -> None:
         self._source, self._blocks, self._index = source, blocks, index
         self._rows, self._size = rows, size
 

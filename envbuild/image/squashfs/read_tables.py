@@ -52,9 +52,7 @@ class Superblock:
     def end_of(self, start: int) -> int:
         """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""
         starts = [self.id_table, self.inode_table, self.directory_table, self.bytes_used]
-        starts += [
-            t for t in (self.xattr_table, self.fragment_table, self.export_table) if t is not None
-        ]
+        starts += [t for t in (self.xattr_table, self.fragment_table, self.export_table) if t is not None]
         return min(at for at in starts if at > start)
 
 
@@ -128,9 +126,7 @@ class ImageBytes:
     def _check_end(self, stream: BinaryIO) -> None:
         end = stream.seek(0, io.SEEK_END)
         if self._base + self.size > end:
-            raise BuildError(
-                f"{self.where}: cut short: {end - self._base} bytes of a squashfs of {self.size}"
-            )
+            raise BuildError(f"{self.where}: cut short: {end - self._base} bytes of a squashfs of {self.size}")
 
 
 class MetadataReader:

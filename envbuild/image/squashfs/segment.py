@@ -48,9 +48,7 @@ class Segment:
     fragments: tuple[Fragment, ...]
 
 
-def write_segment(
-    items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int
-) -> Segment:
+def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int) -> Segment:
     """Compress the content of `items` into the file `path`; the caller moves it to its destination.
 
     Content is read before the next item is requested. Raises BuildError when a file's length differs from its member,
@@ -245,9 +243,7 @@ def load(index: Path, data: Path) -> Segment | None:
 def _segment(table: dict[str, Any], path: Path) -> Segment:
     found = tuple(
         Member(name, kind, mode, uid, gid, mtime, size, link, (0, 0), offset, stored)
-        for name, kind, mode, uid, gid, mtime, size, link, offset, stored in zip(
-            *table["members"], strict=True
-        )
+        for name, kind, mode, uid, gid, mtime, size, link, offset, stored in zip(*table["members"], strict=True)
     )
     for ordinal, (major, minor) in table["devices"].items():
         found[int(ordinal)].device = (major, minor)

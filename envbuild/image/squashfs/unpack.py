@@ -30,9 +30,7 @@ def unpack(image: SquashfsImage, into: Path, *, owners: bool) -> None:
             raise BuildError(f"{into} is not empty", "unpack into a new folder")
         _unpack(image, into, owners)
     except OSError as error:
-        raise BuildError(
-            f"{error.filename or into}: cannot be unpacked: {error.strerror}"
-        ) from error
+        raise BuildError(f"{error.filename or into}: cannot be unpacked: {error.strerror}") from error
 
 
 def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:

@@ -94,13 +94,7 @@ def _on_progress(fragment: Fragment, by: int) -> Fragment:
     return Fragment(fragment.start + by, fragment.word)
 
 
-def _copy(
-    choice: Choice,
-    segments: Sequence[Segment],
-    out: BinaryIO,
-    position: int,
-    on_progress: OnProgress,
-) -> None:
+def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: int, on_progress: OnProgress) -> None:
     for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
         segment = segments[layer]
         with _opened(segment) as stream:

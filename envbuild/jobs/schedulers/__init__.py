@@ -11,10 +11,4 @@ from envbuild.jobs.schedulers.lsf import LSF
 from envbuild.jobs.schedulers.pbs import PBS
 from envbuild.jobs.schedulers.slurm import SLURM
 
-SCHEDULERS: Mapping[str, Scheduler] = {
-    "slurm": SLURM,
-    "pbs": PBS,
-    "lsf": LSF,
-    "flux": FLUX,
-    "kubernetes": KUBERNETES,
-}
+SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX, "kubernetes": KUBERNETES}

@@ -127,7 +127,7 @@ _LAUNCHERS = {
         carries_environment=True,
         signal=f"flux job killall --force --signal={STEP_SIGNAL}",
         signal_note=_SIGNAL_NOTE,
-    ),
+    )
 }
 
 FLUX = Scheduler(
@@ -135,9 +135,7 @@ FLUX = Scheduler(
     render=_render,
     directives=_directives,
     launchers=_LAUNCHERS,
-    submission=Submission(
-        ("flux", "batch"), str.strip, "Unable to connect to Flux", ping="flux uptime"
-    ),
+    submission=Submission(("flux", "batch"), str.strip, "Unable to connect to Flux", ping="flux uptime"),
     site_keys=frozenset(["partition", "account", "constraint", "directives"]),
     # FLUX_URI stays: within an instance that the user started, jobs are submitted to that instance.
     job_variables=r"FLUX_(JOB_.*|TASK_.*|KVS_NAMESPACE|PMI_LIBRARY_PATH|PROXY_REMOTE)",
@@ -147,9 +145,6 @@ FLUX = Scheduler(
         version=("version",),
         list_queues=("flux", "queue", "list", "--no-header", "--format={queue}"),
         queues=_queues,
-        examples=(
-            ("account", "project", "the bank of flux-accounting"),
-            ("constraint", "", "goes into --requires"),
-        ),
+        examples=(("account", "project", "the bank of flux-accounting"), ("constraint", "", "goes into --requires")),
     ),
 )

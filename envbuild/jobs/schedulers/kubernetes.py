@@ -57,9 +57,7 @@ def render_kubernetes(plan: JobPlan) -> str:
     else:
         documents = pytorch_job(plan)
     verified = f"verified {artifact.verified_at}" if artifact.verified_at else "not verified"
-    comment = (
-        f"envbuild job: {artifact.recipe} for {artifact.target}, {artifact.digest}, {verified}"
-    )
+    comment = f"envbuild job: {artifact.recipe} for {artifact.target}, {artifact.digest}, {verified}"
     return dump(comment, documents)
 
 
@@ -89,9 +87,7 @@ def _single(plan: JobPlan) -> dict[str, Any]:
                 "spec": {
                     **placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
-                    "containers": [
-                        container | container_security(plan) | {"volumeMounts": mounts(plan)}
-                    ],
+                    "containers": [container | container_security(plan) | {"volumeMounts": mounts(plan)}],
                     "volumes": volumes(plan),
                 },
             },

@@ -129,9 +129,7 @@ def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
         rows = Path(place).read_text().splitlines()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(
-            f"the list of nodes, LSB_DJOB_HOSTFILE={place!r}: {reason}", "use bsub -Is"
-        ) from error
+        raise UsageError(f"the list of nodes, LSB_DJOB_HOSTFILE={place!r}: {reason}", "use bsub -Is") from error
     return len({row.split()[0] for row in rows if row.strip()}), job
 
 
@@ -152,11 +150,7 @@ def _queues(printed: str) -> list[Queue]:
     return [Queue(row[0]) for row in rows if row[0] != "QUEUE_NAME"]
 
 
-_LAUNCHERS = {
-    "blaunch": Launcher(_blaunch),
-    "mpirun": mpi(hostfile=True),
-    "ssh": SSH,
-}
+_LAUNCHERS = {"blaunch": Launcher(_blaunch), "mpirun": mpi(hostfile=True), "ssh": SSH}
 
 LSF = Scheduler(
     suffix=".lsf",

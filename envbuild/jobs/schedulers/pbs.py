@@ -164,9 +164,7 @@ def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
         nodes = {line for line in Path(place).read_text().splitlines() if line}
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UsageError(
-            f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I"
-        ) from error
+        raise UsageError(f"the list of nodes, PBS_NODEFILE={place!r}: {reason}", "use qsub -I") from error
     return len(nodes), job
 
 
@@ -203,9 +201,6 @@ PBS = Scheduler(
         list_queues=("qstat", "-Q"),
         queues=_queues,
         job="PBS_JOBID",
-        examples=(
-            ("constraint", "model=…", "goes into each chunk of select"),
-            ("launcher", "ssh", "default: mpiexec"),
-        ),
+        examples=(("constraint", "model=…", "goes into each chunk of select"), ("launcher", "ssh", "default: mpiexec")),
     ),
 )

@@ -122,9 +122,7 @@ def directives(plan: JobPlan) -> list[str]:
     if scheduler.exclusive:
         lines.append("#SBATCH --exclusive")
     lines += [f"#SBATCH {directive_line(line)}" for line in scheduler.directives]
-    lines.append(
-        f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not."
-    )
+    lines.append(f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not.")
     return lines
 
 
@@ -133,9 +131,7 @@ def _srun(plan: JobPlan) -> str:
     container = ""
     if plan.runtime == "pyxis":
         options = "".join(f"    {option}\n" for option in pyxis_options(plan))
-        container = (
-            f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
-        )
+        container = f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
         more += fill(_PYXIS, program=program_inside(plan))
     return f"{container}{ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
 
@@ -214,9 +210,7 @@ SLURM = Scheduler(
     job_variables=r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*",
     own_option=_own_option,
     allocation=AllocationFacts(_find_allocation, "SLURM_JOB_ID", "salloc --nodes=N"),
-    script=ScriptFacts(
-        "#SBATCH", "SLURM_", _nodes, requeue=frozenset(["--requeue", "--no-requeue"])
-    ),
+    script=ScriptFacts("#SBATCH", "SLURM_", _nodes, requeue=frozenset(["--requeue", "--no-requeue"])),
     host=HostFacts(
         version=("--version",),
         list_queues=("sinfo", "--noheader", "--format=%P|%l|%c|%m|%G|%D"),
