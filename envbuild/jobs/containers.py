@@ -1,7 +1,4 @@
-"""Start the node program in a container: pyxis's options, and shell lines for the other runtimes.
-
-Settings, addresses and the command are read from files in the run's folder, which is mounted: an image's
-variables cannot override them, and runtimes need not pass them on.
+"""Start ddp_train.launch in a container: pyxis's options, the command's first words, or enroot's shell lines.
 
 Sources: pyxis, args.c and its wiki, "Usage"; enroot 4.1, doc/cmd/start.md, doc/cmd/create.md;
 apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.quote import fill, indented, inside, mount, path_word, word, words
+from envbuild.jobs.quote import fill, mount, path_word, word, words
 from envbuild.recipe.accelerators import CUDA
 
 _ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
@@ -21,17 +18,17 @@ private() {
         stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
 }
 @DATA@# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
-XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-$ENVBUILD_RUN_ID
+XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
 image=@IMAGE@ created=
 if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
-    created=envbuild-$ENVBUILD_RUN_ID-$number-$step-${OMPI_COMM_WORLD_RANK-0}
+    created=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
     enroot create --force --name "$created" "$image"
     image=$created
 fi
 enroot start @OPTIONS@ \
-    "$image" /bin/sh @PROGRAM@ "$step" "$number" inside &
+    "$image" @PROGRAM@ "$@" &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 code=0
@@ -74,12 +71,6 @@ def work_key(plan: JobPlan) -> str:
     return "the current folder, without --work," if origin == "current folder" else origin
 
 
-def program_inside(plan: JobPlan) -> str:
-    """Return the node program's path in a container, quoted for the shell."""
-    work = path_word(inside(plan.work, plan.mounts), work_key(plan))
-    return f'{work}/"${{ENVBUILD_RUN##*/}}/node-$restarts.sh"'
-
-
 def pyxis_options(plan: JobPlan) -> list[str]:
     """Return srun's options for a pyxis container, as shell words for the batch script.
 
@@ -120,57 +111,30 @@ def _mount_key(plan: JobPlan, host: str) -> str:
     return work_key(plan) if host == plan.work else "the folder of --script"
 
 
-def start_container(plan: JobPlan) -> str:
-    """Return lines of the node program that run it again in the container; "" for runtimes that need none."""
+def container_words(plan: JobPlan) -> list[str]:
+    """Return the words that start a command in the plan's container, quoted for the shell.
+
+    There are none for environments in folders, for pyxis and for enroot. With Apptainer, the home folder is not
+    mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes the job's variables
+    (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
+    """
+    image = path_word(plan.artifact.path, "the image's path")
+    binds = []
+    for host, container in plan.mounts:
+        source, place, options = mount(host, container)
+        binds.append(words(["--bind", ":".join([source, place, *([",".join(options)] if options else [])])]))
     match plan.runtime:
         case "apptainer":
-            lines = _exec(plan, _apptainer(plan))
+            flags = f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip()
+            return [flags, *binds, image]
         case "own":
-            lines = _exec(plan, _own(plan))
-        case "enroot":
-            lines = _enroot(plan)
+            return [f"{path_word(plan.envbuild, 'the command envbuild')} exec", *binds, f"{image} --"]
         case _:
-            return ""
-    return f'if [ "$extra" != inside ]; then\n{lines}\nfi\n\n'
+            return []
 
 
-def _exec(plan: JobPlan, command: list[str]) -> str:
-    start = " \\\n        ".join(command)
-    return f'    exec {start} \\\n        /bin/sh {program_inside(plan)} "$step" "$number" inside'
-
-
-def _apptainer(plan: JobPlan) -> list[str]:
-    """Return the command that starts Apptainer.
-
-    The home folder is not mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes
-    the job's variables (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
-    """
-    binds = []
-    for host, container in plan.mounts:
-        source, place, options = mount(host, container)
-        text = ":".join([source, place, *([",".join(options)] if options else [])])
-        binds.append(words(["--bind", text]))
-    return [
-        f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip(),
-        *binds,
-        path_word(plan.artifact.path, "the image's path"),
-    ]
-
-
-def _own(plan: JobPlan) -> list[str]:
-    binds = []
-    for host, container in plan.mounts:
-        source, place, options = mount(host, container)
-        text = ":".join([source, place, *([",".join(options)] if options else [])])
-        binds.append(words(["--bind", text]))
-    return [
-        f"{path_word(plan.envbuild, 'the command envbuild')} exec",
-        *binds,
-        path_word(plan.artifact.path, "the image's path") + " --",
-    ]
-
-
-def _enroot(plan: JobPlan) -> str:
+def start_enroot(plan: JobPlan, program: str) -> str:
+    """Return lines of the node's shell script that run `program` in enroot with the script's arguments."""
     options = []
     for host, container in plan.mounts:
         source, place, more = mount(host, container)
@@ -179,21 +143,16 @@ def _enroot(plan: JobPlan) -> str:
     accelerator = plan.artifact.accelerator
     options += [f"--env {name}={value}" for name, value in accelerator.container_variables]
     named = ["SLURMD_NODENAME", *([accelerator.visible] if accelerator.visible else [])]
-    if plan.strategy == "horovod":
-        named += ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
     options += [f'${{{name}:+--env "{name}=${name}"}}' for name in named]
     scratch = plan.site.paths.scratch
     folders = ['"$XDG_RUNTIME_DIR/enroot"', '"$XDG_RUNTIME_DIR"']
-    data = ""
     if scratch:
         folders.insert(0, '"$ENROOT_DATA_PATH"')
-        data = fill(_DATA, scratch=path_word(scratch, "[paths] scratch"))
-    lines = fill(
+    return fill(
         _ENROOT,
-        data=data,
+        data=fill(_DATA, scratch=path_word(scratch, "[paths] scratch")) if scratch else "",
         image=path_word(plan.artifact.path, "the image's path"),
         options=" \\\n    ".join(options),
-        program=program_inside(plan),
+        program=program,
         folders=" ".join(folders),
     )
-    return indented(lines.rstrip())

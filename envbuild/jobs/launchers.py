@@ -1,7 +1,7 @@
 """Launchers that several schedulers share, and the loop over nodes for launchers that start one process at a time.
 
-Each defines `everywhere`, the bash function of a job's script that starts a program on every node; `stop`,
-`nodes`, `hosts`, `restarts` and ENVBUILD_RUN are defined by the script.
+Each defines `everywhere`, the bash function of a job's script that runs a step on every node; `stop`, `nodes`,
+`hosts`, `restarts`, `launch`, `settings` and ENVBUILD_RUN are defined by the script.
 Sources: mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH's Hydra, HPE's PALS.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 from functools import partial
 
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.modules import module_shell
 from envbuild.jobs.quote import fill
 
 ABOUT = """\
-# everywhere PROGRAM STEP [ARGUMENT…]: starts PROGRAM-RESTARTS.sh once on every node and becomes it, so call it in a
-# subshell."""
+# everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell."""
+
+# The number of SIGURG on Linux: Slurm does not know its name. ddp_train/launch/end.py tells why this signal.
+STEP_SIGNAL = 23
 
 _MPI = r"""mpirun=$(command -v @LAUNCHER@) ||
     stop 'there is no @LAUNCHER@ here; say its module in [modules] run of the site' 6
@@ -38,18 +39,19 @@ everywhere() {
     esac
     # All but Open MPI give this environment to every node, where Slurm's name of this node would be wrong.
     [ "$mpi" = openmpi ] || unset SLURMD_NODENAME
-    exec "$mpirun" "${options[@]}" @SHELL@ "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
+    exec "$mpirun" "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
 
 _HOSTFILE = r"""hostfile=$ENVBUILD_RUN/hosts-$restarts
     for host in "${hosts[@]}"; do echo "$host slots=@EACH@"; done >"$hostfile"
     """
 
-_HOROVOD = r"""    if [ "$2" = training ]; then
+_HOROVOD = r"""    if [ "$1" = training ]; then
         each=@EACH@
         [ "$mpi" = openmpi ] || stop 'Horovod is started by Open MPI, and this @LAUNCHER@ is another' 6
-        if [ "$one_interface" = yes ]; then
-            options+=(--mca btl_tcp_if_include "$ENVBUILD_INTERFACE" --mca oob_tcp_if_include "$ENVBUILD_INTERFACE")
+        interface=$(cut -d ' ' -f 3 "$ENVBUILD_RUN/at-$restarts".* | sort -u)
+        if [ "$(wc -l <<<"$interface")" -eq 1 ]; then # all nodes have one of this name
+            options+=(--mca btl_tcp_if_include "$interface" --mca oob_tcp_if_include "$interface")
         fi
     fi
 """
@@ -79,7 +81,7 @@ everywhere() {
 @END@    exit "$code"
 }"""
 
-# ssh's standard input ends with this script: node-RESTARTS.sh then ends its child processes.
+# ssh's standard input ends with this script: node-RESTARTS.sh then ends its process.
 _SSH_BEFORE = r"""alive=$(mktemp -u)
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
@@ -90,40 +92,37 @@ quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
 """
 
 _SSH_START = r"""        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[number]}" \
-            "@SHELL@ $(quoted "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}")" <"$alive" 9>&- &
+            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <"$alive" 9>&- &
 """
 
 
 # Each launcher's process number: Open MPI, PMIx, MPICH and Intel MPI, HPE's PALS.
-_RANK = "${OMPI_COMM_WORLD_RANK-${PMIX_RANK-${PMI_RANK-${PALS_RANKID-}}}}"
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
 
 # The scheduler does not manage a process that ssh started. The process ends with the batch script, which holds
 # the other end of its standard input. $$ stays the same over exec.
-_WATCH = r"""if [ "$extra" != inside ]; then
-    exec 3<&0 </dev/null
-    (
-        exec >/dev/null 2>&1
-        cat <&3
-        kill -TERM $$
-    ) &
-    exec 3<&-
-fi
+_WATCH = r"""exec 3<&0 </dev/null
+(
+    exec >/dev/null 2>&1
+    cat <&3
+    kill -TERM $$
+) &
+exec 3<&-
 
 """
 
 
-def each(plan: JobPlan, start: str, check: str = "", end: str = "") -> str:
+def each(start: str, check: str = "", end: str = "") -> str:
     """Return `everywhere` as a loop over the nodes.
 
     `start` are the lines that start a process on node $number, `check` those that correct $last, the exit code
     of an ended process, `end` those that run after all processes have ended.
     """
-    shell = module_shell(plan, "sh")
-    return fill(_EACH, about=ABOUT, start=fill(start, shell=shell), check=check, end=end)
+    return fill(_EACH, about=ABOUT, start=start, check=check, end=end)
 
 
-def _ssh(plan: JobPlan) -> str:
-    return _SSH_BEFORE + each(plan, _SSH_START)
+def _ssh(_: JobPlan) -> str:
+    return _SSH_BEFORE + each(_SSH_START)
 
 
 def mpi(*, hostfile: bool = False) -> Launcher:
@@ -131,7 +130,7 @@ def mpi(*, hostfile: bool = False) -> Launcher:
 
     `hostfile` passes the nodes to Open MPI, for a scheduler that many of its builds do not support.
     """
-    return Launcher(partial(_mpi, hostfile), number=_RANK)
+    return Launcher(partial(_mpi, hostfile), number=_RANKS)
 
 
 def _mpi(hostfile: bool, plan: JobPlan) -> str:
@@ -144,7 +143,6 @@ def _mpi(hostfile: bool, plan: JobPlan) -> str:
         hostfile=fill(_HOSTFILE, each=each) if hostfile else "",
         hosts='--hostfile "$hostfile"' if hostfile else "",
         horovod=fill(_HOROVOD, each=each, launcher=plan.launcher) if horovod else "",
-        shell=module_shell(plan, "sh"),
     ).replace("none )", "none)")
 
 

@@ -117,15 +117,15 @@ class JobPlan:
 class Launcher:
     """A program that starts a process on every node.
 
-    `everywhere` returns the bash function of that name for a job's script (jobs/launchers.py). `number` is the
-    shell's expression for the number of a process, "" if the function passes the number. `carries_environment`
+    `everywhere` returns the bash function of that name for a job's script (jobs/launchers.py). `number` are the
+    variables in which a process may find its number, none if the function passes the number. `carries_environment`
     means that nodes get the variables of the batch script, and so its modules. `node_lines` are added to a
-    node's program. `signal` is the command that sends ending.STEP_SIGNAL to every process of the training, ""
-    if SIGTERM to the launcher ends it in order; `signal_note` gives the reason, as lines of a comment.
+    node's shell script. `signal` is the command that sends launchers.STEP_SIGNAL to every process of the training,
+    "" if SIGTERM to the launcher ends it in order; `signal_note` gives the reason, as lines of a comment.
     """
 
     everywhere: Callable[[JobPlan], str]
-    number: str = ""
+    number: tuple[str, ...] = ()
     carries_environment: bool = False
     node_lines: str = ""
     signal: str = ""

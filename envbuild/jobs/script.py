@@ -1,6 +1,6 @@
 """The common parts of the scripts of all schedulers except Kubernetes, in the order of the file.
 
-Directives, modules, the job's values, the programs for the nodes, the first step, the preflight, the training.
+Directives, modules, the job's values, the settings and programs for the nodes, the preflight, the training.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import re
 import envbuild
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY, work_key
-from envbuild.jobs.ending import records_exit_codes
-from envbuild.jobs.find_program import find_program
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
-from envbuild.jobs.node_program import node_program, settings
+from envbuild.jobs.node import launch, node_program, records_exit_codes, runs_shell, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.site.schedulers import LAUNCHERS
 
@@ -27,50 +25,23 @@ _STOP = r"""stop() { # message, exit code
 }
 """
 
-_FIRST_STEP = r"""[ "${#hosts[@]}" -eq "$nodes" ] ||
+_NODES = r"""[ "${#hosts[@]}" -eq "$nodes" ] ||
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
-
-# The first step: every node tells where it is.
-head=$(sh "$ENVBUILD_RUN/find-$restarts.sh" head 0 "$peer") || exit 5
-head=${head% *}
+[ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
+printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
 rm -f "$ENVBUILD_RUN/at-$restarts".*
-(everywhere find nodes "$head" $((20000 + 10#$job_number % 10000))) || stop 'the first step failed, see above' 5
-names=() addresses=() interfaces=()
-for ((number = 0; number < nodes; number++)); do
-    row=$ENVBUILD_RUN/at-$restarts.$number
-    for ((wait = 0; wait < 20; wait++)); do
-        [ ! -s "$row" ] || break
-        sleep 1 # network file systems may be late
-    done
-    read -r name address interface port <"$row" ||
-        stop "node $number left no word in $ENVBUILD_RUN, which must be on a file system that all nodes see" 5
-    for host in "${hosts[@]}"; do
-        [ "${host%%.*}" != "${name%%.*}" ] || name=$host
-    done
-    case " ${names[*]-} " in
-    *" $name "*) stop "@LAUNCHER@ started two processes on node $name and none on another" 5 ;;
-    esac
-    names+=("$name") addresses+=("$address") interfaces+=("$interface")
-    [ "$number" -gt 0 ] || ENVBUILD_PORT=$port
-    echo "envbuild: node $number is $name, $address on $interface"
-done
-printf "%s='%s'\n" >"$ENVBUILD_RUN/nodes-$restarts.sh" \
-    ENVBUILD_HOSTS "${names[*]}" ENVBUILD_ADDRESSES "${addresses[*]}" ENVBUILD_INTERFACES "${interfaces[*]}" \
-    ENVBUILD_PORT "$ENVBUILD_PORT" ENVBUILD_RUN_ID @NAME@"-$job-$restarts"
 """
 
-_ONE_INTERFACE = r"""ENVBUILD_INTERFACE=${interfaces[0]} one_interface=yes
-for interface in "${interfaces[@]}"; do
-    [ "$interface" = "$ENVBUILD_INTERFACE" ] || one_interface=no
-done
+_FIND = r"""
+(everywhere find) || stop 'the first step failed, see above' 5
 """
 
 _PREFLIGHT = r"""
-(everywhere node preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
+(everywhere preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
 """
 
 _TRAINING = r"""
-everywhere node training &
+everywhere training &
 launched=$!
 # Time is up, or the job is cancelled: torchrun ends its workers in order.@NOTE@
 trap '@END@ 2>/dev/null || true' @SIGNALS@
@@ -85,7 +56,9 @@ done
 _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
 # Removes the containers, however this script ends. In a job that was cancelled, the epilogs of its steps do that.
 # A node that cannot end its last step holds the job no longer than a minute.
-trap '(SLURM_IMMEDIATE=60 everywhere tidy end) >/dev/null 2>&1 || true' EXIT"""
+trap '(SLURM_IMMEDIATE=60 everywhere tidy) >/dev/null 2>&1 || true' EXIT
+# Those of a run before a requeue.
+(everywhere tidy) || true"""
 
 _END = 'kill -TERM "$launched"'
 # The file informs a node whose container is still starting.
@@ -162,19 +135,21 @@ def known(plan: JobPlan, template: str) -> str:
 
 
 def programs(plan: JobPlan, launcher: Launcher) -> str:
-    """Return the lines that write the nodes' files, and read the settings for launchers and runtimes."""
+    """Return the lines that write the nodes' files, read the settings, and define `everywhere`."""
     pyxis = plan.runtime == "pyxis"
-    return "\n\n".join(
+    files = [heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan, launcher), "SETTINGS")]
+    if runs_shell(plan, launcher):
+        files.append(heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan, launcher), "NODE"))
+    if pyxis:
+        files.append(heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY"))
+    return "\n".join(
         [
-            "# What every node reads and runs, in the folder of this run.",
-            heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan), "SETTINGS"),
-            heredoc('cat >"$ENVBUILD_RUN/find-$restarts.sh"', find_program(plan, launcher), "FIND"),
-            heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan, launcher), "NODE"),
-            *([heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY")] if pyxis else []),
+            "# For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.",
+            *files,
             "# shellcheck disable=SC1090,SC1091\n"
             '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
             "# From the host where the job was submitted; it need not be here.\n"
-            "unset XDG_RUNTIME_DIR",
+            f"unset XDG_RUNTIME_DIR\n{launch(plan, launcher)}\n",
             launcher.everywhere(plan),
             *([_TIDY] if pyxis else []),
         ]
@@ -182,15 +157,15 @@ def programs(plan: JobPlan, launcher: Launcher) -> str:
 
 
 def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
-    """Return the first step, the preflight and the training; without a command, the preflight alone.
+    """Return the list of nodes, the preflight and the training; without a command, the preflight alone.
 
     `signals` are those by which the scheduler tells the script to end.
     """
-    text = fill(_FIRST_STEP, launcher=plan.launcher, name=plan.name)
-    if plan.strategy == "horovod":
-        text += _ONE_INTERFACE
+    text = _NODES
     if plan.preflight:
         text += _PREFLIGHT
+    elif plan.strategy == "horovod":  # mpirun's options depend on the nodes' interfaces
+        text += _FIND
     if plan.command:
         text += fill(
             _TRAINING,

@@ -27,7 +27,7 @@ from .conftest import Command, own_copy
 from .test_conda import recipe, site
 
 LIMIT_S = 240
-# What a job script of envbuild tells each rank that mpirun starts (jobs/node_program.py).
+# What a job script of envbuild tells each rank that mpirun starts (ddp_train/launch).
 RANK = """
 rank=$OMPI_COMM_WORLD_RANK size=$OMPI_COMM_WORLD_SIZE
 export HOROVOD_RANK="$rank" HOROVOD_SIZE="$size" HOROVOD_HOSTNAME="n$((rank / 2))"

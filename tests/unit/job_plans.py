@@ -17,6 +17,7 @@ from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
 from envbuild.site.settings import FabricTable
 
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 DIGEST = f"sha256:{'ab' * 32}"
 VENV = JobArtifact(
     "venv", "/fsx/envs/pt", DIGEST, "pt_cpu", "cpu-x86_64", "/fsx/envs/pt/bin/python",
@@ -61,16 +62,8 @@ MODULES = replace(
 LOADED = MODULES.modules.run
 NCCL = (("NCCL_NET", "AWS Libfabric"), ("FI_PROVIDER", "efa"), ("HTTPS_PROXY", "http://proxy.example:3128"))
 
-ADDRESSES = "\n".join(
-    f"{number}: {name}    {family} {address} scope global {name}\\       valid_lft forever"
-    for number, name, family, address in (
-        (2, "docker0", "inet", "172.17.0.1/16"),
-        (3, "eth0", "inet6", "2001:db8::7/64"),
-        (3, "eth0", "inet", "192.0.2.7/24"),
-        (4, "hsn0", "inet", "203.0.113.7/24"),
-        (5, "ib0", "inet6", "2001:db8:1::7/64"),
-    )
-)
+# The addresses of a machine, and the address from which it reaches any other.
+ADDRESSES = "eth0 2001:db8::7,eth0 192.0.2.7,hsn0 203.0.113.7,ib0 2001:db8:1::7"
 
 # Stands in for srun, mpirun, ssh, blaunch, flux and apptainer: says what it was given, and does what they would on
 # `nodes` nodes, all of which are this machine. The programs for nodes are the real ones.
@@ -78,14 +71,15 @@ _LAUNCHER = """\
 #!{python}
 import json, os, pathlib, signal, subprocess, sys
 tool, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
-with open(os.environ["RECORDED"], "a") as stream:
-    print(json.dumps([tool, arguments]), file=stream)
+with open(os.environ["RECORDED"], "ab", buffering=0) as stream:
+    stream.write(json.dumps([tool, arguments]).encode() + b"\\n")
 if "--version" in arguments:
     sys.exit(print(os.environ["MPI"]))
 if tool == "ssh":
     sys.exit(subprocess.run(["sh", "-c", arguments[-1]]).returncode)
 if tool in ("apptainer", "envbuild"):
-    os.execv("/bin/sh", arguments[arguments.index("/bin/sh"):])
+    start = next(at for at, one in enumerate(arguments) if one.endswith("python"))
+    os.execv(arguments[start], arguments[start:])
 if tool == "pbsdsh":  # PBS signals all of a task, and the exit code is 0 whatever its program's is
     task = subprocess.Popen(arguments[arguments.index("/bin/sh"):], start_new_session=True)
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(task.pid, number))
@@ -97,33 +91,41 @@ if tool == "flux" and arguments[0] != "run":
     hosts = [f"n{{number}}" for number in range(int(os.environ["NODES"]))]
     said = {{"getattr": "f9", "job": "77", "hostlist": "\\n".join(hosts)}}  # getattr jobid, job id F58
     sys.exit(print(said[arguments[0]]))
-start = next(at for at, one in enumerate(arguments) if one in ("sh", "/bin/sh", "bash"))
-codes = []
+programs = ("/python", "apptainer", "envbuild")
+start = next(at for at, one in enumerate(arguments) if one in ("sh", "bash") or one.endswith(programs))
+tasks = []
 for number in range(int(os.environ["NODES"])):
     own = {{"SLURM_NODEID": str(number), "SLURMD_NODENAME": f"n{{number}}"}}  # of what Slurm starts on a node
     own |= {{"FLUX_TASK_RANK": str(number)}}
     told = os.environ | own | {{"OMPI_COMM_WORLD_RANK": str(number)}}
     if tool.startswith("mpi") and "Open" not in os.environ["MPI"]:  # these give all of their own environment on
         told = own | os.environ | {{"PMI_RANK": str(number)}}
-    codes.append(subprocess.run(arguments[start:], env=told).returncode)
-sys.exit(max(codes))
+    tasks.append(subprocess.Popen(arguments[start:], env=told))
+first = 0
+for _ in tasks:  # when one fails, the others are ended
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    if code and not first:
+        first = code
+        for task in tasks:
+            task.terminate()
+sys.exit(first)
 """
 _PYTHON = """\
 #!{python}
-import json, os, sys
-with open(os.environ["RECORDED"], "a") as stream:
-    print(json.dumps(["python", sys.argv[1:], dict(os.environ)]), file=stream)
+import functools, json, os, runpy, subprocess, sys, types
+if "ddp_train.launch" in sys.argv:  # the real one, on a machine with the addresses of $ADDRESSES and the route $SOURCE
+    sys.path.insert(0, {repository!r})
+    from ddp_train.launch import address, nodes
+    nodes.addresses = lambda: [address.Address(*one.split()) for one in os.environ["ADDRESSES"].split(",") if one]
+    nodes.choose = functools.partial(address.choose, source=lambda target: os.environ["SOURCE"])
+    os.uname = lambda: types.SimpleNamespace(nodename=subprocess.check_output(["uname", "-n"], text=True).strip())
+    sys.argv = sys.argv[sys.argv.index("ddp_train.launch"):]
+    runpy.run_module("ddp_train.launch", run_name="__main__", alter_sys=True)
+if os.path.exists(f"{{sys.argv[0]}}.sh"):
+    os.execv("/bin/sh", ["sh", f"{{sys.argv[0]}}.sh", *sys.argv[1:]])
+with open(os.environ["RECORDED"], "ab", buffering=0) as stream:
+    stream.write(json.dumps(["python", sys.argv[1:], dict(os.environ)]).encode() + b"\\n")
 sys.exit(int(os.environ.get("CODE", "0")))
-"""
-# A machine with the addresses of $IP_ADDR, and the route of $IP_ROUTE.
-_IP = """\
-#!/bin/sh
-case "$*" in
-*'route get'*) [ -z "$IP_ROUTE" ] || echo "$IP_ROUTE" ;;
-*' dev '*) echo "$IP_ADDR" | grep "^[0-9]*: $5 " ;;
-*'link show'*) echo "$IP_ADDR" | sed 's/^\\([0-9]*: [^ ]*\\).*/\\1@if3: <UP>/' ;;
-*) echo "$IP_ADDR" ;;
-esac
 """
 _SCONTROL = """\
 #!/bin/sh
@@ -134,13 +136,16 @@ _SCONTROL = """\
 def executable(path: Path, text: str) -> Path:
     """Write a program."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.format(python=sys.executable) if "{python}" in text else text)
+    path.write_text(text.format(python=sys.executable, repository=REPOSITORY) if "{python}" in text else text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
 
-def recorder(path: Path) -> str:
-    """An interpreter at `path` that records what it is called with."""
+def recorder(path: Path, training: str = "") -> str:
+    """An interpreter at `path` that records what it is called with, or runs the shell script `training` instead."""
+    if training:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f"{path.name}.sh").write_text(training)
     return str(executable(path, _PYTHON))
 
 
@@ -153,7 +158,6 @@ class Stage:
         for tool in ("srun", "mpirun", "mpiexec", "ssh", "pbsdsh", "blaunch", "flux", "apptainer", "envbuild"):
             executable(self.bin / tool, _LAUNCHER)
         executable(self.bin / "scontrol", _SCONTROL)
-        executable(self.bin / "ip", _IP)
         (folder / "hosts").write_text("".join(f"n{i}\n" for i in range(nodes)))
 
     def run(
@@ -190,8 +194,8 @@ class Stage:
             "LSB_DJOB_HOSTFILE": str(self.folder / "hosts"),
             "PBS_JOBID": "77.head",
             "PBS_NODEFILE": str(self.folder / "hosts"),
-            "IP_ADDR": ADDRESSES,
-            "IP_ROUTE": "198.51.100.9 via 192.0.2.1 dev eth0 src 192.0.2.7 uid 0 \\    cache",
+            "ADDRESSES": ADDRESSES,
+            "SOURCE": "192.0.2.7",
             "XDG_RUNTIME_DIR": "/run/user/of-the-login-node",
             "PYTHONPATH": "/of/the/login/node",
             **more,

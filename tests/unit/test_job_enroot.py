@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from unit.job_plans import AWS, MOUNTS, PLAN, SQSH, executable
 
-from envbuild.jobs.containers import start_container
+from envbuild.jobs.containers import start_enroot
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users")
 ANN, BOB = 60001, 60002
@@ -31,7 +31,7 @@ esac
 """
 _BEFORE = """\
 set -eu
-extra= step=training number=0 restarts=0 ENVBUILD_RUN=/fsx/me/run ENVBUILD_RUN_ID=run-1
+name=n0 restarts=1 ENVBUILD_RUN=/fsx/me/run
 stop() {
     echo "$1" >&2
     exit 1
@@ -57,7 +57,7 @@ def _start(node: Path, user: int) -> subprocess.CompletedProcess[str]:
     site = replace(AWS, paths=replace(AWS.paths, scratch=str(node / "scratch")))
     plan = replace(PLAN, artifact=SQSH, runtime="enroot", mounts=MOUNTS, site=site)
     return subprocess.run(
-        ["sh", "-c", _BEFORE + start_container(plan)],
+        ["sh", "-c", _BEFORE + start_enroot(plan, "/opt/env/bin/python")],
         env={"PATH": f"{node}/bin:/usr/bin:/bin", "TMPDIR": str(node / "tmp")},
         cwd="/",
         user=user,

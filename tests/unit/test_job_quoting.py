@@ -132,7 +132,7 @@ def test_an_image_may_have_any_name_with_a_recording_apptainer(image: str) -> No
         assert done.returncode == 0, done.stderr
         (started,) = [arguments for tool, arguments, *_ in recorded if tool == "apptainer"]
         bind = ["--bind", ":".join(mounts[0])]
-        assert started[:6] == ["exec", "--no-home", *bind, path, "/bin/sh"]
+        assert started[:6] == ["exec", "--no-home", *bind, path, plan.artifact.python]
         assert _python(recorded)[1] == list(ONE.command)
 
 

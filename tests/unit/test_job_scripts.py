@@ -133,13 +133,12 @@ def test_shellcheck_finds_nothing_in_the_programs_for_nodes(tmp_path: Path) -> N
     programs = {
         render(plan).split(f"<<'{end}'\n")[1].split(f"\n{end}\n")[0]
         for plan in PLANS.values()
-        for end in ("FIND", "NODE", "TIDY")
+        for end in ("SETTINGS", "NODE", "TIDY")
         if f"<<'{end}'" in render(plan)
     }
     for number, program in enumerate(sorted(programs)):
         (tmp_path / f"{number}.sh").write_text(f"{program}\n")
-    # Variables of the files that a node's program reads, and `here`, which not every one needs.
-    left_out = "--exclude=SC2034,SC2153,SC2154"
+    left_out = "--exclude=SC2034"  # of the settings, other programs read the variables
     assert shellcheck("--shell", "sh", left_out, *sorted(tmp_path.iterdir())) == ""
 
 
@@ -149,3 +148,11 @@ def test_no_script_guesses_an_endpoint_or_asks_for_a_name(name: str) -> None:
     assert "localhost" not in text
     assert "$(hostname" not in text
     assert ":=" not in text
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name.startswith("slurm-")])
+def test_a_script_is_short_enough_to_be_read(name: str) -> None:
+    """A container that the node itself starts, and launchers that start one process at a time, need more lines."""
+    more = {"slurm-pyxis": 20, "slurm-hyperpod": 25, "slurm-enroot": 45, "slurm-horovod": 5, "slurm-horovod-sif": 30}
+    more["slurm-login-modules"] = 25
+    assert len(render(PLANS[name]).splitlines()) <= 100 + more.get(name, 0)

@@ -97,9 +97,9 @@ def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(tmp_path:
 def test_all_signals_of_lsf_end_the_training_in_order(tmp_path: Path, number: signal.Signals) -> None:
     stage = Stage(tmp_path, 1)
     plan = replace(_plan(stage, "lsf"), nodes=1)
-    executable(
+    recorder(
         Path(plan.artifact.python),
-        "#!/bin/sh\ntrap 'echo ended >\"$ENVBUILD_RUN/ended\"; exit 3' TERM\n"
+        "trap 'echo ended >\"$ENVBUILD_RUN/ended\"; exit 3' TERM\n"
         'echo $$ >"$ENVBUILD_RUN/started"\nwhile :; do sleep 0.1; done\n',
     )
     script = tmp_path / "job.sh"

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable
 
 from envbuild.jobs.containers import work_key
-from envbuild.jobs.ending import STEP_SIGNAL
-from envbuild.jobs.launchers import ABOUT
+from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, directive_line, fill
 from envbuild.jobs.schedulers.base import (
@@ -36,7 +35,7 @@ _SHORT = {"N": "nodes", "n": "nslots", "c": "cores-per-slot", "g": "gpus-per-slo
 
 _JOB = r"""# A batch script has no FLUX_JOB_ID. The number in decimal, for names of files.
 job=$(flux job id "$(flux getattr jobid)")
-nodes=@NODES@ job_number=$job
+nodes=@NODES@
 restarts=0 # Flux does not start a job again
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
@@ -53,12 +52,12 @@ _RUN = r"""everywhere() {
     # This instance of Flux has the nodes of this job alone; a task has all of its node.
     local options=(--nodes=@NODES@ --ntasks=@NODES@ --exclusive --setopt=exit-on-error)
     options+=(--setopt=cpu-affinity=off --setopt=gpu-affinity=off --setopt=pmi=off)
-    exec flux run "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
+    exec flux run "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
 
 _SIGNAL_NOTE = r"""
 # Flux signals every process of a task, also squashfuse, which holds a container's image: the signal is 23, SIGURG,
-# which only the node program heeds."""
+# which only ddp_train.launch heeds."""
 
 
 def _render(plan: JobPlan) -> str:
@@ -123,7 +122,7 @@ def _queues(printed: str) -> list[Queue]:
 _LAUNCHERS = {
     "flux": Launcher(
         _run,
-        number="${FLUX_TASK_RANK-}",
+        number=("FLUX_TASK_RANK",),
         carries_environment=True,
         signal=f"flux job killall --force --signal={STEP_SIGNAL}",
         signal_note=_SIGNAL_NOTE,

@@ -32,7 +32,7 @@ from envbuild.jobs.script import about, check, known, opening, programs, steps
 # Options in the header of every job's script.
 _OWN = ("J", "n", "W", "cwd", "o", "oo", "e", "eo", "x", "r", "rn", "gpu", "q", "P")
 
-_JOB = r"""nodes=@NODES@ job=$LSB_JOBID job_number=$LSB_JOBID
+_JOB = r"""nodes=@NODES@ job=$LSB_JOBID
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
 mkdir -p "$ENVBUILD_RUN" @LOGS@
@@ -54,7 +54,7 @@ peer=${hosts[1]-}
 """
 
 _BLAUNCH = r"""        blaunch -no-shell "${hosts[number]}" \
-            @SHELL@ "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
+            "${launch[@]}" "$1" "$settings" "$number" </dev/null &
 """
 
 # bkill sends INT, TERM and KILL; a job that exceeds its run limit gets USR2 first.
@@ -106,8 +106,8 @@ def _directives(plan: JobPlan) -> list[str]:
     return lines + [f"#BSUB {directive_line(line)}" for line in scheduler.directives]
 
 
-def _blaunch(plan: JobPlan) -> str:
-    return each(plan, _BLAUNCH)
+def _blaunch(_: JobPlan) -> str:
+    return each(_BLAUNCH)
 
 
 def _job(printed: str) -> str:

@@ -37,7 +37,7 @@ _OWN = {
 }
 
 _JOB = r"""# 123.server, or 123[4].server in an array
-nodes=@NODES@ job=${PBS_JOBID//[^A-Za-z0-9_.-]/_} job_number=${PBS_JOBID%%[!0-9]*}
+nodes=@NODES@ job=${PBS_JOBID//[^A-Za-z0-9_.-]/_}
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
 mkdir -p "$ENVBUILD_RUN" @LOGS@
@@ -58,23 +58,23 @@ peer=${hosts[1]-}
 
 # pbsdsh's exit code does not reflect that of its program.
 _PBSDSH_START = r"""        # shellcheck disable=SC2016
-        pbsdsh -n "$number" -- /bin/sh -c 'code=0; @SHELL@ "$@" || code=$?; echo "$code" >"${1%.sh}.exit-$2-$3"' \
-            sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" "$number" "${@:3}" </dev/null &
+        pbsdsh -n "$number" -- /bin/sh -c 'file=$1 code=0; shift; "$@" || code=$?; echo "$code" >"$file"' \
+            sh "$ENVBUILD_RUN/exit-$restarts-$1.$number" "${launch[@]}" "$1" "$settings" "$number" </dev/null &
 """
 
 _PBSDSH_CHECK = r"""        [ "$last" -ne 0 ] ||
-            last=$(sort -n "$ENVBUILD_RUN/$1-$restarts.exit-$2-"* 2>/dev/null | tail -n 1) || last=0
+            last=$(sort -n "$ENVBUILD_RUN/exit-$restarts-$1".* 2>/dev/null | tail -n 1) || last=0
 """
 
 _PBSDSH_END = r"""    for number in "${!hosts[@]}"; do
         last=1
-        read -r last <"$ENVBUILD_RUN/$1-$restarts.exit-$2-$number" || true
+        read -r last <"$ENVBUILD_RUN/exit-$restarts-$1.$number" || true
         [ "$last" -eq 0 ] || [ "$code" -ne 0 ] || code=$last
     done
 """
 
 _PBSDSH_OUTPUT = r"""# pbsdsh does not carry the output.
-[ "$extra" = inside ] || exec >>"$ENVBUILD_RUN/output-$restarts.$number" 2>&1
+exec >>"$ENVBUILD_RUN/output-$restarts.$3" 2>&1
 
 """
 
@@ -138,8 +138,8 @@ def _memory(text: str) -> str:
     return f"{number}{unit.lower()}b"
 
 
-def _pbsdsh(plan: JobPlan) -> str:
-    return each(plan, _PBSDSH_START, _PBSDSH_CHECK, _PBSDSH_END)
+def _pbsdsh(_: JobPlan) -> str:
+    return each(_PBSDSH_START, _PBSDSH_CHECK, _PBSDSH_END)
 
 
 _LAUNCHERS = {

@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from envbuild.errors import UsageError
-from envbuild.jobs.containers import program_inside, pyxis_options, work_key
-from envbuild.jobs.ending import STEP_SIGNAL
-from envbuild.jobs.launchers import ABOUT, mpi
+from envbuild.jobs.containers import pyxis_options, work_key
+from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, directive_line, fill
 from envbuild.jobs.schedulers.base import (
@@ -36,7 +35,7 @@ _OWN = (
 _SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
           "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error"}  # fmt: skip
 
-_JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID job_number=$SLURM_JOB_ID
+_JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID
 # A job that Slurm starts again goes on from its snapshot, and meets under another name.
 restarts=${SLURM_RESTART_COUNT:-0}
 export ENVBUILD_RUN=@RUN@_$job
@@ -56,23 +55,23 @@ fi
 # torchrun restarts workers itself; if it gives up on one node, the others would only wait for it.
 _SRUN = r"""everywhere() {
     # A step has all CPUs of the job, unless it names a number: that means these alone.
-    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1)
-    options+=(--kill-on-bad-exit=1 --cpu-bind=none --mpi=none --export=ALL)
-@MORE@    exec srun "${options[@]}" sh "$ENVBUILD_RUN/$1-$restarts.sh" "$2" - "${@:3}" </dev/null
+    local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1 --kill-on-bad-exit=1)
+    options+=(--cpu-bind=none --mpi=none --export=ALL)
+@MORE@    exec srun "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
 
-_RESUME = r"""    if [ "$2" = training ]; then options+=(--auto-resume=1); fi
+_RESUME = r"""    if [ "$1" = training ]; then options+=(--auto-resume=1); fi
 """
 
-_PYXIS = r"""    if [ "$1" = node ]; then
-        exec srun "${options[@]}" "${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh" \
-            /bin/sh @PROGRAM@ "$2" - inside </dev/null
+_PYXIS = r"""    if [ "$1" = tidy ]; then
+        exec srun "${options[@]}" sh "$ENVBUILD_RUN/tidy-$restarts.sh" now </dev/null
     fi
+    options+=("${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh")
 """
 
 _SIGNAL_NOTE = r"""
 # srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
-# signal is 23, SIGURG, which only the node program heeds."""
+# signal is 23, SIGURG, which only ddp_train.launch heeds."""
 
 
 def render_slurm(plan: JobPlan) -> str:
@@ -132,14 +131,14 @@ def _srun(plan: JobPlan) -> str:
     if plan.runtime == "pyxis":
         options = "".join(f"    {option}\n" for option in pyxis_options(plan))
         container = f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
-        more += fill(_PYXIS, program=program_inside(plan))
+        more += _PYXIS
     return f"{container}{ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
 
 
 _LAUNCHERS = {
     "srun": Launcher(
         _srun,
-        number="${SLURM_NODEID-}",
+        number=("SLURM_NODEID",),
         carries_environment=True,
         # scancel(1): without --batch
         signal=f'scancel --signal={STEP_SIGNAL} "$SLURM_JOB_ID"',

@@ -1,0 +1,66 @@
+"""Tell a running training to end, so that its ranks can save their state first.
+
+A signal to a step of a job reaches all of its processes. SIGTERM would end squashfuse, which serves a container's
+image, before a rank has saved its state. So the batch script sends SIGURG, which programs ignore by default.
+(Apptainer does not pass it on: the Go runtime uses it.) torchrun must get SIGTERM only once: after a second one, it
+would not wait for its ranks.
+
+Sources: scancel(1); signal(7); libfuse, lib/fuse_signals.c; Apptainer, internal/pkg/runtime/engine/apptainer.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from .job import Run
+
+
+class _Child:
+    """The training's process; `told` that it was told to end, `owed` that it was not there yet."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.told = self.owed = False
+
+    def tell(self) -> None:
+        """Send the training its one SIGTERM."""
+        if self.process is None:
+            self.owed = True
+        elif not self.told:
+            self.process.terminate()
+        self.told = True
+
+    def received(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal. SIGTERM and SIGINT reach all processes: the training, if it runs, has its own."""
+        if number != signal.SIGURG and self.process is not None:
+            self.told = True
+        else:
+            self.tell()
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, number: int) -> int:
+    """Run the training as a child process that gets SIGTERM once, and return the exit code.
+
+    If the launcher would end all nodes after an error, a node that was told to end returns 0 and writes its exit
+    code into the file ended-RESTARTS.NUMBER for the batch script: another node may still be saving its state.
+    """
+    ended = run.file(f"ended.{number}")
+    ended.unlink(missing_ok=True)
+    child = _Child()
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGURG):
+        signal.signal(one, child.received)
+    # The batch script's file is for nodes whose container was still starting.
+    if run.file("told").exists():
+        child.tell()
+    child.process = subprocess.Popen(command, env=dict(environment))
+    if child.owed:
+        child.process.terminate()
+    code = child.process.wait()
+    code = 128 - code if code < 0 else code
+    if code and child.told and run.job.exit_codes:
+        ended.write_text(f"{code}\n")
+        return 0
+    return code
