@@ -10,7 +10,7 @@ import time
 from .args import parse_arguments
 from .ending import leave
 from .errors import RUNTIME, TrainError, one_line
-from .output import complain
+from .output import print_error
 from .place import die_with_parent
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import torch  # noqa: F401 - here, to measure its time, and to report wrong arguments quickly
     except (ImportError, OSError) as error:
-        complain(f"torch cannot be imported by {sys.executable}: {one_line(error)}")
+        print_error(f"torch cannot be imported by {sys.executable}: {one_line(error)}")
         return RUNTIME
     gc.freeze()  # these objects live until exit: closing the group need not scan them
     imported = time.perf_counter()
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         run(arguments, os.environ, Clock(started, imported - before))
     except TrainError as error:
         if not error.reported:
-            complain(error.message)
+            print_error(error.message)
         return error.exit_code
     return 0
 

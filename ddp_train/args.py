@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from .errors import BAD_INPUT
-from .output import complain
+from .output import print_error
 
 DEFAULT_SYNTHETIC_SIZE = 2048
 SYNTHETIC = "synthetic"
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if next((os.environ[one] for one in _LOCAL_RANKS if one in os.environ), "0") == "0":
-            complain(f"{message} (see python -m ddp_train --help)")
+            print_error(f"{message} (see python -m ddp_train --help)")
         else:
             # Launchers kill all ranks of a node when one exits: the rank that prints the error must exit first.
             time.sleep(_LAST_WORDS_S)

@@ -14,8 +14,8 @@ import torch
 
 from .collectives import Collectives, TorchCollectives
 from .errors import BAD_INPUT, TrainError, one_line
-from .output import complain
-from .place import Place
+from .output import print_error
+from .place import RankInfo
 from .tensors import bytes_tensor, tensor_bytes
 
 # Time that a collective waits for the slowest rank; the death of a rank is noticed at once.
@@ -28,7 +28,9 @@ class Group:
     Every method but close() is collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, place: Place, device: Any, backend: str | None, collectives: Collectives | None = None) -> None:
+    def __init__(
+        self, place: RankInfo, device: Any, backend: str | None, collectives: Collectives | None = None
+    ) -> None:
         self.place = place
         self.device = device
         self.backend = backend
@@ -90,7 +92,7 @@ class Group:
         if len(failures) < self.place.world_size and rank != 0:
             message = f"rank {rank}: {message}"
         if self.leads:
-            complain(message)
+            print_error(message)
         if self.backend is not None:
             # Launchers kill all ranks when the first exits: rank 0 must have printed before that.
             with contextlib.suppress(RuntimeError):
@@ -125,7 +127,7 @@ class Group:
             self.backend = None
 
 
-def choose_backend(wanted: str, place: Place) -> str:
+def choose_backend(wanted: str, place: RankInfo) -> str:
     """Return `nccl` or `gloo`; `auto` selects nccl if each rank of the node has its own GPU. Raises TrainError."""
     if wanted == "gloo":
         return "gloo"
@@ -142,7 +144,7 @@ def choose_backend(wanted: str, place: Place) -> str:
     return "gloo"
 
 
-def _check_same_backend(store: Any, place: Place, backend: str) -> None:
+def _check_same_backend(store: Any, place: RankInfo, backend: str) -> None:
     """Raise TrainError on every rank if their backends differ, since they would wait for each other forever."""
     keys = [f"ddp_train/backend/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], f"{backend} on {place.host}")
@@ -164,7 +166,7 @@ def _bound_to(device: Any) -> dict[str, Any]:
     return {"device_id": device} if device.type == "cuda" and "device_id" in known else {}
 
 
-def connect(place: Place, wanted: str) -> Group:
+def connect(place: RankInfo, wanted: str) -> Group:
     """Join the job's process group, or run as one process when `place` is not distributed. Raises TrainError."""
     backend = choose_backend(wanted, place)
     if backend == "nccl":

@@ -19,7 +19,7 @@ import torch
 from .distributed import Group, choose_backend
 from .errors import BAD_INPUT, TrainError, one_line
 from .horovod_rendezvous import PATIENCE_S, meet
-from .place import Place
+from .place import RankInfo
 
 # Variables in which launchers pass the number of ranks.
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -80,7 +80,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
         hvd.init()
     except (RuntimeError, ValueError, OSError) as error:
         raise TrainError(f"cannot join Horovod's job: {one_line(error)}") from error
-    place = Place(
+    place = RankInfo(
         rank=hvd.rank(),
         local_rank=hvd.local_rank(),
         group_rank=hvd.cross_rank(),
@@ -117,7 +117,7 @@ def _horovod() -> Any:
     return hvd
 
 
-def _check_all_are_here(environ: Mapping[str, str], place: Place, hvd: Any) -> None:
+def _check_all_are_here(environ: Mapping[str, str], place: RankInfo, hvd: Any) -> None:
     """Raise TrainError if Horovod does not see all ranks: each would train alone, unnoticed."""
     started = next((environ[name] for name in _SIZES if environ.get(name, "").isdigit()), "1")
     if int(started) == place.world_size:

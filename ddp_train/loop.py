@@ -21,8 +21,8 @@ from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
 from .models import batch_loss, build_model
-from .output import complain, log
-from .place import find_place
+from .output import log, print_error
+from .place import find_rank_info
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
 from .resume import RESUME_AFTER, resume, wait_for_turn
 from .selfcheck import check_allreduce, require_exact
@@ -111,7 +111,7 @@ def _connect(arguments: Arguments, environ: Mapping[str, str]) -> Group:
         from .horovod_backend import connect_horovod
 
         return connect_horovod(environ, socket.gethostname(), arguments.backend)
-    return connect(find_place(environ), arguments.backend)
+    return connect(find_rank_info(environ), arguments.backend)
 
 
 def _join(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> tuple[Group, dict[str, Any]]:
@@ -150,7 +150,7 @@ def _judged(arguments: Arguments, environ: Mapping[str, str], group: Group) -> I
     try:
         yield
     except TrainError as error:
-        complain(error.message)
+        print_error(error.message)
 
 
 def _require_same(values: list[Any], what: str) -> None:

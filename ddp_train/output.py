@@ -15,7 +15,7 @@ def log(line: str) -> None:
     sys.stdout.flush()
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print `message` as this program's error line on standard error."""
     sys.stderr.write(f"ddp_train: error: {message}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Place of this process among the ranks, from the launcher's environment variables."""
+"""This process among the ranks, from the launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TOGETHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of a rank. Ranks count from 0; `group_rank` is the node's, `restart_count` is torchrun's on this node."""
+class RankInfo:
+    """A rank. Ranks count from 0; `group_rank` is the node's, `restart_count` is torchrun's on this node."""
 
     rank: int
     local_rank: int
@@ -57,19 +57,19 @@ def _check_all_are_set(environ: Mapping[str, str]) -> None:
         )
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Return the place from torchrun's variables; without RANK and WORLD_SIZE, one process on its own.
 
     Raises TrainError for missing or contradictory variables.
     """
     host = socket.gethostname()
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return Place(0, 0, 0, 1, 1, 0, host, distributed=False)
+        return RankInfo(0, 0, 0, 1, 1, 0, host, distributed=False)
     _check_all_are_set(environ)
     rank = _number(environ, "RANK")
     world_size = _number(environ, "WORLD_SIZE")
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
-    place = Place(
+    place = RankInfo(
         rank=rank,
         local_rank=_number(environ, "LOCAL_RANK"),
         group_rank=_number(environ, "GROUP_RANK", rank // max(local_world_size, 1)),

@@ -25,7 +25,7 @@ from .judge import judge
 from .model import DEVICES, FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
 from .node import run_node
 from .peers import Unreached
-from .place import Place, place_of
+from .place import NodeInfo, find_node_info
 
 WAIT_S = 15.0
 # Nodes give up this long before the head: when the head exits, the launcher kills all processes, and the output
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     started = time.monotonic()
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
-        place = place_of(environ)
+        place = find_node_info(environ)
     except TrainError as error:
         _print([f"preflight: error: {error.message}"])
         return error.exit_code
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         return 128 + signal.SIGTERM
 
 
-async def _part(place: Place, environ: Mapping[str, str], options: Any, started: float) -> int:
+async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, started: float) -> int:
     task = asyncio.current_task()
     if task is not None:
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread

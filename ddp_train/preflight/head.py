@@ -21,7 +21,7 @@ from typing import Any
 
 from .model import Node, facts_of
 from .peers import FACTS_S, PAIR_S, SHARED_S, Unreached, collected, open_to_others, try_others
-from .place import Place
+from .place import NodeInfo
 from .wire import LIMIT, Late, Wire, WireError
 
 
@@ -38,7 +38,7 @@ class _Arrived:
 class Head:
     """The head's part of a preflight."""
 
-    def __init__(self, place: Place, environ: Mapping[str, str], provider: str, wait_s: float) -> None:
+    def __init__(self, place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float) -> None:
         self._place, self._environ, self._provider = place, environ, provider
         self._wait_s = wait_s
         self._arrived: dict[int, _Arrived] = {}

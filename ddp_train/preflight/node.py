@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from .peers import AGAIN_S, FACTS_S, PAIR_S, SHARED_S, Unreached, collected, look_for, open_to_others, try_others
-from .place import Place
+from .place import NodeInfo
 from .rules_network import REMEDIES
 from .wire import REFUSED, Wire, WireError, connect, in_a_word
 
@@ -17,7 +17,7 @@ NOT_STARTED = (
 )
 
 
-async def run_node(place: Place, environ: Mapping[str, str], provider: str, wait_s: float) -> bool:
+async def run_node(place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float) -> bool:
     """Run the part of a node other than the head; return the head's verdict.
 
     Raises Unreached when the head cannot be reached.
@@ -50,7 +50,7 @@ async def _nothing() -> str:
     return ""
 
 
-async def _reach_head(place: Place, wait_s: float) -> tuple[Wire, float, float]:
+async def _reach_head(place: NodeInfo, wait_s: float) -> tuple[Wire, float, float]:
     """Return a connection to the head, the offset of this node's clock from the head's, and the offset's error."""
     deadline, tries, word = time.monotonic() + wait_s, 0, ""
     remedy = NOT_STARTED

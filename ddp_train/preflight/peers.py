@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 
 from .facts import collect
 from .model import Facts
-from .place import Place
+from .place import NodeInfo
 from .wire import LIMIT, PADDING, Wire, WireError, attempt
 
 PAIR_S = 5.0
@@ -27,7 +27,7 @@ class Unreached(Exception):
         self.what, self.remedy = what, remedy
 
 
-async def collected(place: Place, environ: Mapping[str, str], provider: str) -> Facts:
+async def collected(place: NodeInfo, environ: Mapping[str, str], provider: str) -> Facts:
     """Return this node's facts. It looks up its own name, the head's, and those of the nodes that it tries."""
     near = sorted({place.node, 0, *place.partners(place.node)})
     hosts = [place.hosts[one] for one in near]
@@ -39,7 +39,7 @@ async def collected(place: Place, environ: Mapping[str, str], provider: str) -> 
 
 
 @asynccontextmanager
-async def open_to_others(place: Place) -> AsyncIterator[int]:
+async def open_to_others(place: NodeInfo) -> AsyncIterator[int]:
     """Accept connections of other nodes; yield the port, or 0 if this node's address is not local."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +61,7 @@ async def open_to_others(place: Place) -> AsyncIterator[int]:
         server.close()
 
 
-async def try_others(place: Place, ports: Mapping[int, int]) -> dict[int, str]:
+async def try_others(place: NodeInfo, ports: Mapping[int, int]) -> dict[int, str]:
     """Return the results of connections to this node's partners; `ports` has the connected nodes."""
     others = [one for one in place.partners(place.node) if ports.get(one)]
     words = await asyncio.gather(*(attempt(place.addresses[one], ports[one], place.run, one, PAIR_S) for one in others))

@@ -1,4 +1,4 @@
-"""Place of a node among the others, from the variables of the job's script."""
+"""This node among the others of a job, from the variables of the job's script."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ALL_PAIRS = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of this node, and the other nodes of the job. The head is node 0."""
+class NodeInfo:
+    """This node and the other nodes of the job. The head is node 0."""
 
     node: int
     hosts: tuple[str, ...]
@@ -48,7 +48,7 @@ class Place:
         return sorted({(node + step) % self.nodes for step in steps} - {node})
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def find_node_info(environ: Mapping[str, str]) -> NodeInfo:
     """Return the place in the variables of a job's script. Raises TrainError for a missing or invalid value."""
 
     def said(name: str) -> str:
@@ -83,4 +83,4 @@ def place_of(environ: Mapping[str, str]) -> Place:
         )
     interface = environ.get("ENVBUILD_INTERFACE", "")
     port = number("PORT", 65535)
-    return Place(node, hosts, addresses, interface, port, said("RUN"), said("RUN_ID"))
+    return NodeInfo(node, hosts, addresses, interface, port, said("RUN"), said("RUN_ID"))

@@ -22,7 +22,7 @@ from ddp_train.preflight.facts import hosts_lines, packages, source_towards, sta
 from ddp_train.preflight.host import at_once, driver
 from ddp_train.preflight.judge import judge
 from ddp_train.preflight.model import FAIL, WARN, Facts, Finding, Node, Wanted, facts_of
-from ddp_train.preflight.place import ALL_PAIRS, Place, place_of
+from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
 from ddp_train.preflight.rules_network import any_interface
 from ddp_train.preflight.wire import WireError, decode, encode, plain
 from envbuild.artifacts.state import BuiltLayer, State
@@ -99,7 +99,7 @@ def test_a_broken_contract_is_named(
 ) -> None:
     environ = {name: value for name, value in {**CONTRACT, **change}.items() if value is not None}
     with pytest.raises(TrainError, match="ENVBUILD_"):
-        place_of(environ)
+        find_node_info(environ)
     assert main([], environ) == 2
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1
@@ -113,7 +113,7 @@ def test_wrong_options_are_one_line_and_code_2(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("count", [1, 2, 5, ALL_PAIRS, ALL_PAIRS + 1, 100, 1000])
 def test_every_node_is_tried_by_others_and_by_no_more_than_some(count: int) -> None:
     names = tuple(f"n{number}" for number in range(count))
-    place = Place(0, names, names, "", 1, "/", "r")
+    place = NodeInfo(0, names, names, "", 1, "/", "r")
     tried: dict[int, int] = dict.fromkeys(range(count), 0)
     for number in range(count):
         partners = place.partners(number)

@@ -12,7 +12,7 @@ import pytest
 import ddp_train
 from ddp_train.args import parse_arguments
 from ddp_train.errors import TrainError, one_line
-from ddp_train.place import find_place
+from ddp_train.place import find_rank_info
 
 PACKAGE = Path(ddp_train.__file__).parent
 
@@ -80,14 +80,14 @@ def test_second_rank_of_a_node_does_not_repeat_the_usage_error(
 
 
 def test_place_from_torchrun() -> None:
-    place = find_place(TORCHRUN)
+    place = find_rank_info(TORCHRUN)
     assert (place.rank, place.local_rank, place.group_rank) == (3, 1, 1)
     assert (place.local_world_size, place.world_size, place.restart_count) == (2, 4, 2)
     assert place.distributed
 
 
 def test_place_without_a_launcher() -> None:
-    place = find_place({"LOCAL_RANK": "5"})
+    place = find_rank_info({"LOCAL_RANK": "5"})
     assert (place.rank, place.local_rank, place.world_size) == (0, 0, 1)
     assert not place.distributed
 
@@ -105,7 +105,7 @@ def test_place_without_a_launcher() -> None:
 def test_place_from_broken_variables(change: dict[str, str | None], name: str) -> None:
     environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(TrainError, match=name) as caught:
-        find_place(environ)
+        find_rank_info(environ)
     assert caught.value.exit_code == 2
 
 

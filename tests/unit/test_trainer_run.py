@@ -15,9 +15,9 @@ from ddp_train.__main__ import main
 from ddp_train.data import DataSet
 from ddp_train.distributed import Group, _bound_to, _check_same_backend, choose_backend
 from ddp_train.errors import TrainError
-from ddp_train.place import Place, find_place
+from ddp_train.place import RankInfo, find_rank_info
 
-ALONE = find_place({})
+ALONE = find_rank_info({})
 RANK_KEYS = {
     "rank", "local_rank", "group_rank", "local_world_size", "world_size", "host", "pid", "device",
     "allreduce", "parameters_digest", "restart_count", "sys_executable", "sys_prefix",
@@ -195,7 +195,7 @@ def test_ranks_of_an_older_torch_compare_their_backends_too() -> None:
         def get(self, key: str) -> bytes:
             return self.kept[key]
 
-    place = Place(0, 0, 0, 1, 2, 0, "here", distributed=True)
+    place = RankInfo(0, 0, 0, 1, 2, 0, "here", distributed=True)
     _check_same_backend(Store({"1": b"gloo on there"}), place, "gloo")
     with pytest.raises(TrainError, match="rank 0 would use gloo on here, rank 1 nccl on there"):
         _check_same_backend(Store({"1": b"nccl on there"}), place, "gloo")
@@ -230,7 +230,7 @@ class FakeGroup(Group):
     """World of three whose sums come from the ranks' real inputs, with a fault where asked."""
 
     def __init__(self, fault: str | None) -> None:
-        super().__init__(Place(1, 1, 0, 3, 3, 0, "node", distributed=True), "cpu", "gloo")
+        super().__init__(RankInfo(1, 1, 0, 3, 3, 0, "node", distributed=True), "cpu", "gloo")
         self.fault = fault
 
     def sum_over_ranks(self, tensor: Any) -> Any:
