@@ -14,49 +14,15 @@ from dataclasses import dataclass, replace
 from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
 from envbuild.site.schedulers import LAUNCHER_NAMES
 
-LAUNCHERS = frozenset(
-    [
-        *LAUNCHER_NAMES,
-        "mpiexec.hydra",
-        "orterun",
-        "prun",
-        "aprun",
-        "jsrun",
-        "pbs_tmrsh",
-        "pdsh",
-        "clush",
-        "parallel",
-        "kubectl",
-    ]
+LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
+    ["mpiexec.hydra", "orterun", "prun", "aprun", "jsrun", "pbs_tmrsh", "pdsh", "clush", "parallel", "kubectl"]
 )
 CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])
 _SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ksh"])
-_KEYWORDS = frozenset(
-    [
-        "if",
-        "then",
-        "elif",
-        "else",
-        "fi",
-        "while",
-        "until",
-        "do",
-        "done",
-        "for",
-        "case",
-        "esac",
-        "in",
-        "function",
-        "time",
-        "!",
-        "{",
-        "}",
-        "exec",
-        "command",
-        "nohup",
-        "eval",
-    ]
-)
+_KEYWORDS = frozenset([
+    "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "esac", "in", "function", "time",
+    "!", "{", "}", "exec", "command", "nohup", "eval",
+])  # fmt: skip
 _DEEPEST = 6
 
 
