@@ -11,23 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
-from envbuild.jobs.kubernetes_pod import (
-    LABEL,
-    Pods,
-    backoff_limit,
-    job_name,
-    metadata,
-    mounts,
-    placement,
-    rendezvous_conf,
-    resources,
-    seconds,
-    start,
-    training,
-    variables,
-    volumes,
-)
 from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_yaml import literal
 from envbuild.jobs.model import JobPlan
@@ -38,16 +23,16 @@ _PORT = 23456
 def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     """Return the job's documents: etcd first, if the rendezvous needs it. Raises UsageError."""
     suffix = max(f"-worker-{plan.nodes - 1}", etcd_suffix(plan), key=len)
-    name = job_name(plan.name, suffix)
+    name = pod.job_name(plan.name, suffix)
     hosts = tuple(f"{name}-worker-{number}" for number in range(plan.nodes))
     # The endpoint is the first pod's own name, so torch can tell without DNS which pod hosts the store.
-    pods = Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PORT)
+    pods = pod.Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PORT)
     etcd = etcd_of(plan, name)
     again = plan.site.scheduler.requeue
-    policy: dict[str, Any] = {"activeDeadlineSeconds": seconds(plan.time)}
+    policy: dict[str, Any] = {"activeDeadlineSeconds": pod.seconds(plan.time)}
     if again:
         # One failure ends the agents of all pods, and the operator counts each pod's restarts.
-        policy["backoffLimit"] = backoff_limit(plan.nodes)
+        policy["backoffLimit"] = pod.backoff_limit(plan.nodes)
     # With an elasticPolicy, one completed pod makes the job Succeeded; the policy Running would then kill pods
     # that still write.
     policy["cleanPodPolicy"] = "None"
@@ -55,20 +40,20 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",
         "template": {
-            "metadata": {"labels": {LABEL: name}},
+            "metadata": {"labels": {pod.LABEL: name}},
             "spec": {
                 # The operator does not wake up at the job's deadline, while kubelet enforces the pod's.
-                "activeDeadlineSeconds": seconds(plan.time),
-                **placement(plan, name),
+                "activeDeadlineSeconds": pod.seconds(plan.time),
+                **pod.placement(plan, name),
                 "containers": [_container(plan, pods, etcd)],
-                "volumes": volumes(plan),
+                "volumes": pod.volumes(plan),
             },
         },
     }
     job = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": metadata(plan, name),
+        "metadata": pod.metadata(plan, name),
         "spec": {
             "nprocPerNode": str(plan.nproc_per_node),
             "runPolicy": policy,
@@ -90,11 +75,11 @@ def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
     }
     if etcd is not None:
         policy |= {"rdzvHost": etcd.host, "rdzvPort": etcd.port}
-    policy["rdzvConf"] = [{"key": key, "value": str(value)} for key, value in rendezvous_conf(plan).items()]
+    policy["rdzvConf"] = [{"key": key, "value": str(value)} for key, value in pod.rendezvous_conf(plan).items()]
     return policy
 
 
-def _container(plan: JobPlan, pods: Pods, etcd: Etcd | None) -> dict[str, Any]:
+def _container(plan: JobPlan, pods: pod.Pods, etcd: Etcd | None) -> dict[str, Any]:
     torchrun = [
         "-m", "torch.distributed.run",
         "--nproc-per-node", str(plan.nproc_per_node),
@@ -103,11 +88,11 @@ def _container(plan: JobPlan, pods: Pods, etcd: Etcd | None) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": plan.artifact.path,
-        "command": start(plan, *waiting(etcd)),
-        "args": [literal(plan.artifact.python, "python"), *torchrun, *training(plan, pods)],
-        "env": variables(plan, pods, unbuffered=False),
+        "command": pod.start(plan, *waiting(etcd)),
+        "args": [literal(plan.artifact.python, "python"), *torchrun, *pod.training(plan, pods)],
+        "env": pod.variables(plan, pods, unbuffered=False),
         "ports": [{"name": "pytorchjob-port", "containerPort": _PORT}],
     }
-    if limits := resources(plan):
+    if limits := pod.resources(plan):
         container["resources"] = limits
-    return container | container_security(plan) | {"volumeMounts": mounts(plan)}
+    return container | container_security(plan) | {"volumeMounts": pod.mounts(plan)}

@@ -11,22 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
-from envbuild.jobs.kubernetes_pod import (
-    LABEL,
-    Pods,
-    job_name,
-    metadata,
-    mounts,
-    placement,
-    rendezvous_conf,
-    resources,
-    seconds,
-    start,
-    training,
-    variables,
-    volumes,
-)
 from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_yaml import literal
 from envbuild.jobs.model import JobPlan
@@ -41,10 +27,10 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     """Return the job's documents: etcd first, if the rendezvous needs it. Raises UsageError."""
     # The name of the last pod; Kubernetes adds a dash and five characters.
     suffix = max(f"-node-0-{plan.nodes - 1}-12345", etcd_suffix(plan), key=len)
-    name = job_name(plan.name, suffix)
+    name = pod.job_name(plan.name, suffix)
     hosts = tuple(f"{name}-node-0-{number}.{name}" for number in range(plan.nodes))
     number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    pods = Pods(name, hosts, number, _PORT)
+    pods = pod.Pods(name, hosts, number, _PORT)
     etcd = etcd_of(plan, name)
     endpoint = literal(f"{etcd.host}:{etcd.port}", "--endpoint") if etcd else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
     arguments = [
@@ -55,33 +41,33 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
         "--rdzv-id", name,
         "--max-restarts", str(plan.max_restarts),
         "--local-addr", "$(ENVBUILD_ADDRESS)",
-        *training(plan, pods),
+        *pod.training(plan, pods),
     ]  # fmt: skip
     if len(arguments) > _MOST_WORDS:
         raise UsageError(
             f"a TrainJob's container takes {_MOST_WORDS} arguments, this one has {len(arguments)}",
             'put them into a file that the script reads, or use [kubernetes] api = "v1"',
         )
-    environment = variables(plan, pods)
+    environment = pod.variables(plan, pods)
     if len(environment) > _MOST_VARIABLES:
         raise UsageError(f"a TrainJob takes {_MOST_VARIABLES} variables, not {len(environment)}")
     trainer: dict[str, Any] = {
         "image": plan.artifact.path,
         "numNodes": plan.nodes,
         "numProcPerNode": plan.nproc_per_node,
-        "command": start(plan, *_meeting(plan, etcd)),
+        "command": pod.start(plan, *_meeting(plan, etcd)),
         "args": arguments,
         "env": environment,
     }
-    if limits := resources(plan):
+    if limits := pod.resources(plan):
         trainer["resourcesPerNode"] = limits
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": metadata(plan, name),
+        "metadata": pod.metadata(plan, name),
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": _RUNTIME},
-            "activeDeadlineSeconds": seconds(plan.time),
+            "activeDeadlineSeconds": pod.seconds(plan.time),
             "trainer": trainer,
             "runtimePatches": [_patch(plan, name)],
         },
@@ -94,7 +80,7 @@ def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
 
     Before DNS knows the pods, torch cannot tell by itself.
     """
-    conf = ",".join(f"{key}={value}" for key, value in rendezvous_conf(plan).items())
+    conf = ",".join(f"{key}={value}" for key, value in pod.rendezvous_conf(plan).items())
     if etcd is not None:
         return [*waiting(etcd), f'export PET_RDZV_CONF="{conf}"']
     return ['if [ "$PET_NODE_RANK" = 0 ]; then host=1; else host=0; fi', f'export PET_RDZV_CONF="is_host=$host,{conf}"']
@@ -102,13 +88,13 @@ def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
 
 def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
     """Return the additions to the runtime's pods: labels, placement and volumes."""
-    pod = {
-        "metadata": {"labels": {LABEL: name}},
+    template = {
+        "metadata": {"labels": {pod.LABEL: name}},
         "spec": {
-            **placement(plan, name),
-            "containers": [{"name": "node"} | container_security(plan) | {"volumeMounts": mounts(plan)}],
-            "volumes": volumes(plan),
+            **pod.placement(plan, name),
+            "containers": [{"name": "node"} | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+            "volumes": pod.volumes(plan),
         },
     }
-    job = {"name": "node", "template": {"spec": {"template": pod}}}
+    job = {"name": "node", "template": {"spec": {"template": template}}}
     return {"manager": "envbuild/job", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}

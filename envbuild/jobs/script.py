@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Mapping
 
 import envbuild
 from envbuild.errors import UsageError
@@ -68,7 +69,27 @@ _ENDED = r"""# What nodes that were told to end did not tell @LAUNCHER@, lest it
 """
 
 
-def check(plan: JobPlan) -> None:
+def render_script(
+    plan: JobPlan,
+    launchers: Mapping[str, Launcher],
+    directives: list[str],
+    job: str,
+    hosts: str,
+    signals: str = "TERM USR1",
+) -> str:
+    """Return the script of a job.
+
+    `job` is the template of the lines with the job's values, see `_known`, and `hosts` are the lines that set the
+    array `hosts` and `peer`, the second host. `signals` are those by which the scheduler tells the script to end.
+    Raises UsageError for a plan that a batch script cannot run.
+    """
+    _check(plan)
+    launcher = launchers[plan.launcher]
+    first = f"{opening(plan, directives, _about(plan))}\n\n{_known(plan, job)}"
+    return "\n".join([first, hosts, f"{_programs(plan, launcher)}\n", _steps(plan, launcher, signals)])
+
+
+def _check(plan: JobPlan) -> None:
     """Raise UsageError for a plan that a batch script cannot run."""
     launchers = LAUNCHERS[plan.scheduler]
     if plan.launcher not in launchers:
@@ -95,7 +116,7 @@ def check(plan: JobPlan) -> None:
         raise UsageError(f"{plan.scheduler} has no pods", "give an artifact that is not an image")
 
 
-def about(plan: JobPlan) -> str:
+def _about(plan: JobPlan) -> str:
     """Return one line that describes the artifact of the job."""
     artifact = plan.artifact
     verified = f"verified {artifact.verified_at}" if artifact.verified_at else "NOT VERIFIED"
@@ -121,7 +142,7 @@ def _comment(line: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in line)
 
 
-def known(plan: JobPlan, template: str) -> str:
+def _known(plan: JobPlan, template: str) -> str:
     """Return `template`, the job's values, with @NODES@ and with @RUN@, @WORK@, @LOGS@ and @LOG@ as words."""
     logs = posixpath.join(plan.work, plan.logs)
     return fill(
@@ -134,7 +155,7 @@ def known(plan: JobPlan, template: str) -> str:
     )
 
 
-def programs(plan: JobPlan, launcher: Launcher) -> str:
+def _programs(plan: JobPlan, launcher: Launcher) -> str:
     """Return the lines that write the nodes' files, read the settings, and define `everywhere`."""
     pyxis = plan.runtime == "pyxis"
     files = [heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan, launcher), "SETTINGS")]
@@ -156,7 +177,7 @@ def programs(plan: JobPlan, launcher: Launcher) -> str:
     )
 
 
-def steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
+def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
     """Return the list of nodes, the preflight and the training; without a command, the preflight alone.
 
     `signals` are those by which the scheduler tells the script to end.

@@ -23,7 +23,7 @@ from envbuild.jobs.schedulers.base import (
     minutes,
     option_values,
 )
-from envbuild.jobs.script import about, check, known, opening, programs, steps
+from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script.
 _OWN = (
@@ -61,17 +61,7 @@ _SIGNAL_NOTE = r"""
 
 
 def _render(plan: JobPlan) -> str:
-    check(plan)
-    launcher = _LAUNCHERS[plan.launcher]
-    return "\n".join(
-        [
-            opening(plan, _directives(plan), about(plan)),
-            "",
-            known(plan, _JOB),
-            f"{programs(plan, launcher)}\n",
-            f"{_HOSTS}{steps(plan, launcher)}",
-        ]
-    )
+    return render_script(plan, _LAUNCHERS, _directives(plan), _JOB, _HOSTS)
 
 
 def _directives(plan: JobPlan) -> list[str]:

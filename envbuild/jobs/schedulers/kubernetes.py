@@ -5,22 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubectl import created_job, refusal
-from envbuild.jobs.kubernetes_pod import (
-    LABEL,
-    Pods,
-    backoff_limit,
-    job_name,
-    metadata,
-    mounts,
-    placement,
-    resources,
-    seconds,
-    start,
-    training,
-    variables,
-    volumes,
-)
 from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_v1 import pytorch_job
 from envbuild.jobs.kubernetes_v2 import train_job
@@ -63,32 +49,32 @@ def render_kubernetes(plan: JobPlan) -> str:
 
 def _single(plan: JobPlan) -> dict[str, Any]:
     """Return a Job of one pod with one process and no torchrun."""
-    name = job_name(plan.name, _SUFFIX)
-    pods = Pods(name, (name,), None, _PORT)
+    name = pod.job_name(plan.name, _SUFFIX)
+    pods = pod.Pods(name, (name,), None, _PORT)
     again = plan.site.scheduler.requeue
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": plan.artifact.path,
-        "command": start(plan),
-        "args": [literal(plan.artifact.python, "python"), *training(plan, pods)],
-        "env": variables(plan, pods),
+        "command": pod.start(plan),
+        "args": [literal(plan.artifact.python, "python"), *pod.training(plan, pods)],
+        "env": pod.variables(plan, pods),
     }
-    if limits := resources(plan):
+    if limits := pod.resources(plan):
         container["resources"] = limits
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(plan, name),
+        "metadata": pod.metadata(plan, name),
         "spec": {
-            "activeDeadlineSeconds": seconds(plan.time),
-            "backoffLimit": backoff_limit(1) if again else 0,
+            "activeDeadlineSeconds": pod.seconds(plan.time),
+            "backoffLimit": pod.backoff_limit(1) if again else 0,
             "template": {
-                "metadata": {"labels": {LABEL: name}},
+                "metadata": {"labels": {pod.LABEL: name}},
                 "spec": {
-                    **placement(plan, name),
+                    **pod.placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
-                    "containers": [container | container_security(plan) | {"volumeMounts": mounts(plan)}],
-                    "volumes": volumes(plan),
+                    "containers": [container | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+                    "volumes": pod.volumes(plan),
                 },
             },
         },

@@ -27,7 +27,7 @@ from envbuild.jobs.schedulers.base import (
     minutes,
     option_values,
 )
-from envbuild.jobs.script import about, check, known, opening, programs, steps
+from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script.
 _OWN = ("J", "n", "W", "cwd", "o", "oo", "e", "eo", "x", "r", "rn", "gpu", "q", "P")
@@ -62,18 +62,7 @@ _SIGNALS = "INT TERM USR1 USR2"
 
 
 def _render(plan: JobPlan) -> str:
-    check(plan)
-    launcher = _LAUNCHERS[plan.launcher]
-    return "\n".join(
-        [
-            opening(plan, _directives(plan), about(plan)),
-            "",
-            known(plan, _JOB),
-            _HOSTS,
-            f"{programs(plan, launcher)}\n",
-            steps(plan, launcher, _SIGNALS),
-        ]
-    )
+    return render_script(plan, _LAUNCHERS, _directives(plan), _JOB, _HOSTS, _SIGNALS)
 
 
 def _directives(plan: JobPlan) -> list[str]:

@@ -24,7 +24,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     first_number,
 )
-from envbuild.jobs.script import about, check, known, opening, programs, steps
+from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script, and the settings that they carry.
 _OWN = {
@@ -81,18 +81,7 @@ exec >>"$ENVBUILD_RUN/output-$restarts.$3" 2>&1
 
 def render_pbs(plan: JobPlan) -> str:
     """Return the script. Raises UsageError, naming the key, for values that PBS cannot express."""
-    check(plan)
-    launcher = _LAUNCHERS[plan.launcher]
-    return "\n".join(
-        [
-            opening(plan, directives(plan), about(plan)),
-            "",
-            known(plan, _JOB),
-            f"{_HOSTS}",
-            f"{programs(plan, launcher)}\n",
-            f"{steps(plan, launcher)}",
-        ]
-    )
+    return render_script(plan, _LAUNCHERS, directives(plan), _JOB, _HOSTS)
 
 
 def directives(plan: JobPlan) -> list[str]:

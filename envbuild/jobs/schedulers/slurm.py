@@ -25,7 +25,7 @@ from envbuild.jobs.schedulers.base import (
     first_number,
     option_values,
 )
-from envbuild.jobs.script import about, check, known, opening, programs, steps
+from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script: given twice, the last one wins or the scheduler refuses the job.
 _OWN = (
@@ -76,20 +76,7 @@ _SIGNAL_NOTE = r"""
 
 def render_slurm(plan: JobPlan) -> str:
     """Return the script. Raises UsageError, naming the key, for values that Slurm cannot express."""
-    check(plan)
-    launcher = _LAUNCHERS[plan.launcher]
-    return (
-        "\n".join(
-            [
-                opening(plan, directives(plan), about(plan)),
-                "",
-                known(plan, _JOB),
-                f"{programs(plan, launcher)}\n",
-                f"{_HOSTS}{steps(plan, launcher)}",
-            ]
-        ).rstrip("\n")
-        + "\n"
-    )
+    return render_script(plan, _LAUNCHERS, directives(plan), _JOB, _HOSTS)
 
 
 def directives(plan: JobPlan) -> list[str]:

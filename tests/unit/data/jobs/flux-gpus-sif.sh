@@ -38,6 +38,10 @@ log=/fsx/me/logs/pt_cpu_$job.out
 mkdir -p "$ENVBUILD_RUN"
 cd /fsx/me
 
+# Nodes by their numbers; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(flux hostlist --expand --delimiter='\n' instance)
+peer=${hosts[1]-}
+
 # For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.
 cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 # What every process is told.
@@ -72,9 +76,6 @@ everywhere() {
     exec flux run "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }
 
-# Nodes by their numbers; the second tells by which interface the head reaches it.
-mapfile -t hosts < <(flux hostlist --expand --delimiter='\n' instance)
-peer=${hosts[1]-}
 [ "${#hosts[@]}" -eq "$nodes" ] ||
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=

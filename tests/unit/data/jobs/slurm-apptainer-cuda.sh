@@ -27,6 +27,13 @@ log=/fsx/me/logs/pt_cpu_$job.out
 mkdir -p "$ENVBUILD_RUN"
 cd /fsx/me
 
+# Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+peer=
+if [ "$nodes" -gt 1 ]; then
+    peer=$(scontrol show node -o "${hosts[1]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p') || peer=
+fi
+
 # For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.
 cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
 # What every process is told.
@@ -62,12 +69,6 @@ everywhere() {
     exec srun "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }
 
-# Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-peer=
-if [ "$nodes" -gt 1 ]; then
-    peer=$(scontrol show node -o "${hosts[1]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p') || peer=
-fi
 [ "${#hosts[@]}" -eq "$nodes" ] ||
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
