@@ -48,7 +48,7 @@ def addresses() -> list[Address]:
         size = _HEADER.size + _IFADDR.size
         kernel.settimeout(10)
         kernel.sendall(_HEADER.pack(size, _GETADDR, _DUMP, 1, 0) + _IFADDR.pack(0, 0, 0, 0, 0))
-        answers = []
+        answers: list[tuple[int, str, bool] | None] = []
         while not answers or answers[-1] is not None:
             answers += list(read_answer(kernel.recv(1 << 16)))
     found = [one for one in answers if one is not None]
