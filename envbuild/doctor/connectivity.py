@@ -138,7 +138,7 @@ def sources(host: Host) -> Iterator[HostFinding]:
     hub = [Probe(mirror, "v2/", True) for mirror in docker.mirrors]
     hub.append(Probe("https://registry-1.docker.io", "v2/", True))
     rows.append(("Docker Hub", hub, '[registries."docker.io"] mirrors'))
-    for name, table in site.registries:
+    for name, table in site.registries.items():
         if name != "docker.io":
             scheme = "http" if table.insecure else "https"
             probes = [Probe(u, "v2/", True) for u in (*table.mirrors, f"{scheme}://{name}")]

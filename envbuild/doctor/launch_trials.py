@@ -52,7 +52,7 @@ def attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
     image = folder / f"{compressor}.sqsh"
     image.write_bytes(tiny_image(compressor))
     store = folder / "store"
-    environment = Environment(dict(os.environ), Site(store, ()), PipConfig(), Store(store))
+    environment = Environment(dict(os.environ), Site(store=store), PipConfig(), Store(store))
     try:
         own_runtime(ImageFile(image, ENROOT, 0, compressor), way, environment)
     except EnvbuildError as error:

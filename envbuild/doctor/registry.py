@@ -64,5 +64,5 @@ def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
         problem, hint = f"{type(error).__name__}: {error}", "set HOME to a folder of yours"
     # Defaults, so that the other checks can run.
     fallback = Path(variables.get("ENVBUILD_STORE") or "/nonexistent/envbuild")
-    environment = Environment(variables, Site(fallback, ()), PipConfig(), Store(fallback))
+    environment = Environment(variables, Site(store=fallback), PipConfig(), Store(fallback))
     return Host(variables, environment if "ENVBUILD_STORE" in variables else None, problem, hint, offline)

@@ -17,9 +17,8 @@ from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, 
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.pip_config import redact
-from envbuild.site.settings import SiteFile
+from envbuild.site.settings import Site, SiteFile, load_site
 from envbuild.toml import decode, read
 
 _MODULES_S = 8.0
@@ -35,7 +34,7 @@ def check_site(
     UsageError for an unknown name.
     """
     try:
-        site = load_job_site(name, variables)
+        site = load_site(variables, name)
     except EnvbuildError as error:
         if error.exit_code == 2 and ":" in error.message:
             lines = redact(error.message).splitlines()
@@ -58,7 +57,7 @@ def check_site(
     return findings
 
 
-def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+def _modules(site: Site, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     table = site.modules
     if not (table.run or table.build or table.init):
         return
@@ -98,7 +97,7 @@ def _why(said: str) -> str:
     return first_line("\n".join(told or lines)) or "cannot be loaded"
 
 
-def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+def _paths(site: Site, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     here = on_site(site, variables)
     home = os.path.realpath(variables.get("HOME") or "/nonexistent")
     for key in ("shared", "scratch", "cache"):
@@ -137,7 +136,7 @@ def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]
             yield HostFinding(name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made"))
 
 
-def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+def _container(site: Site, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     runtime, here = site.container.runtime, on_site(site, variables)
     if runtime == "pyxis":
         found = batch.has_pyxis(variables)
@@ -166,7 +165,7 @@ def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFind
             )
 
 
-def _interface(site: JobSite) -> Iterator[HostFinding]:
+def _interface(site: Site) -> Iterator[HostFinding]:
     scheduler = SCHEDULERS.get(site.scheduler.kind)
     if not site.fabric.interface or (scheduler and scheduler.pods):
         return
@@ -190,7 +189,7 @@ def _interface(site: JobSite) -> Iterator[HostFinding]:
             yield HostFinding("[fabric] interface", "ok", name)
 
 
-def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
+def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
     rows: list[tuple[str, connectivity.Probe]] = []
     for file in site.files:
         settings = decode(read(file), SiteFile)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from envbuild.doctor.model import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.job_site import JobSite
 from envbuild.site.kubernetes import huge_pages_problem
 from envbuild.site.schedulers import LAUNCHERS, listed
+from envbuild.site.settings import Site
 
 
-def contradictions(site: JobSite) -> Iterator[HostFinding]:
+def contradictions(site: Site) -> Iterator[HostFinding]:
     """Yield the contradictions in `site`."""
     kind = site.scheduler.kind
     chosen = SCHEDULERS.get(kind)
@@ -76,7 +76,7 @@ def contradictions(site: JobSite) -> Iterator[HostFinding]:
     yield from _environment(site)
 
 
-def _scheduler(site: JobSite) -> Iterator[HostFinding]:
+def _scheduler(site: Site) -> Iterator[HostFinding]:
     scheduler, kind = site.scheduler, site.scheduler.kind
     if scheduler.launcher is not None and scheduler.launcher not in LAUNCHERS.get(kind, ()):
         known = ", ".join(LAUNCHERS.get(kind, ())) or "none"
@@ -92,7 +92,7 @@ def _scheduler(site: JobSite) -> Iterator[HostFinding]:
         yield _odd("[node] memory", f"is not used with {kind}", "leave it out")
 
 
-def _directives(site: JobSite) -> Iterator[HostFinding]:
+def _directives(site: Site) -> Iterator[HostFinding]:
     chosen = SCHEDULERS.get(site.scheduler.kind)
     markers = tuple(one.script.marker for one in SCHEDULERS.values() if one.script)
     for text in site.scheduler.directives:
@@ -108,7 +108,7 @@ def _directives(site: JobSite) -> Iterator[HostFinding]:
             )
 
 
-def _environment(site: JobSite) -> Iterator[HostFinding]:
+def _environment(site: Site) -> Iterator[HostFinding]:
     named = site.environment
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in named:

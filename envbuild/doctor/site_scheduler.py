@@ -10,14 +10,14 @@ from envbuild.doctor.probe import find, run_probe
 from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
-from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import SCHEDULER_NAMES, TITLES, listed
+from envbuild.site.settings import Site
 from envbuild.toml import closest
 
 _SLURM_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
 
 
-def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
+def on_site(site: Site, variables: Mapping[str, str]) -> bool:
     """Return whether this host has the site's scheduler and therefore belongs to the site."""
     kind = site.scheduler.kind
     if kind not in SCHEDULERS:
@@ -25,7 +25,7 @@ def on_site(site: JobSite, variables: Mapping[str, str]) -> bool:
     return batch.queues(kind, variables) is not None
 
 
-def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+def judge_scheduler(site: Site, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     """Compare the site's settings with the scheduler on this host."""
     kind = site.scheduler.kind
     if kind not in SCHEDULERS:
@@ -42,7 +42,7 @@ def judge_scheduler(site: JobSite, variables: Mapping[str, str]) -> Iterator[Hos
         yield from _kubernetes(site, variables)
 
 
-def _queue(site: JobSite, word: str, found: list[Queue]) -> Iterator[HostFinding]:
+def _queue(site: Site, word: str, found: list[Queue]) -> Iterator[HostFinding]:
     wanted, title = site.scheduler.partition, TITLES[site.scheduler.kind]
     names = [one.name for one in found]
     chosen = next((one for one in found if (one.name == wanted if wanted else one.default)), None)
@@ -64,7 +64,7 @@ def _queue(site: JobSite, word: str, found: list[Queue]) -> Iterator[HostFinding
         yield from _limits(site, chosen)
 
 
-def _limits(site: JobSite, queue: Queue) -> Iterator[HostFinding]:
+def _limits(site: Site, queue: Queue) -> Iterator[HostFinding]:
     most, asked = duration(queue.time), duration(site.scheduler.time)
     if most is not None and asked is not None and asked > most:
         yield HostFinding(
@@ -92,7 +92,7 @@ def _limits(site: JobSite, queue: Queue) -> Iterator[HostFinding]:
             )
 
 
-def _kubernetes(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
+def _kubernetes(site: Site, variables: Mapping[str, str]) -> Iterator[HostFinding]:
     tool = find("kubectl", variables)
     if tool is None:
         yield elsewhere("[scheduler] kind", "kubectl is not on this host")

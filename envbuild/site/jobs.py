@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
+from envbuild.toml import key
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I)
@@ -15,6 +16,8 @@ _MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORD = r"^\S*$"
+_ABSOLUTE = r"^(/\S*)?$"
 
 
 def job_variable_problem(name: str) -> str | None:
@@ -60,48 +63,34 @@ def mount_problem(text: str) -> str | None:
 class SchedulerTable:
     """`[scheduler]`: the scheduler of jobs and its options."""
 
-    kind: str = field(
-        default="none", metadata={"doc": "The scheduler.", "choices": ("none", *SCHEDULER_NAMES), "example": "slurm"}
+    kind: str = key("none", "The scheduler.", choices=("none", *SCHEDULER_NAMES), example="slurm")
+    partition: str = key("", "Partition (Slurm) or queue (others).", pattern=_WORD, example="gpu")
+    account: str = key("", "Who pays.", pattern=_WORD, example="project_1234")
+    qos: str = key("", "Slurm's quality of service.", pattern=_WORD)
+    constraint: str = key(
+        "",
+        "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
+        pattern=_WORD,
+        example="icelake",
     )
-    partition: str = field(
-        default="", metadata={"doc": "Partition (Slurm) or queue (others).", "pattern": r"^\S*$", "example": "gpu"}
+    time: str = key(
+        "01:00:00",
+        "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
+        pattern=f"^{TIME_PATTERN}$",
+        check=time_problem,
+        example="04:00:00",
     )
-    account: str = field(default="", metadata={"doc": "Who pays.", "pattern": r"^\S*$", "example": "project_1234"})
-    qos: str = field(default="", metadata={"doc": "Slurm's quality of service.", "pattern": r"^\S*$"})
-    constraint: str = field(
-        default="",
-        metadata={
-            "doc": "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
-            "pattern": r"^\S*$",
-            "example": "icelake",
-        },
+    exclusive: bool = key(True, "Whether jobs have their nodes alone.")
+    requeue: bool = key(True, "Whether a job whose node failed starts again.")
+    auto_resume: bool = key(False, "SageMaker HyperPod's --auto-resume=1 for srun.")
+    launcher: str | None = key(
+        None, f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.", choices=LAUNCHER_NAMES
     )
-    time: str = field(
-        default="01:00:00",
-        metadata={
-            "doc": "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
-            "pattern": f"^{TIME_PATTERN}$",
-            "check": time_problem,
-            "example": "04:00:00",
-        },
-    )
-    exclusive: bool = field(default=True, metadata={"doc": "Whether jobs have their nodes alone."})
-    requeue: bool = field(default=True, metadata={"doc": "Whether a job whose node failed starts again."})
-    auto_resume: bool = field(default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."})
-    launcher: str | None = field(
-        default=None,
-        metadata={
-            "doc": f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.",
-            "choices": LAUNCHER_NAMES,
-        },
-    )
-    directives: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
-            "check": line_problem,
-            "example": ["--mail-type=END"],
-        },
+    directives: tuple[str, ...] = key(
+        (),
+        "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
+        check=line_problem,
+        example=["--mail-type=END"],
     )
 
 
@@ -109,71 +98,35 @@ class SchedulerTable:
 class ModulesTable:
     """`[modules]`: environment modules, loaded exactly like this at build and at run time."""
 
-    init: str = field(
-        default="",
-        metadata={
-            "doc": "File that defines `module` where login shells do not.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/etc/profile.d/lmod.sh",
-        },
+    init: str = key(
+        "", "File that defines `module` where login shells do not.", pattern=_ABSOLUTE, example="/etc/profile.d/lmod.sh"
     )
-    purge: bool = field(default=True, metadata={"doc": "Unload what is loaded first."})
-    build: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Modules for building environments.",
-            "check": line_problem,
-            "example": ["python/3.11.7", "cuda/12.6"],
-        },
+    purge: bool = key(True, "Unload what is loaded first.")
+    build: tuple[str, ...] = key(
+        (), "Modules for building environments.", check=line_problem, example=["python/3.11.7", "cuda/12.6"]
     )
-    run: tuple[str, ...] = field(
-        default=(),
-        metadata={"doc": "Modules for jobs.", "check": line_problem, "example": ["python/3.11.7", "cuda/12.6"]},
-    )
+    run: tuple[str, ...] = key((), "Modules for jobs.", check=line_problem, example=["python/3.11.7", "cuda/12.6"])
 
 
 @dataclass(frozen=True, slots=True)
 class PathsTable:
     """`[paths]`: file systems, as seen from the nodes."""
 
-    shared: str = field(
-        default="",
-        metadata={
-            "doc": "What all nodes see: artifacts, snapshots and logs belong here.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/fsx/{user}",
-        },
+    shared: str = key(
+        "", "What all nodes see: artifacts, snapshots and logs belong here.", pattern=_ABSOLUTE, example="/fsx/{user}"
     )
-    scratch: str = field(
-        default="",
-        metadata={
-            "doc": "A node's own fast disk, for temporary files.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/scratch/{user}",
-        },
-    )
-    cache: str = field(
-        default="", metadata={"doc": "Caches of pip, Apptainer and enroot, off $HOME.", "pattern": r"^(/\S*)?$"}
-    )
-    logs: str = field(
-        default="logs", metadata={"doc": "Folder of the jobs' output, below the working folder.", "pattern": r"^\S+$"}
-    )
+    scratch: str = key("", "A node's own fast disk, for temporary files.", pattern=_ABSOLUTE, example="/scratch/{user}")
+    cache: str = key("", "Caches of pip, Apptainer and enroot, off $HOME.", pattern=_ABSOLUTE)
+    logs: str = key("logs", "Folder of the jobs' output, below the working folder.", pattern=r"^\S+$")
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerTable:
     """`[container]`: the container runtime of the nodes."""
 
-    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = field(
-        default="none", metadata={"doc": "What the nodes have.", "example": "pyxis"}
-    )
-    mounts: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "What containers see of the host: /PATH, or /HOST:/CONTAINER.",
-            "check": mount_problem,
-            "example": ["/fsx:/fsx"],
-        },
+    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = key("none", "What the nodes have.", example="pyxis")
+    mounts: tuple[str, ...] = key(
+        (), "What containers see of the host: /PATH, or /HOST:/CONTAINER.", check=mount_problem, example=["/fsx:/fsx"]
     )
 
 
@@ -181,17 +134,13 @@ class ContainerTable:
 class NodeTable:
     """`[node]`: resources of one node."""
 
-    gpus: int = field(default=0, metadata={"doc": "GPUs.", "minimum": 0, "example": 8})
-    cpus: int = field(
-        default=0,
-        metadata={
-            "doc": "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
-            "minimum": 0,
-        },
+    gpus: int = key(0, "GPUs.", minimum=0, example=8)
+    cpus: int = key(
+        0,
+        "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
+        minimum=0,
     )
-    arch: Literal["x86_64", "aarch64"] | None = field(
-        default=None, metadata={"doc": "Processors. An artifact for others is refused.", "example": "aarch64"}
+    arch: Literal["x86_64", "aarch64"] | None = key(
+        None, "Processors. An artifact for others is refused.", example="aarch64"
     )
-    memory: str = field(
-        default="", metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"}
-    )
+    memory: str = key("", "Memory for a job.", pattern=r"^(\d+[KMGT]?)?$", example="480G")

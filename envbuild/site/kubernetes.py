@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
+
+from envbuild.toml import key
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*"
@@ -109,56 +111,33 @@ def _no_name(text: str, most: str, characters: str, what: str = "a name in Kuber
 class KubernetesTable:
     """`[kubernetes]`: settings of pods."""
 
-    namespace: str = field(
-        default="default", metadata={"doc": "Namespace.", "check": label_problem, "pattern": r"^[a-z0-9-]+$"}
+    namespace: str = key("default", "Namespace.", check=label_problem, pattern=r"^[a-z0-9-]+$")
+    api: Literal["v1", "v2"] = key("v1", "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer.")
+    claim: str = key(
+        "",
+        "Persistent volume claim with data and snapshots.",
+        check=object_problem,
+        pattern=r"^[a-z0-9.-]*$",
+        example="fsx-pv",
     )
-    api: Literal["v1", "v2"] = field(
-        default="v1", metadata={"doc": "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer."}
+    mount: str = key("/data", "Where pods see it.", check=mount_path_problem, pattern=r"^/\S*$")
+    shm: str = key("", "Size of /dev/shm.", pattern=r"^(\d+[KMGT]i?)?$", example="16Gi")
+    node_selector: dict[str, str] = key(
+        {}, "Labels that nodes must have.", key_check=node_label_problem, check=label_value_problem
     )
-    claim: str = field(
-        default="",
-        metadata={
-            "doc": "Persistent volume claim with data and snapshots.",
-            "check": object_problem,
-            "pattern": r"^[a-z0-9.-]*$",
-            "example": "fsx-pv",
-        },
+    resources: dict[str, str] = key(
+        {}, "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.", entry_check=resource_problem
     )
-    mount: str = field(
-        default="/data", metadata={"doc": "Where pods see it.", "check": mount_path_problem, "pattern": r"^/\S*$"}
+    etcd_image: str = key(
+        "quay.io/coreos/etcd:v3.5.18",
+        "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
+        pattern=r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
     )
-    shm: str = field(
-        default="", metadata={"doc": "Size of /dev/shm.", "pattern": r"^(\d+[KMGT]i?)?$", "example": "16Gi"}
+    run_as: str = key(
+        "",
+        "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
+        check=user_problem,
+        pattern=r"^([1-9]\d*(:\d+)?)?$",
+        example="1000:1000",
     )
-    node_selector: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"doc": "Labels that nodes must have.", "key_check": node_label_problem, "check": label_value_problem},
-    )
-    resources: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.",
-            "entry_check": resource_problem,
-        },
-    )
-    etcd_image: str = field(
-        default="quay.io/coreos/etcd:v3.5.18",
-        metadata={
-            "doc": "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
-            "pattern": r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
-        },
-    )
-    run_as: str = field(
-        default="",
-        metadata={
-            "doc": "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for."
-            " Default: the image's user.",
-            "check": user_problem,
-            "pattern": r"^([1-9]\d*(:\d+)?)?$",
-            "example": "1000:1000",
-        },
-    )
-    pull_secret: str = field(
-        default="",
-        metadata={"doc": "Name of the secret for pulling.", "check": object_problem, "pattern": r"^[a-z0-9.-]*$"},
-    )
+    pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")

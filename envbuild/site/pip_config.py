@@ -72,7 +72,7 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
     Raises RecipeError, naming file and line, for an unreadable file or an invalid value.
     """
     settings = _merged(env, prefix, etc)
-    home = _home(env)
+    home = home_folder(env)
 
     def text(name: str) -> str | None:
         return settings[name].value.strip() if name in settings else None
@@ -137,7 +137,7 @@ def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
     chosen = env.get("PIP_CONFIG_FILE")
     if chosen == os.devnull:
         return
-    home = _home(env)
+    home = home_folder(env)
     shared = (env.get("XDG_CONFIG_DIRS") or str(etc / "xdg")).split(os.pathsep)
     places = [Path(folder, "pip/pip.conf") for folder in shared if folder] + [etc / "pip.conf"]
     if not (chosen and Path(chosen).exists()):  # with PIP_CONFIG_FILE, pip ignores these
@@ -201,7 +201,8 @@ def _name(option: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def _home(env: Mapping[str, str]) -> Path:
+def home_folder(env: Mapping[str, str]) -> Path:
+    """Return $HOME, else the home folder of the user database. Raises RuntimeError when there is none."""
     return Path(env["HOME"]) if env.get("HOME") else Path.home()
 
 

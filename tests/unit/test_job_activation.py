@@ -8,7 +8,7 @@ from pathlib import Path
 
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.node_program import enter
-from envbuild.site.job_site import JobSite
+from envbuild.site.settings import Site as JobSite
 
 _PYTHON = '#!/bin/sh\necho "$CONDA_PREFIX|$VIRTUAL_ENV|$FROM_PACKAGE|$(command -v tool)|$#|$2"\n'
 
