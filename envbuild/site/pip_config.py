@@ -9,17 +9,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from envbuild.errors import RecipeError
 
+T = TypeVar("T")
 # Sections that affect downloads, in ascending precedence; the environment overrides them.
 _SECTIONS = ("global", "download", "install")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
-_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
-_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+_SWITCHES = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
+_SWITCHES |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
+# The options of PipConfig.
+_WANTED = (
+    "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "trusted-host", "proxy",
+    "timeout", "retries",
+)  # fmt: skip
 _USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
 # Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
 _TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
@@ -82,19 +89,29 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
 
     def path(name: str) -> str | None:
         value = text(name)
-        return str(_local_path(value, home)) if value else None
+        return _local_path(value, home) if value else None
+
+    def parsed(name: str, kind: str, parse: Callable[[str], T | None]) -> T | None:
+        value = text(name)
+        found = parse(value) if value is not None else None
+        if value is not None and found is None:
+            raise RecipeError(f"{settings[name].where}: {name} takes {kind}, not {value!r}")
+        return found
 
     return PipConfig(
         index_url=text("index-url"),
         extra_index_urls=words("extra-index-url"),
-        find_links=tuple(_find_link(word, home) for word in words("find-links")),
-        no_index=_boolean(settings.get("no-index")),
+        find_links=tuple(
+            word if "://" in word or word.startswith("file:") else _local_path(word, home)
+            for word in words("find-links")
+        ),
+        no_index=parsed("no-index", "true or false", lambda value: _SWITCHES.get(value.lower())) or False,
         cert=path("cert"),
         client_cert=path("client-cert"),
         trusted_hosts=words("trusted-host"),
         proxy=text("proxy"),
-        timeout_s=_number(settings.get("timeout")),
-        retries=_count(settings.get("retries")),
+        timeout_s=parsed("timeout", "seconds", _seconds),
+        retries=parsed("retries", "a count", lambda value: int(value) if value.isdecimal() else None),
         sources={name: setting.source for name, setting in sorted(settings.items())},
     )
 
@@ -114,22 +131,15 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
     As in pip, files are merged per section before the sections are merged, so `[install]` of a file with low
     precedence overrides `[global]` of one with high precedence. Empty values are ignored.
     """
-    by_section: dict[str, dict[str, _Setting]] = {section: {} for section in _SECTIONS}
-    for path in _files(env, prefix, etc):
-        for section, name, setting in _read(path):
-            if section in by_section:
-                by_section[section][name] = setting
+    found = [row for path in _files(env, prefix, etc) for row in _read(path)]
     merged: dict[str, _Setting] = {}
     for section in _SECTIONS:
-        merged.update({name: s for name, s in by_section[section].items() if s.value.strip()})
+        last = {name: setting for where, name, setting in found if where == section}
+        merged |= {name: setting for name, setting in last.items() if setting.value.strip()}
     for variable, value in env.items():
         if variable.startswith("PIP_") and value.strip():
             merged[_name(variable[4:])] = _Setting(value, variable, variable)
-    wanted = {
-        *("index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert"),
-        *("trusted-host", "proxy", "timeout", "retries"),
-    }
-    return {name: setting for name, setting in merged.items() if name in wanted}
+    return {name: setting for name, setting in merged.items() if name in _WANTED}
 
 
 def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
@@ -206,40 +216,16 @@ def home_folder(env: Mapping[str, str]) -> Path:
     return Path(env["HOME"]) if env.get("HOME") else Path.home()
 
 
-def _local_path(value: str, home: Path) -> Path:
+def _local_path(value: str, home: Path) -> str:
     """Return `value` as an absolute path: `~` is the home folder, a relative path is relative to the working folder."""
     if value == "~" or value.startswith("~/"):
-        return home / value[2:]
-    return Path(os.path.abspath(os.path.expanduser(value)))
+        return str(home / value[2:])
+    return os.path.abspath(os.path.expanduser(value))
 
 
-def _find_link(word: str, home: Path) -> str:
-    return word if "://" in word or word.startswith("file:") else str(_local_path(word, home))
-
-
-def _boolean(setting: _Setting | None) -> bool:
-    if setting is None or setting.value.strip().lower() in _FALSE:
-        return False
-    if setting.value.strip().lower() in _TRUE:
-        return True
-    raise RecipeError(f"{setting.where}: no-index takes true or false, not {setting.value.strip()!r}")
-
-
-def _number(setting: _Setting | None) -> float | None:
-    if setting is None:
-        return None
+def _seconds(value: str) -> float | None:
     try:
-        value = float(setting.value)
+        number = float(value)
     except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise RecipeError(f"{setting.where}: timeout takes seconds, not {setting.value.strip()!r}")
-    return value
-
-
-def _count(setting: _Setting | None) -> int | None:
-    if setting is None:
         return None
-    if not setting.value.strip().isdecimal():
-        raise RecipeError(f"{setting.where}: retries takes a count, not {setting.value.strip()!r}")
-    return int(setting.value)
+    return number if 0 < number < float("inf") else None

@@ -718,12 +718,12 @@ def test_uv_resolves_by_the_rendered_settings(tmp_path: Path, serve: Callable[..
     (gamma.parent / "index.html").write_text(f'<a href="{gamma.name}#sha256={digest_of(gamma)}">{gamma.name}</a>')
     pip = PipConfig(
         index_url=private.with_user("me:secret"),
-        extra_index_urls=((tmp_path / "tree").as_uri(), CLOSED),
+        extra_index_urls=((tmp_path / "tree").as_uri(),),
         find_links=(str(tmp_path / "links"),),
     )
     settings = tmp_path / "uv.toml"
     settings.touch(0o600)
-    settings.write_text(uv_settings(pip, [recipe.url], unreachable=[CLOSED]))
+    settings.write_text(uv_settings(pip, [recipe.url]))
     (tmp_path / "in").write_text("alpha\n")
     from uv import find_uv_bin
 
