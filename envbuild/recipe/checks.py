@@ -93,6 +93,5 @@ def base_problem(text: str) -> str | None:
 
 def variable_problem(name: str) -> str | None:
     """Return why `name` is not the name of an environment variable that an image may set, or None."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        return f"{name!r} is not the name of an environment variable"
-    return None
+    good = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+    return None if good else f"{name!r} is not the name of an environment variable"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from envbuild.recipe.checks import index_problem, requirement_problem
-
-if TYPE_CHECKING:
-    from envbuild.toml import Document, Problem
+from envbuild.toml import Document, Problem, key
 
 # conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"
@@ -45,30 +42,24 @@ def spec_problem(text: str) -> str | None:
 class CondaTable:
     """`[conda]`: channels and packages of `envbuild conda`."""
 
-    channels: tuple[str, ...] = field(
-        default=("conda-forge",),
-        metadata={
-            "doc": "Channels, the one to be preferred first: names, or URLs without credentials.",
-            "check": channel_problem,
-            "min_items": 1,
-            "example": ["conda-forge"],
-        },
+    channels: tuple[str, ...] = key(
+        ("conda-forge",),
+        "Channels, the one to be preferred first: names, or URLs without credentials.",
+        check=channel_problem,
+        min_items=1,
+        example=["conda-forge"],
     )
-    dependencies: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Packages of every target, as conda match specs. Python comes from `python`.",
-            "check": spec_problem,
-            "example": ["numpy 2.2.*"],
-        },
+    dependencies: tuple[str, ...] = key(
+        (),
+        "Packages of every target, as conda match specs. Python comes from `python`.",
+        check=spec_problem,
+        example=["numpy 2.2.*"],
     )
-    requirements: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "pip requirements for what no channel has; resolved against the conda packages.",
-            "check": requirement_problem,
-            "example": ["einops==0.8.1"],
-        },
+    requirements: tuple[str, ...] = key(
+        (),
+        "pip requirements for what no channel has; resolved against the conda packages.",
+        check=requirement_problem,
+        example=["einops==0.8.1"],
     )
 
 

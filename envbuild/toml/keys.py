@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import field, is_dataclass
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ class Rules(TypedDict, total=False):
 
 
 def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
-    """Return the dataclass field of a key with this default, meaning and rules."""
-    # A dict is mutable: each instance needs its own.
-    how: dict[str, Any] = {"default_factory": dict} if isinstance(default, dict) else {"default": default}
+    """Return the dataclass field of a key with this default (a table or a dict: an empty one), meaning and rules."""
+    # Dicts are mutable, and tables may hold dicts: each instance makes its own.
+    made = isinstance(default, dict) or is_dataclass(default)
+    how: dict[str, Any] = {"default_factory": type(default)} if made else {"default": default}
     return cast(T, field(**how, metadata={"doc": doc, **rules}))
