@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from envbuild.errors import LockError
 
 if TYPE_CHECKING:
-    from envbuild.compat.finding import CompatFinding
+    from envbuild.compat.rows import CompatFinding
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
 
