@@ -13,7 +13,7 @@ from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
     from envbuild.doctor.artifacts import StepVerdict
-    from envbuild.doctor.model import HostFinding
+    from envbuild.doctor.probe import HostFinding
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -35,8 +35,8 @@ def doctor_command(offline: bool, as_json: bool) -> None:
       srun -N1 envbuild doctor --offline
     """
     from envbuild.doctor.artifacts import judge
+    from envbuild.doctor.probe import facts_of, run_checks
     from envbuild.doctor.registry import CHECKS, this_host
-    from envbuild.doctor.run import facts_of, run_checks
 
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
     verdicts = judge(facts_of(results))

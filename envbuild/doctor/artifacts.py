@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.doctor.model import HostFinding, Status
+from envbuild.doctor.probe import HostFinding, Status
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.base import Artifact
 

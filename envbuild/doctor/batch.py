@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from envbuild.doctor.model import Host, HostFinding
-from envbuild.doctor.probe import find, first_line, run_probe
+from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.schedulers import TITLES

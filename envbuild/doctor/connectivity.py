@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from envbuild.doctor.model import Host, HostFinding
-from envbuild.doctor.probe import first_line, run_probe
-from envbuild.doctor.run import run_parallel
+from envbuild.doctor.probe import Host, HostFinding, first_line, run_parallel, run_probe
 from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import batch, connectivity, fabric, hardware, host_names, kernel, storage, tools
-from envbuild.doctor.model import Host, HostProbe
+from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage, tools
+from envbuild.doctor.probe import Host, HostProbe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
 from envbuild.site.pip_config import PipConfig, redact
@@ -28,18 +28,18 @@ CHECKS = (
     HostProbe("kernel", "own launch", kernel.launching),
     HostProbe("kernel", "/dev/fuse", kernel.fuse),
     HostProbe("kernel", "subuid", kernel.subordinate_ids),
-    HostProbe("machine", "user", host_names.who),
-    HostProbe("machine", "processors", hardware.processors),
-    HostProbe("machine", "memory", hardware.memory),
-    HostProbe("machine", "/dev/shm", hardware.shared_memory),
-    HostProbe("machine", "GPU", hardware.gpus),
-    HostProbe("machine", "clock", host_names.clock),
-    HostProbe("machine", "locale", host_names.locale),
+    HostProbe("machine", "user", machine.who),
+    HostProbe("machine", "processors", machine.processors),
+    HostProbe("machine", "memory", machine.memory),
+    HostProbe("machine", "/dev/shm", machine.shared_memory),
+    HostProbe("machine", "GPU", machine.gpus),
+    HostProbe("machine", "clock", machine.clock),
+    HostProbe("machine", "locale", machine.locale),
     HostProbe("file systems", "store", storage.store),
     HostProbe("file systems", "home", storage.home),
     HostProbe("file systems", "tmp", storage.temporary),
     HostProbe("file systems", "current folder", storage.current),
-    HostProbe("network", "own name", host_names.own_name),
+    HostProbe("network", "own name", machine.own_name),
     HostProbe("network", "interfaces", fabric.network),
     HostProbe("network", "adapters", fabric.adapters),
     HostProbe("network", "libfabric", fabric.libfabric),

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from envbuild.doctor import batch, connectivity, storage
-from envbuild.doctor.model import Host, HostFinding, HostProbe
-from envbuild.doctor.probe import find, first_line, run_probe
-from envbuild.doctor.run import run_checks
+from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_probe
 from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
 from envbuild.environment import Environment

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import batch, fabric, hardware, storage
-from envbuild.doctor.model import Host
-from envbuild.doctor.probe import find
-from envbuild.doctor.run import run_parallel
+from envbuild.doctor import batch, fabric, machine, storage
+from envbuild.doctor.probe import Host, find, run_parallel
 from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
@@ -205,7 +203,7 @@ def _container(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _node(host: Host) -> Iterator[str]:
-    gpus = next((len(f.facts["gpus"]) for f in hardware.gpus(host) if "gpus" in f.facts), 0)
+    gpus = next((len(f.facts["gpus"]) for f in machine.gpus(host) if "gpus" in f.facts), 0)
     answering = _answering(host.variables)
     chosen = _chosen(answering[2]) if answering else None
     if answering and chosen and chosen.gpus is not None and chosen.cpus is not None:
@@ -217,7 +215,7 @@ def _node(host: Host) -> Iterator[str]:
 
 
 def _fabric() -> Iterator[str]:
-    outer = [i for i in fabric.interfaces() if i.up and i.addresses and not i.inner]
+    outer = [one for one in fabric.interfaces() if one.outer]
     own = tuple(one.interfaces for one in load_fabrics().values() if one.interfaces)
     best = max(outer, key=lambda i: (i.name.startswith(own), i.speed or 0), default=None)
     names = ", ".join(f"{i.name} {i.addresses[0]}" for i in outer)

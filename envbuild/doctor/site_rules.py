@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from envbuild.doctor.model import HostFinding
+from envbuild.doctor.probe import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.site.kubernetes import huge_pages_problem

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from envbuild.doctor import batch
-from envbuild.doctor.model import HostFinding
-from envbuild.doctor.probe import find, run_probe
+from envbuild.doctor.probe import HostFinding, find, run_probe
 from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue

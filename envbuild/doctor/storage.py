@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.doctor.model import Host, HostFinding, Status
-from envbuild.doctor.probe import find, run_probe
+from envbuild.doctor.probe import Host, HostFinding, Status, find, run_probe
 from envbuild.mounts import Mount, mount_of, read_mounts
 from envbuild.progress import human_size
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import envbuild
-from envbuild.doctor.model import Host, HostFinding
-from envbuild.doctor.probe import find, first_line, run_probe
-from envbuild.doctor.run import run_parallel
+from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_parallel, run_probe
 from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.

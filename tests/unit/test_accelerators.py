@@ -16,8 +16,8 @@ from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
-from envbuild.doctor import hardware
-from envbuild.doctor.model import Host
+from envbuild.doctor import machine
+from envbuild.doctor.probe import Host
 from envbuild.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
@@ -241,7 +241,7 @@ def test_gpus_are_the_nodes_of_the_kernel_that_have_compute_units(tmp_path: Path
     nodes = str(root / "sys/class/kfd/kfd/topology/nodes")
     assert amd_gpus(str(root / "dev/kfd"), nodes) == 2
     assert amd_gpus(str(root / "none"), nodes) == 0
-    (found,) = hardware.gpus(Host({"PATH": "/nowhere"}, root=root))
+    (found,) = machine.gpus(Host({"PATH": "/nowhere"}, root=root))
     assert (found.status, found.facts["gpus"]) == ("ok", ["AMD", "AMD"])
     for number in (128, 129):
         (root / f"dev/dri/renderD{number}").touch()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.site import site_command
-from envbuild.doctor.model import HostFinding
+from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.site_check import check_site
 from envbuild.doctor.site_init import site_file
 from envbuild.doctor.site_rules import contradictions, duration

@@ -14,7 +14,7 @@ from unit.job_plans import PLAN, Stage, executable, recorder
 
 from envbuild.cli.job import job_command
 from envbuild.doctor import batch
-from envbuild.doctor.model import Host
+from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
 from envbuild.jobs.lint import lint
 from envbuild.jobs.lint_script import read_script
