@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from envbuild.toml import form
+
 # Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
 _ORDINARY = re.compile(
     r"[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*(?:\[[A-Za-z0-9]+\])?"
@@ -91,7 +93,4 @@ def base_problem(text: str) -> str | None:
     return None
 
 
-def variable_problem(name: str) -> str | None:
-    """Return why `name` is not the name of an environment variable that an image may set, or None."""
-    good = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
-    return None if good else f"{name!r} is not the name of an environment variable"
+variable_problem = form(r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable")

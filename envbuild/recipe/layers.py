@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Problem, key
+from envbuild.toml import Document, Problem, form, key
 
-
-def layer_name_problem(name: str) -> str | None:
-    """Return why `name` is not the name of a layer, or None."""
-    good = re.fullmatch(r"[a-z0-9][a-z0-9_.+-]*", name)
-    return None if good else f"{name!r} is not a layer's name: lower-case letters, digits and . _ + -"
-
-
-def option_problem(text: str) -> str | None:
-    """Return why `text` is not one option of a configure script or one variable of make, or None."""
-    return None if re.fullmatch(r"\S[^\n\x00]*", text) else f"{text!r} is not one option on one line"
+layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
+option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")
 
 
 def patch_problem(text: str) -> str | None:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
-from envbuild.toml import key
+from envbuild.toml import form, key
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I)
 _DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
-_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -54,9 +53,7 @@ def time_problem(text: str) -> str | None:
     return f"{text!r} is no time {'at all' if found else 'limit'}: HH:MM:SS or D-HH:MM:SS, such as 04:00:00"
 
 
-def mount_problem(text: str) -> str | None:
-    """Return why `text` is not a mount of a container (/PATH, or /HOST:/CONTAINER), or None."""
-    return None if _MOUNT.fullmatch(text) else f"{text!r} is not /PATH or /HOST:/CONTAINER"
+mount_problem = form(r"/[^:,\s]*(:/[^:,\s]*)?", "is not /PATH or /HOST:/CONTAINER")
 
 
 @dataclass(frozen=True, slots=True)

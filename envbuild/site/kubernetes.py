@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
-from envbuild.toml import key
+from envbuild.toml import form, key
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*"
@@ -24,30 +24,19 @@ _UNITS |= {f"{unit}i": Decimal(1024 ** (power + 1)) for power, unit in enumerate
 _QUANTITY = re.compile(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})")
 _OF_THE_CONTAINER = ("/dev", "/proc", "/sys")
 _LARGEST_ID = 2**31 - 1
+_ENDS = ", with a letter or digit first and last"
 
 
-def label_problem(text: str) -> str | None:
-    """Return why `text` is not a DNS label, the form of namespaces, or None."""
-    return None if re.fullmatch(_LABEL, text) else _no_name(text, "63", "a-z, 0-9 and -")
-
-
-def object_problem(text: str) -> str | None:
-    """Return why `text` is not the name of an object, such as a claim or secret, or None; "" names no object."""
-    ok = not text or re.fullmatch(_SUBDOMAIN, text)
-    return None if ok else _no_name(text, "253", "a-z, 0-9, - and .")
-
-
-def node_label_problem(key: str) -> str | None:
-    """Return why `key` is not the name of a label (NAME or PREFIX/NAME), or None."""
-    if re.fullmatch(rf"({_PREFIX})?{_NAME}", key):
-        return None
-    return f"{key!r} is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and ."
-
-
-def label_value_problem(text: str) -> str | None:
-    """Return why `text` is not the value of a label, or None."""
-    ok = not text or re.fullmatch(_NAME, text)
-    return None if ok else _no_name(text, "63", "letters, digits, -, _ and .", "the value of a label")
+label_problem = form(_LABEL, f"is not a name in Kubernetes: up to 63 of a-z, 0-9 and -{_ENDS}")
+# "" names no object, such as a claim or secret.
+object_problem = form(f"({_SUBDOMAIN})?", f"is not a name in Kubernetes: up to 253 of a-z, 0-9, - and .{_ENDS}")
+node_label_problem = form(
+    f"({_PREFIX})?{_NAME}",
+    "is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and .",
+)
+label_value_problem = form(
+    f"({_NAME})?", f"is not the value of a label: up to 63 of letters, digits, -, _ and .{_ENDS}"
+)
 
 
 def resource_problem(key: str, amount: str) -> str | None:
@@ -101,10 +90,6 @@ def user_problem(text: str) -> str | None:
     if not text or (found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID):
         return None
     return f"{text!r} is not UID or UID:GID of a user other than root, such as 1000:1000"
-
-
-def _no_name(text: str, most: str, characters: str, what: str = "a name in Kubernetes") -> str:
-    return f"{text!r} is not {what}: up to {most} of {characters}, with a letter or digit first and last"
 
 
 @dataclass(frozen=True, slots=True)

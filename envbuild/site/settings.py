@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from envbuild.site.jobs import (
 )
 from envbuild.site.kubernetes import KubernetesTable
 from envbuild.site.pip_config import home_folder
-from envbuild.toml import decode, key, nearest, read
+from envbuild.toml import decode, form, key, nearest, read
 
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 
@@ -33,11 +32,11 @@ def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
 
 
-def _variable_problem(name: str) -> str | None:
-    # Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
-    if re.fullmatch(r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+", name):
-        return None
-    return f"{name!r} is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)"
+# Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
+_variable_problem = form(
+    r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+",
+    "is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)",
+)
 
 
 def _value_problem(value: str) -> str | None:

@@ -1,7 +1,8 @@
-"""Fields of dataclasses for the keys that a TOML file may leave out."""
+"""Fields of dataclasses for the keys that a TOML file may leave out, and checks of their values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import field, is_dataclass
 from typing import Any, TypedDict, TypeVar, Unpack, cast
@@ -29,3 +30,8 @@ def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
     made = isinstance(default, dict) or is_dataclass(default)
     how: dict[str, Any] = {"default_factory": type(default)} if made else {"default": default}
     return cast(T, field(**how, metadata={"doc": doc, **rules}))
+
+
+def form(pattern: str, what: str) -> Check:
+    """Return a check for values that match all of `pattern`; its message is the value and `what`."""
+    return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
