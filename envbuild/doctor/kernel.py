@@ -1,7 +1,8 @@
 """Checks of kernel features: image mounts, rootless namespaces, FUSE.
 
-Image mounts are tested by a launch of a tiny image, as in verification. Sources: the kernel's
-fs/squashfs/Kconfig, user_namespaces(7), subuid(5).
+Image mounts are tested by launches of tiny images, as in verification, in a separate process: the doctor's checks
+run in threads, and launches run code between fork and exec, which is not safe in a process with threads. Sources:
+the kernel's fs/squashfs/Kconfig, user_namespaces(7), subuid(5).
 """
 
 from __future__ import annotations
@@ -12,14 +13,26 @@ import gzip
 import json
 import os
 import platform
+import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.doctor.launch_trials import ANSWERS, COMPRESSORS, START
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError
+from envbuild.site.pip_config import PipConfig
+from envbuild.site.settings import Site
+from envbuild.store.store import Store
 
-_CONFIGURED = {"gzip": "ZLIB", "lzo": "LZO", "xz": "XZ", "lz4": "LZ4", "zstd": "ZSTD"}
+# Numbers of fs/squashfs/squashfs_fs.h.
+COMPRESSORS = {"gzip": 1, "lzo": 3, "xz": 4, "lz4": 5, "zstd": 6}
+_NOTHING = 0xFFFFFFFFFFFFFFFF
+# Imports only envbuild and Python's own modules, independent of the caller's variables and current folder.
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.doctor.kernel import main; main()"
+_START = (sys.executable, "-I", "-c", _BOOT, str(Path(__file__).parents[2]))
+_ANSWERS = "answers"
 # Result for a skipped trial: only root mounts images.
 _NO = (False, "only root mounts images", "")
 _EXTRACTED = ("extract", "gzip")
@@ -36,7 +49,7 @@ _SETTINGS = (
 def launching(host: Host) -> Iterator[HostFinding]:
     """Check envbuild's own launch: squashfs mounts by the kernel, squashfuse, extraction."""
     with tempfile.TemporaryDirectory(prefix="envbuild-doctor-", ignore_cleanup_errors=True) as folder:
-        _, trouble = run_probe([*START, folder], host.variables, _TRIALS_S)
+        _, trouble = run_probe([*_START, folder], host.variables, _TRIALS_S)
         answers = _answers(Path(folder))
     works, why, hint = answers.get(_EXTRACTED, (False, f"could not be tried: {first_line(trouble)}", ""))
     if not works:
@@ -65,9 +78,9 @@ def launching(host: Host) -> Iterator[HostFinding]:
 
 
 def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
-    """Return the results that launch_trials.py has written so far, by method and compressor."""
+    """Return the results that `main` has written so far, by method and compressor."""
     found = {}
-    for line in read_text(folder / ANSWERS).splitlines():
+    for line in read_text(folder / _ANSWERS).splitlines():
         with contextlib.suppress(ValueError):  # an incomplete last line
             way, compressor, works, why, hint = json.loads(line)
             found[way, compressor] = (works, why, hint)
@@ -80,7 +93,8 @@ def _configured(host: Host, why: str) -> HostFinding:
     if not text:
         return HostFinding("squashfs", "info", f"not known ({why}; the kernel's configuration is not here)")
     on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
-    there = [n for n, option in _CONFIGURED.items() if {"CONFIG_SQUASHFS", f"CONFIG_SQUASHFS_{option}"} <= on]
+    options = {name: "ZLIB" if name == "gzip" else name.upper() for name in COMPRESSORS}
+    there = [name for name, option in options.items() if {"CONFIG_SQUASHFS", f"CONFIG_SQUASHFS_{option}"} <= on]
     what = f"Linux {platform.release()} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
     return HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
 
@@ -90,6 +104,61 @@ def _kernel_config(root: Path) -> str:
         return gzip.decompress((root / "proc/config.gz").read_bytes()).decode(errors="replace")
     release = platform.release()
     return read_text(root / f"boot/config-{release}") or read_text(root / f"lib/modules/{release}/config")
+
+
+def main() -> None:
+    """Write each result to FOLDER/answers (FOLDER is the first argument), one line each, as soon as it is known."""
+    from envbuild.verify.own_runtime import EXTRACT, MOUNT, SQUASHFUSE
+
+    folder = Path(sys.argv[1])
+    mounts = [(MOUNT, name) for name in COMPRESSORS] if os.geteuid() == 0 else []
+    with (folder / _ANSWERS).open("w", encoding="utf-8") as answers:
+        for way, compressor in ((EXTRACT, "gzip"), (SQUASHFUSE, "gzip"), *mounts):
+            said = [way, compressor, *_attempt(folder, way, compressor)]
+            answers.write(json.dumps(said) + "\n")
+            answers.flush()
+
+
+def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
+    """Return (success, reason of a failure, hint) of a launch of a tiny image by the method `way`."""
+    from envbuild.verify.image_file import ENROOT, ImageFile
+    from envbuild.verify.own_runtime import own_runtime
+
+    image = folder / f"{compressor}.sqsh"
+    image.write_bytes(tiny_image(compressor))
+    store = folder / "store"
+    environment = Environment(dict(os.environ), Site(store=store), PipConfig(), Store(store))
+    try:
+        own_runtime(ImageFile(image, ENROOT, 0, compressor), way, environment)
+    except EnvbuildError as error:
+        return False, error.message.splitlines()[0], error.hint or ""
+    return True, "", ""
+
+
+def tiny_image(compressor: str) -> bytes:
+    """Return an empty squashfs whose blocks are stored uncompressed.
+
+    Only its superblock names the compressor, which the kernel must support to mount it. Source:
+    Documentation/filesystems/squashfs.rst.
+    """
+    inode = struct.pack("<HHHHII", 1, 0o755, 0, 0, 0, 1) + struct.pack("<IIHHI", 0, 2, 3, 0, 2)
+    # Only lz4 requires compressor options: version 1, no flags.
+    options = struct.pack("<HII", 0x8008, 1, 0) if compressor == "lz4" else b""
+    parts = [struct.pack("<H", 0x8000 | len(inode)) + inode, struct.pack("<HB", 0x8001, 0)]
+    inodes = 96 + len(options)
+    directories = inodes + len(parts[0])
+    owners = directories + len(parts[1])
+    parts.append(struct.pack("<HI", 0x8004, 0))
+    index = owners + len(parts[2])
+    parts.append(struct.pack("<Q", owners))
+    # Uncompressed, no fragments, no xattrs; 0x400 if there are compressor options.
+    flags = 0x1 | 0x2 | 0x8 | 0x10 | 0x200 | (0x400 if options else 0)
+    head = struct.pack(
+        "<IIIIIHHHHHHQQQQQQQQ",
+        0x73717368, 1, 0, 1 << 17, 0, COMPRESSORS[compressor], 17, flags, 1, 4, 0,
+        0, index + 8, index, _NOTHING, inodes, directories, _NOTHING, _NOTHING,
+    )  # fmt: skip
+    return (head + options + b"".join(parts)).ljust(4096, b"\0")
 
 
 def fuse(host: Host) -> list[HostFinding]:

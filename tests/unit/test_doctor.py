@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.doctor import batch, connectivity, fabric, kernel, launch_trials, machine, storage
+from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage
 from envbuild.doctor.artifacts import judge
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status, facts_of, run_checks, run_probe
 from envbuild.doctor.registry import CHECKS, this_host
@@ -103,11 +103,11 @@ def test_what_cannot_be_run_is_no_error(command: list[str]) -> None:
     assert code is None and why
 
 
-@pytest.mark.parametrize("compressor", launch_trials.COMPRESSORS)
+@pytest.mark.parametrize("compressor", kernel.COMPRESSORS)
 def test_tiny_images_are_squashfs(compressor: str) -> None:
-    data = launch_trials.tiny_image(compressor)
+    data = kernel.tiny_image(compressor)
     assert len(data) == 4096
-    assert int.from_bytes(data[20:22], "little") == launch_trials.COMPRESSORS[compressor]
+    assert int.from_bytes(data[20:22], "little") == kernel.COMPRESSORS[compressor]
     if compressor == "lzo":  # our own reader has none
         return
     image = open_squashfs(io.BytesIO(data), 0, "tiny")
