@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage
-from envbuild.doctor.artifacts import judge
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status, facts_of, run_checks, run_probe
-from envbuild.doctor.registry import CHECKS, this_host
+from envbuild.doctor.registry import CHECKS, judge, this_host
 from envbuild.errors import HostError
 from envbuild.image.squashfs.read import open_squashfs
 from envbuild.jobs.schedulers.base import Queue

@@ -13,7 +13,7 @@ import pytest
 
 from envbuild.artifacts import venv
 from envbuild.artifacts.state import FILE, State, read_state, state_of
-from envbuild.doctor.artifacts import judge
+from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
