@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import gzip
+import io
 import json
 import os
 import platform
@@ -17,18 +18,20 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
+from envbuild.image.squashfs.codec import NAMES, codec_of
+from envbuild.image.squashfs.tables import data_start, write_tables
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
 
-# Numbers of fs/squashfs/squashfs_fs.h.
-COMPRESSORS = {"gzip": 1, "lzo": 3, "xz": 4, "lz4": 5, "zstd": 6}
-_NOTHING = 0xFFFFFFFFFFFFFFFF
+# The compressors that Linux knows.
+COMPRESSORS = {name: number for number, name in NAMES.items() if name != "lzma"}
 # Imports only envbuild and Python's own modules, independent of the caller's variables and current folder.
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.doctor.kernel import main; main()"
 _START = (sys.executable, "-I", "-c", _BOOT, str(Path(__file__).parents[2]))
@@ -138,27 +141,15 @@ def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
 def tiny_image(compressor: str) -> bytes:
     """Return an empty squashfs whose blocks are stored uncompressed.
 
-    Only its superblock names the compressor, which the kernel must support to mount it. Source:
-    Documentation/filesystems/squashfs.rst.
+    Only its superblock names the compressor, which the kernel must support to mount it.
     """
-    inode = struct.pack("<HHHHII", 1, 0o755, 0, 0, 0, 1) + struct.pack("<IIHHI", 0, 2, 3, 0, 2)
     # Only lz4 requires compressor options: version 1, no flags.
-    options = struct.pack("<HII", 0x8008, 1, 0) if compressor == "lz4" else b""
-    parts = [struct.pack("<H", 0x8000 | len(inode)) + inode, struct.pack("<HB", 0x8001, 0)]
-    inodes = 96 + len(options)
-    directories = inodes + len(parts[0])
-    owners = directories + len(parts[1])
-    parts.append(struct.pack("<HI", 0x8004, 0))
-    index = owners + len(parts[2])
-    parts.append(struct.pack("<Q", owners))
-    # Uncompressed, no fragments, no xattrs; 0x400 if there are compressor options.
-    flags = 0x1 | 0x2 | 0x8 | 0x10 | 0x200 | (0x400 if options else 0)
-    head = struct.pack(
-        "<IIIIIHHHHHHQQQQQQQQ",
-        0x73717368, 1, 0, 1 << 17, 0, COMPRESSORS[compressor], 17, flags, 1, 4, 0,
-        0, index + 8, index, _NOTHING, inodes, directories, _NOTHING, _NOTHING,
-    )  # fmt: skip
-    return (head + options + b"".join(parts)).ljust(4096, b"\0")
+    options = struct.pack("<II", 1, 0) if compressor == "lz4" else b""
+    codec = replace(codec_of("xz"), number=COMPRESSORS[compressor], options=options, compress=bytes)
+    image = io.BytesIO()
+    image.seek(data_start(codec))
+    write_tables(image, 0, [], [], codec, 0)
+    return image.getvalue()
 
 
 def fuse(host: Host) -> list[HostFinding]:

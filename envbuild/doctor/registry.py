@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,40 +26,28 @@ _OWN_CHECKS = {"slurm": batch.slurm, "kubernetes": batch.kubernetes}
 _HELD = {"package index": "wheels", "conda-forge": "conda packages", "Debian's archive": "image blobs"}
 _LEAST_MEMORY = 1_500_000_000
 
-CHECKS = (
-    HostProbe("envbuild", "envbuild", tools.envbuild_itself),
-    HostProbe("envbuild", "configuration", tools.configuration),
-    HostProbe("envbuild", "uv", tools.uv),
-    HostProbe("tools", "programs", tools.programs),
-    HostProbe("tools", "modules", tools.modules),
-    HostProbe("tools", "docker daemon", batch.docker_daemon),
-    HostProbe("kernel", "own launch", kernel.launching),
-    HostProbe("kernel", "/dev/fuse", kernel.fuse),
-    HostProbe("kernel", "subuid", kernel.subordinate_ids),
-    HostProbe("machine", "user", machine.who),
-    HostProbe("machine", "processors", machine.processors),
-    HostProbe("machine", "memory", machine.memory),
-    HostProbe("machine", "/dev/shm", machine.shared_memory),
-    HostProbe("machine", "GPU", machine.gpus),
-    HostProbe("machine", "clock", machine.clock),
-    HostProbe("machine", "locale", machine.locale),
-    HostProbe("file systems", "store", storage.store),
-    HostProbe("file systems", "home", storage.home),
-    HostProbe("file systems", "tmp", storage.temporary),
-    HostProbe("file systems", "current folder", storage.current),
-    HostProbe("network", "own name", machine.own_name),
-    HostProbe("network", "interfaces", fabric.network),
-    HostProbe("network", "adapters", fabric.adapters),
-    HostProbe("network", "libfabric", fabric.libfabric),
-    *(
-        HostProbe("jobs", title, _OWN_CHECKS.get(name) or partial(batch.scheduler, name))
-        for name, title in TITLES.items()
-    ),
-    HostProbe("sources", "proxies", connectivity.proxies),
-    HostProbe("sources", "authorities", connectivity.certificates),
-    HostProbe("sources", "package index", connectivity.package_index),
-    HostProbe("sources", "recipes' sources", connectivity.sources),
-)
+_AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
+    "envbuild": {"envbuild": tools.envbuild_itself, "configuration": tools.configuration, "uv": tools.uv},
+    "tools": {"programs": tools.programs, "modules": tools.modules, "docker daemon": batch.docker_daemon},
+    "kernel": {"own launch": kernel.launching, "/dev/fuse": kernel.fuse, "subuid": kernel.subordinate_ids},
+    "machine": {
+        "user": machine.who, "processors": machine.processors, "memory": machine.memory,
+        "/dev/shm": machine.shared_memory, "GPU": machine.gpus, "clock": machine.clock, "locale": machine.locale,
+    },
+    "file systems": {
+        "store": storage.store, "home": storage.home, "tmp": storage.temporary, "current folder": storage.current,
+    },
+    "network": {
+        "own name": machine.own_name, "interfaces": fabric.network, "adapters": fabric.adapters,
+        "libfabric": fabric.libfabric,
+    },
+    "jobs": {title: _OWN_CHECKS.get(name) or partial(batch.scheduler, name) for name, title in TITLES.items()},
+    "sources": {
+        "proxies": connectivity.proxies, "authorities": connectivity.certificates,
+        "package index": connectivity.package_index, "recipes' sources": connectivity.sources,
+    },
+}  # fmt: skip
+CHECKS = tuple(HostProbe(area, name, run) for area, checks in _AREAS.items() for name, run in checks.items())
 
 
 def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:

@@ -43,24 +43,17 @@ class CondaTable:
     """`[conda]`: channels and packages of `envbuild conda`."""
 
     channels: tuple[str, ...] = key(
-        ("conda-forge",),
-        "Channels, the one to be preferred first: names, or URLs without credentials.",
-        check=channel_problem,
-        min_items=1,
-        example=["conda-forge"],
-    )
+        ("conda-forge",), "Channels, the one to be preferred first: names, or URLs without credentials.",
+        check=channel_problem, min_items=1, example=["conda-forge"],
+    )  # fmt: skip
     dependencies: tuple[str, ...] = key(
-        (),
-        "Packages of every target, as conda match specs. Python comes from `python`.",
-        check=spec_problem,
-        example=["numpy 2.2.*"],
-    )
+        (), "Packages of every target, as conda match specs. Python comes from `python`.",
+        check=spec_problem, example=["numpy 2.2.*"],
+    )  # fmt: skip
     requirements: tuple[str, ...] = key(
-        (),
-        "pip requirements for what no channel has; resolved against the conda packages.",
-        check=requirement_problem,
-        example=["einops==0.8.1"],
-    )
+        (), "pip requirements for what no channel has; resolved against the conda packages.",
+        check=requirement_problem, example=["einops==0.8.1"],
+    )  # fmt: skip
 
 
 def channel_url(channel: str) -> str:

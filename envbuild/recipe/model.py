@@ -25,30 +25,21 @@ class TargetTable:
     """`[targets.NAME]`: a target's additions to the common part."""
 
     requirements: tuple[str, ...] = key(
-        (),
-        "Packages of this target, added to the common ones.",
-        check=requirement_problem,
-        example=["torch==2.13.0+cpu"],
-    )
+        (), "Packages of this target, added to the common ones.",
+        check=requirement_problem, example=["torch==2.13.0+cpu"],
+    )  # fmt: skip
     indexes: tuple[str, ...] = key(
-        (),
-        "URLs of package indexes that this target needs besides the site's. Never with credentials.",
-        check=index_problem,
-        pattern=r"^(https?|file)://\S+$",
-        example=["https://download.pytorch.org/whl/cpu"],
-    )
+        (), "URLs of package indexes that this target needs besides the site's. Never with credentials.",
+        check=index_problem, pattern=r"^(https?|file)://\S+$", example=["https://download.pytorch.org/whl/cpu"],
+    )  # fmt: skip
     glibc: str = key(
-        "2.28",
-        "The newest glibc that a wheel may need: the oldest that hosts may have.",
-        choices=GLIBCS,
-        example="2.28",
-    )
+        "2.28", "The newest glibc that a wheel may need: the oldest that hosts may have.",
+        choices=GLIBCS, example="2.28",
+    )  # fmt: skip
     conda: tuple[str, ...] = key(
-        (),
-        "conda packages of this target, added to [conda]'s dependencies.",
-        check=spec_problem,
-        example=["pytorch 2.7.* cuda126*"],
-    )
+        (), "conda packages of this target, added to [conda]'s dependencies.",
+        check=spec_problem, example=["pytorch 2.7.* cuda126*"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,17 +57,13 @@ class ImageTable:
         "", "Debian's release. Default: the one that has the recipe's Python.", pattern=r"^[a-z]*$", example="bookworm"
     )
     packages: tuple[str, ...] = key(
-        (),
-        "Debian packages besides the usual ones (Python, bash, coreutils, certificates …).",
-        pattern=_PACKAGE,
-        example=["openssh-client"],
-    )
+        (), "Debian packages besides the usual ones (Python, bash, coreutils, certificates …).",
+        pattern=_PACKAGE, example=["openssh-client"],
+    )  # fmt: skip
     python: str = key(
-        "",
-        "The interpreter inside an existing base image, an absolute path.",
-        pattern=r"^(/[^/\s]+)*$",
-        example="/opt/conda/bin/python3.11",
-    )
+        "", "The interpreter inside an existing base image, an absolute path.",
+        pattern=r"^(/[^/\s]+)*$", example="/opt/conda/bin/python3.11",
+    )  # fmt: skip
     build_base: str = key(
         "",
         "An image of the same distribution with compilers, in which [layers] are built. Needed where"
@@ -85,11 +72,9 @@ class ImageTable:
         example="docker.io/nvidia/cuda:12.6.3-devel-ubuntu22.04",
     )
     build_packages: tuple[str, ...] = key(
-        (),
-        "Debian packages that building [layers] needs besides compilers and make; not in the image.",
-        pattern=_PACKAGE,
-        example=["libhwloc-dev"],
-    )
+        (), "Debian packages that building [layers] needs besides compilers and make; not in the image.",
+        pattern=_PACKAGE, example=["libhwloc-dev"],
+    )  # fmt: skip
     workdir: str = key("/workspace", "The folder in which a container starts.", pattern=r"^/\S*$", example="/workspace")
     env: dict[str, str] = key(
         {}, "Environment variables of the image, over those of its base. Never secrets.", key_check=variable_problem
@@ -110,11 +95,9 @@ class VerifyTable:
         1e-4, "Relative difference of losses that still counts as equal.", minimum=0, example=1e-4
     )
     busbw_floor: float = key(
-        0.0,
-        "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
-        minimum=0,
-        example=40.0,
-    )
+        0.0, "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
+        minimum=0, example=40.0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,11 +135,9 @@ class Recipe:
         }
     )
     constraints: tuple[str, ...] = key(
-        (),
-        "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
-        check=requirement_problem,
-        example=["setuptools<81"],
-    )
+        (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
+        check=requirement_problem, example=["setuptools<81"],
+    )  # fmt: skip
     environment: Literal["venv", "conda"] = key(
         "venv",
         "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
@@ -164,11 +145,9 @@ class Recipe:
     )
     conda: CondaTable = key(CondaTable(), "What conda environments are made of.")
     fabric: str = key(
-        "any",
-        "The network between nodes that verification must see in use; `any` takes what is there.",
-        choices=fabric_names,
-        example="efa",
-    )
+        "any", "The network between nodes that verification must see in use; `any` takes what is there.",
+        choices=fabric_names, example="efa",
+    )  # fmt: skip
     layers: dict[str, LayerTable] = key(
         {},
         "What is built from source, replaced, or taken from the host: libfabric, nccl,"

@@ -65,18 +65,13 @@ class SchedulerTable:
     account: str = key("", "Who pays.", pattern=_WORD, example="project_1234")
     qos: str = key("", "Slurm's quality of service.", pattern=_WORD)
     constraint: str = key(
-        "",
-        "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
-        pattern=_WORD,
-        example="icelake",
-    )
+        "", "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
+        pattern=_WORD, example="icelake",
+    )  # fmt: skip
     time: str = key(
-        "01:00:00",
-        "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
-        pattern=f"^{TIME_PATTERN}$",
-        check=time_problem,
-        example="04:00:00",
-    )
+        "01:00:00", "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
+        pattern=f"^{TIME_PATTERN}$", check=time_problem, example="04:00:00",
+    )  # fmt: skip
     exclusive: bool = key(True, "Whether jobs have their nodes alone.")
     requeue: bool = key(True, "Whether a job whose node failed starts again.")
     auto_resume: bool = key(False, "SageMaker HyperPod's --auto-resume=1 for srun.")
@@ -84,11 +79,9 @@ class SchedulerTable:
         None, f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.", choices=LAUNCHER_NAMES
     )
     directives: tuple[str, ...] = key(
-        (),
-        "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
-        check=line_problem,
-        example=["--mail-type=END"],
-    )
+        (), "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
+        check=line_problem, example=["--mail-type=END"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

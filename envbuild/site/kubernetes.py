@@ -99,12 +99,9 @@ class KubernetesTable:
     namespace: str = key("default", "Namespace.", check=label_problem, pattern=r"^[a-z0-9-]+$")
     api: Literal["v1", "v2"] = key("v1", "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer.")
     claim: str = key(
-        "",
-        "Persistent volume claim with data and snapshots.",
-        check=object_problem,
-        pattern=r"^[a-z0-9.-]*$",
-        example="fsx-pv",
-    )
+        "", "Persistent volume claim with data and snapshots.",
+        check=object_problem, pattern=r"^[a-z0-9.-]*$", example="fsx-pv",
+    )  # fmt: skip
     mount: str = key("/data", "Where pods see it.", check=mount_path_problem, pattern=r"^/\S*$")
     shm: str = key("", "Size of /dev/shm.", pattern=r"^(\d+[KMGT]i?)?$", example="16Gi")
     node_selector: dict[str, str] = key(
@@ -119,10 +116,7 @@ class KubernetesTable:
         pattern=r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
     )
     run_as: str = key(
-        "",
-        "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
-        check=user_problem,
-        pattern=r"^([1-9]\d*(:\d+)?)?$",
-        example="1000:1000",
-    )
+        "", "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
+        check=user_problem, pattern=r"^([1-9]\d*(:\d+)?)?$", example="1000:1000",
+    )  # fmt: skip
     pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")

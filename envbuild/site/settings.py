@@ -69,11 +69,9 @@ class FabricTable:
     """`[fabric]`: the network between this site's nodes, as verification uses it."""
 
     interface: str = key(
-        "",
-        "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
-        pattern=r"^(\S*)$",
-        example="hsn0,hsn1,hsn2,hsn3",
-    )
+        "", "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
+        pattern=r"^(\S*)$", example="hsn0,hsn1,hsn2,hsn3",
+    )  # fmt: skip
     busbw_floor: dict[str, float] = key(
         {},
         "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
@@ -82,11 +80,9 @@ class FabricTable:
         minimum=0,
     )
     variables: dict[str, str] = key(
-        {},
-        "Variables of every job on GPUs, over those that the fabric needs.",
-        key_check=_variable_problem,
-        check=_value_problem,
-    )
+        {}, "Variables of every job on GPUs, over those that the fabric needs.",
+        key_check=_variable_problem, check=_value_problem,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +92,18 @@ class SiteFile:
     store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
     recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
     mirrors: dict[str, tuple[str, ...]] = key(
-        {},
-        "URL prefix of an index → prefixes tried before it, in this order.",
-        key_check=_url_problem,
-        check=_url_problem,
-    )
+        {}, "URL prefix of an index → prefixes tried before it, in this order.",
+        key_check=_url_problem, check=_url_problem,
+    )  # fmt: skip
     registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
     scheduler: SchedulerTable = key(SchedulerTable(), "Who starts jobs.")
     modules: ModulesTable = key(ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
-        {},
-        "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
-        key_check=job_variable_problem,
-        check=value_problem,
-    )
+        {}, "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
+        key_check=job_variable_problem, check=value_problem,
+    )  # fmt: skip
     paths: PathsTable = key(PathsTable(), "File systems, as nodes see them.")
     container: ContainerTable = key(ContainerTable(), "What starts images on nodes.")
     node: NodeTable = key(NodeTable(), "What one node has.")
