@@ -60,9 +60,8 @@ class Release(Row):
 class TorchBuild(Release):
     """CUDA versions that the torch wheels of `versions` are built for on `arch`.
 
-    `default` is the CUDA version of the default index's plain wheel, "cpu" for a wheel without CUDA, "" if
-    unknown. `glibc` ("2.28") and `nccl` ("wheel", "inside") are also "" if unknown. The data file explains the
-    columns.
+    `default` is the CUDA version of the default index's plain wheel, "cpu" for a wheel without CUDA, "" if unknown.
+    `glibc` ("2.28") and `nccl` ("wheel", "inside") are also "" if unknown. The data file explains the columns.
     """
 
     arch: str

@@ -141,8 +141,7 @@ def run_probe(
 ) -> tuple[int | None, str]:
     """Return (exit status, stdout and stderr) of `command`.
 
-    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s`
-    seconds.
+    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s` seconds.
     """
     # Charliecloud requires $USER, which containers often lack.
     env = {"USER": "user", **variables, "LC_ALL": "C"}

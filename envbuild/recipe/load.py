@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.recipe.conda import conda_mistakes
 from envbuild.recipe.layers import kind_of, layer_mistakes
-from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements, image_mistakes
+from envbuild.recipe.model import Recipe, TargetTable, conda_mistakes, duplicate_requirements, image_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
 

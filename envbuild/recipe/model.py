@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envbuild.fabrics import fabric_names
-from envbuild.recipe.checks import base_problem, index_problem, requirement_parts, requirement_problem, variable_problem
-from envbuild.recipe.conda import CondaTable, spec_problem
+from envbuild.recipe import checks
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.targets import target_problem
 from envbuild.toml import Document, Keys, Problem, key
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+# conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
+CHANNEL_ALIAS = "https://conda.anaconda.org"
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]+$"
 # manylinux levels that uv's --python-platform supports.
 GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
@@ -26,11 +27,11 @@ class TargetTable:
 
     requirements: tuple[str, ...] = key(
         (), "Packages of this target, added to the common ones.",
-        check=requirement_problem, example=["torch==2.13.0+cpu"],
+        check=checks.requirement_problem, example=["torch==2.13.0+cpu"],
     )  # fmt: skip
     indexes: tuple[str, ...] = key(
         (), "URLs of package indexes that this target needs besides the site's. Never with credentials.",
-        check=index_problem, pattern=r"^(https?|file)://\S+$", example=["https://download.pytorch.org/whl/cpu"],
+        check=checks.index_problem, pattern=r"^(https?|file)://\S+$", example=["https://download.pytorch.org/whl/cpu"],
     )  # fmt: skip
     glibc: str = key(
         "2.28", "The newest glibc that a wheel may need: the oldest that hosts may have.",
@@ -38,7 +39,25 @@ class TargetTable:
     )  # fmt: skip
     conda: tuple[str, ...] = key(
         (), "conda packages of this target, added to [conda]'s dependencies.",
-        check=spec_problem, example=["pytorch 2.7.* cuda126*"],
+        check=checks.spec_problem, example=["pytorch 2.7.* cuda126*"],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CondaTable:
+    """`[conda]`: channels and packages of `envbuild conda`."""
+
+    channels: tuple[str, ...] = key(
+        ("conda-forge",), "Channels, the one to be preferred first: names, or URLs without credentials.",
+        check=checks.channel_problem, min_items=1, example=["conda-forge"],
+    )  # fmt: skip
+    dependencies: tuple[str, ...] = key(
+        (), "Packages of every target, as conda match specs. Python comes from `python`.",
+        check=checks.spec_problem, example=["numpy 2.2.*"],
+    )  # fmt: skip
+    requirements: tuple[str, ...] = key(
+        (), "pip requirements for what no channel has; resolved against the conda packages.",
+        check=checks.requirement_problem, example=["einops==0.8.1"],
     )  # fmt: skip
 
 
@@ -50,7 +69,7 @@ class ImageTable:
         "debian",
         "`debian` for a small base from Debian packages, or an existing image: a registry"
         " reference, docker-daemon:NAME, docker-archive:FILE or oci:DIR[:TAG].",
-        check=base_problem,
+        check=checks.base_problem,
         example="docker.io/pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime",
     )
     suite: str = key(
@@ -68,7 +87,7 @@ class ImageTable:
         "",
         "An image of the same distribution with compilers, in which [layers] are built. Needed where"
         " `base` is an existing image; else Debian's compilers are used.",
-        check=base_problem,
+        check=checks.base_problem,
         example="docker.io/nvidia/cuda:12.6.3-devel-ubuntu22.04",
     )
     build_packages: tuple[str, ...] = key(
@@ -77,7 +96,9 @@ class ImageTable:
     )  # fmt: skip
     workdir: str = key("/workspace", "The folder in which a container starts.", pattern=r"^/\S*$", example="/workspace")
     env: dict[str, str] = key(
-        {}, "Environment variables of the image, over those of its base. Never secrets.", key_check=variable_problem
+        {},
+        "Environment variables of the image, over those of its base. Never secrets.",
+        key_check=checks.variable_problem,
     )
 
 
@@ -122,7 +143,7 @@ class Recipe:
     requirements: tuple[str, ...] = field(
         metadata={
             "doc": "Packages of every target, as pip requirements (PEP 508). No options, URLs or paths.",
-            "check": requirement_problem,
+            "check": checks.requirement_problem,
             "example": ["numpy==2.2.6"],
         }
     )
@@ -136,7 +157,7 @@ class Recipe:
     )
     constraints: tuple[str, ...] = key(
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
-        check=requirement_problem, example=["setuptools<81"],
+        check=checks.requirement_problem, example=["setuptools<81"],
     )  # fmt: skip
     environment: Literal["venv", "conda"] = key(
         "venv",
@@ -172,9 +193,9 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
     for entries in of_targets or [[]]:
         first: dict[str, tuple[Keys, str]] = {}
         for keys, text in common + entries:
-            name, rest = requirement_parts(text)
+            name, rest = checks.requirement_parts(text)
             before, earlier = first.setdefault(name, (keys, text))
-            other = requirement_parts(earlier)[1]
+            other = checks.requirement_parts(earlier)[1]
             # Two markers may exclude each other, which is pip's way to select a version.
             if rest != other and not (";" in rest and ";" in other):
                 yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
@@ -186,7 +207,7 @@ def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:
     return [
         ((*keys, index), text)
         for index, text in enumerate(entries if isinstance(entries, list) else ())
-        if isinstance(text, str) and requirement_problem(text) is None
+        if isinstance(text, str) and checks.requirement_problem(text) is None
     ]
 
 
@@ -205,3 +226,26 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
             yield ("image", name), f'{name!r} in [image]: only with base = "debian"'
     if not image.get("python") and document.data.get("environment") != "conda":
         yield ("image",), "'python' in [image] is missing: where is the interpreter in the base image?"
+
+
+def channel_url(channel: str) -> str:
+    """Return a channel's canonical URL, whichever mirror serves its packages."""
+    return channel.rstrip("/") if "://" in channel else f"{CHANNEL_ALIAS}/{channel}"
+
+
+def conda_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield conda settings that are missing or that have no effect without others."""
+    conda = document.data.get("conda")
+    has = isinstance(conda, dict) and bool(conda.get("dependencies"))
+    if document.data.get("environment") == "conda":
+        if not has:
+            yield (("environment",), "'conda' needs a [conda] table with `dependencies`")
+        image = document.data.get("image")
+        if isinstance(image, dict) and image.get("python"):
+            yield (("image", "python"), "'python' in [image]: with environment = \"conda\" the interpreter is conda's")
+    if isinstance(conda, dict) and not has:
+        yield ("conda",), "'dependencies' in [conda] is missing"
+    targets = document.data.get("targets")
+    for name, table in targets.items() if isinstance(targets, dict) else ():
+        if isinstance(table, dict) and table.get("conda") and not isinstance(conda, dict):
+            yield ("targets", name, "conda"), "'conda' of a target needs a [conda] table"

@@ -1,7 +1,6 @@
 """`[kubernetes]` of site.toml, and checks of its values: a `…_problem` returns the mistake in a value, or None.
 
-Source: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and
-k8s.io/apimachinery/pkg/util/validation.
+Source: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and k8s.io/apimachinery/pkg/util/validation.
 """
 
 from __future__ import annotations

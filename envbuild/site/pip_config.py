@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,8 +46,7 @@ def redact(text: str) -> str:
 class PipConfig:
     """pip's settings about the sources of files.
 
-    `index_url` None means the client's own default index. `sources` maps each set option to the file or variable
-    that sets it. `repr()` hides credentials.
+    `index_url` None means the client's own default index. `repr()` hides credentials.
     """
 
     index_url: str | None = None
@@ -60,7 +59,6 @@ class PipConfig:
     proxy: str | None = None
     timeout_s: float | None = None
     retries: int | None = None
-    sources: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return redact(f"PipConfig({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})")
@@ -69,8 +67,7 @@ class PipConfig:
 @dataclass(frozen=True)
 class _Setting:
     value: str
-    source: str  # a file, or the name of a variable
-    where: str  # the source with the line, for messages
+    where: str  # a file with the line, or the name of a variable
 
 
 def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")) -> PipConfig:
@@ -112,7 +109,6 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
         proxy=text("proxy"),
         timeout_s=parsed("timeout", "seconds", _seconds),
         retries=parsed("retries", "a count", lambda value: int(value) if value.isdecimal() else None),
-        sources={name: setting.source for name, setting in sorted(settings.items())},
     )
 
 
@@ -138,7 +134,7 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
         merged |= {name: setting for name, setting in last.items() if setting.value.strip()}
     for variable, value in env.items():
         if variable.startswith("PIP_") and value.strip():
-            merged[_name(variable[4:])] = _Setting(value, variable, variable)
+            merged[_name(variable[4:])] = _Setting(value, variable)
     return {name: setting for name, setting in merged.items() if name in _WANTED}
 
 
@@ -177,7 +173,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
     for section in parser.sections():
         for option, value in parser.items(section):
             line = _line_of(text, section, option)
-            yield section, _name(option), _Setting(value or "", str(path), f"{path}:{line}")
+            yield section, _name(option), _Setting(value or "", f"{path}:{line}")
 
 
 def _mistake(error: Exception) -> tuple[int, str]:

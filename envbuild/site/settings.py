@@ -12,15 +12,7 @@ from typing import Any
 from envbuild.errors import UsageError
 from envbuild.fabrics import fabric_name_problem
 from envbuild.files import shipped
-from envbuild.site.jobs import (
-    ContainerTable,
-    ModulesTable,
-    NodeTable,
-    PathsTable,
-    SchedulerTable,
-    job_variable_problem,
-    value_problem,
-)
+from envbuild.site import jobs
 from envbuild.site.kubernetes import KubernetesTable
 from envbuild.site.pip_config import home_folder
 from envbuild.toml import decode, form, key, nearest, read
@@ -98,15 +90,15 @@ class SiteFile:
     registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
-    scheduler: SchedulerTable = key(SchedulerTable(), "Who starts jobs.")
-    modules: ModulesTable = key(ModulesTable(), "Environment modules of builds and jobs.")
+    scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
+    modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
         {}, "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
-        key_check=job_variable_problem, check=value_problem,
+        key_check=jobs.job_variable_problem, check=jobs.value_problem,
     )  # fmt: skip
-    paths: PathsTable = key(PathsTable(), "File systems, as nodes see them.")
-    container: ContainerTable = key(ContainerTable(), "What starts images on nodes.")
-    node: NodeTable = key(NodeTable(), "What one node has.")
+    paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
+    container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
+    node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
     kubernetes: KubernetesTable = key(KubernetesTable(), "Where and how pods run.")
 
 
@@ -126,12 +118,12 @@ class Site:
     registries: Mapping[str, RegistryTable] = field(default_factory=dict)
     debian: DebianTable = DebianTable()
     fabric: FabricTable = FabricTable()
-    scheduler: SchedulerTable = field(default_factory=SchedulerTable)
-    modules: ModulesTable = field(default_factory=ModulesTable)
+    scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
+    modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
     environment: Mapping[str, str] = field(default_factory=dict)
-    paths: PathsTable = field(default_factory=PathsTable)
-    container: ContainerTable = field(default_factory=ContainerTable)
-    node: NodeTable = field(default_factory=NodeTable)
+    paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
+    container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
+    node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
     kubernetes: KubernetesTable = field(default_factory=KubernetesTable)
     said: Mapping[str, Path] = field(default_factory=dict)
 
@@ -244,9 +236,9 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
     match table:
         case DebianTable(keyring=keyring) if keyring:
             return replace(table, keyring=str(_path(keyring, file, env)))
-        case PathsTable():
-            return PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
-        case ContainerTable():
+        case jobs.PathsTable():
+            return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
+        case jobs.ContainerTable():
             return replace(table, mounts=tuple(_with_user(mount, env) for mount in table.mounts))
     return table
 

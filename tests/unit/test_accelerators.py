@@ -28,10 +28,9 @@ from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import make_plan
-from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_index
+from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_builds, torch_index
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.recipe.torch_build import torch_builds
 from envbuild.verify.network import visible_gpus
 from envbuild.verify.network_variables import plugin_variables
 from envbuild.verify.training_checks import _wrong_build
