@@ -160,17 +160,12 @@ def load_rows() -> Rows:
         "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
         "libfabric": Libfabric, "rules": CompatRule,
     }  # fmt: skip
-    return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
+    return Rows(**{name: tuple(_row(tables[name], row) for row in rows) for name, rows in data.items()})
 
 
-def _rows(kind: Callable[..., T], tables: list[dict[str, Any]]) -> tuple[T, ...]:
-    return tuple(kind(**{name: _value(value) for name, value in one.items()}) for one in tables)
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return value.isoformat() if hasattr(value, "isoformat") else value
+def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return kind(**values | {"date": row["date"].isoformat()})
 
 
 @dataclass(frozen=True, slots=True)

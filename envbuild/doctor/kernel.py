@@ -92,21 +92,18 @@ def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
 
 def _configured(host: Host, why: str) -> HostFinding:
     """Report the kernel configuration of squashfs when mounts could not be tested."""
-    text = _kernel_config(host.root)
+    release, text = platform.release(), ""
+    with contextlib.suppress(OSError, EOFError):
+        text = gzip.decompress((host.root / "proc/config.gz").read_bytes()).decode(errors="replace")
+    places = (f"boot/config-{release}", f"lib/modules/{release}/config")
+    text = text or next(filter(None, (read_text(host.root / place) for place in places)), "")
     if not text:
         return HostFinding("squashfs", "info", f"not known ({why}; the kernel's configuration is not here)")
     on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
     options = {name: "ZLIB" if name == "gzip" else name.upper() for name in COMPRESSORS}
     there = [name for name, option in options.items() if {"CONFIG_SQUASHFS", f"CONFIG_SQUASHFS_{option}"} <= on]
-    what = f"Linux {platform.release()} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
+    what = f"Linux {release} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
     return HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
-
-
-def _kernel_config(root: Path) -> str:
-    with contextlib.suppress(OSError, EOFError):
-        return gzip.decompress((root / "proc/config.gz").read_bytes()).decode(errors="replace")
-    release = platform.release()
-    return read_text(root / f"boot/config-{release}") or read_text(root / f"lib/modules/{release}/config")
 
 
 def main() -> None:

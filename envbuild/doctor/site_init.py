@@ -76,7 +76,9 @@ def _toml(value: object) -> str:
 def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
     if first := _answering(variables):
         yield from _queues(*first)
-    elif find("kubectl", variables) and (variables.get("KUBECONFIG") or _kube_config(variables)):
+    elif find("kubectl", variables) and (
+        variables.get("KUBECONFIG") or Path(variables.get("HOME") or "/nonexistent", ".kube/config").is_file()
+    ):
         yield _said("kind", "kubernetes", "kubectl has a configuration")
         yield from ("", "[kubernetes]", _said("namespace", "default"))
         yield _said("claim", "data", "persistent volume claim with data and snapshots", off=True)
@@ -108,10 +110,6 @@ def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue
 
 def _chosen(found: list[Queue]) -> Queue | None:
     return next((one for one in found if one.default), found[0] if found else None)
-
-
-def _kube_config(variables: Mapping[str, str]) -> bool:
-    return (Path(variables.get("HOME") or "/nonexistent") / ".kube/config").is_file()
 
 
 def _modules(host: Host) -> Iterator[str]:

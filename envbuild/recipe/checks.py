@@ -14,7 +14,7 @@ _ORDINARY = re.compile(
     r"(?:\+[a-z0-9]+(?:[._-][a-z0-9]+)*)?)?"
 )
 _START = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*(.*)", re.S)
-_NAMED_CHANNEL = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?")
+_NAMED_CHANNEL = r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?"
 _SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?P<rest>.*)", re.S)
 _SITE = "which index or mirror serves a file is the site's affair; write name==version"
 
@@ -104,9 +104,7 @@ def channel_problem(text: str) -> str | None:
         if re.search(r"/t/[^/]+/", text):
             return "holds a token; a recipe is shared: credentials belong to the site"
         return index_problem(text)
-    if not _NAMED_CHANNEL.fullmatch(text):
-        return f"{text!r} is not a channel: a name such as conda-forge, or a URL"
-    return None
+    return form(_NAMED_CHANNEL, "is not a channel: a name such as conda-forge, or a URL")(text)
 
 
 def spec_problem(text: str) -> str | None:
