@@ -254,17 +254,12 @@ def _provider_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
 
 
 def _rule_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
-    return [
-        finding(
-            rule.status,
-            rule.subject,
-            f"{rule.reason} ({', '.join(_said(name, stack) for name in rule.when)})",
-            rule.fix,
-            by=rule,
-        )
-        for rule in rows.rules
-        if applies(rule, stack)
-    ]
+    found = []
+    for rule in rows.rules:
+        if applies(rule, stack):
+            has = ", ".join(_said(name, stack) for name in rule.when)
+            found.append(finding(rule.status, rule.subject, f"{rule.reason} ({has})", rule.fix, by=rule))
+    return found
 
 
 def applies(rule: CompatRule, stack: Stack) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from envbuild.doctor.probe import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.kubernetes import huge_pages_problem
+from envbuild.site.jobs import huge_pages_problem
 from envbuild.site.schedulers import LAUNCHERS, listed
 from envbuild.site.settings import Site
 

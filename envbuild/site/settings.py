@@ -13,7 +13,6 @@ from envbuild.errors import UsageError
 from envbuild.fabrics import fabric_name_problem
 from envbuild.files import shipped
 from envbuild.site import jobs
-from envbuild.site.kubernetes import KubernetesTable
 from envbuild.site.pip_config import home_folder
 from envbuild.toml import decode, form, key, nearest, read
 
@@ -99,7 +98,7 @@ class SiteFile:
     paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
     container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
     node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
-    kubernetes: KubernetesTable = key(KubernetesTable(), "Where and how pods run.")
+    kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Site:
     paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
     container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
     node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
-    kubernetes: KubernetesTable = field(default_factory=KubernetesTable)
+    kubernetes: jobs.KubernetesTable = field(default_factory=jobs.KubernetesTable)
     said: Mapping[str, Path] = field(default_factory=dict)
 
     def registry(self, host: str) -> RegistryTable:
