@@ -11,7 +11,7 @@ from pathlib import Path
 
 from envbuild.artifacts.installed import walk_files
 from envbuild.elf import elf_machine, machine_name
-from envbuild.recipe.torch_build import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
+from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})

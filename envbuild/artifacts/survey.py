@@ -32,7 +32,6 @@ MODULES = (
     "artifacts/survey.py",
     "recipe/__init__.py",
     "recipe/accelerators.py",
-    "recipe/torch_build.py",
 )
 
 

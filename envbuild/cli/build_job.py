@@ -112,7 +112,7 @@ def _build_by_job(
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.submit import default_script, submit_script, write_script
     from envbuild.kinds import plan_of
-    from envbuild.site.job_site import load_job_site
+    from envbuild.site.settings import load_site
 
     if target.arch != host_arch() and as_job.bundle is None:
         raise UsageError(
@@ -121,7 +121,7 @@ def _build_by_job(
         )
     check_out(as_job.bundle, "--bundle")
     check_out(as_job.script, "--script")
-    site = load_job_site(as_job.site, environment.variables)
+    site = load_site(environment.variables, as_job.site)
     top = Path(site.paths.shared or Path.cwd()) / "build"
     place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
     if not how.dry_run:  # nodes may be unable to reach an index, so resolve now

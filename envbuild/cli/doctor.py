@@ -12,8 +12,8 @@ from envbuild.cli import layout
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from envbuild.doctor.artifacts import StepVerdict
-    from envbuild.doctor.model import HostFinding
+    from envbuild.doctor.probe import HostFinding
+    from envbuild.doctor.registry import StepVerdict
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -34,9 +34,8 @@ def doctor_command(offline: bool, as_json: bool) -> None:
       envbuild doctor --json | jq .artifacts
       srun -N1 envbuild doctor --offline
     """
-    from envbuild.doctor.artifacts import judge
-    from envbuild.doctor.registry import CHECKS, this_host
-    from envbuild.doctor.run import facts_of, run_checks
+    from envbuild.doctor.probe import facts_of, run_checks
+    from envbuild.doctor.registry import CHECKS, judge, this_host
 
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
     verdicts = judge(facts_of(results))

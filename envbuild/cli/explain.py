@@ -14,7 +14,7 @@ from envbuild.cli.common import json_option, open_recipe, open_target, print_jso
 from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
-    from envbuild.compat.finding import CompatFinding
+    from envbuild.compat.rows import CompatFinding
     from envbuild.compat.stack import Stack
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target

@@ -101,10 +101,10 @@ def job_command(
     from envbuild.jobs.render import explained, render
     from envbuild.kinds import kinds_of
     from envbuild.recipe.targets import host_arch
-    from envbuild.site.job_site import load_job_site
+    from envbuild.site.settings import load_site
 
     check_out(out)
-    where = load_job_site(site, os.environ)
+    where = load_site(os.environ, site)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
     nobody = request.scheduler is None and where.scheduler.kind == "none"
     # Without a scheduler, the job runs on this host, without a docker daemon.

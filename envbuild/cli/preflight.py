@@ -51,9 +51,9 @@ def preflight_command(
     from envbuild.jobs.model import JobRequest
     from envbuild.jobs.plan import plan_job, wanted_kinds
     from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
-    from envbuild.site.job_site import load_job_site
+    from envbuild.site.settings import load_site
 
-    where = load_job_site(site, os.environ)
+    where = load_site(os.environ, site)
     allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
     request = JobRequest(
         scheduler=allocation.scheduler,

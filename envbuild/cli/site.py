@@ -169,7 +169,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the sites that have a name, and where they are."""
-    from envbuild.site.job_site import site_folders
+    from envbuild.site.settings import site_folders
 
     found: dict[str, Path] = {}
     for folder in site_folders(dict(os.environ)):

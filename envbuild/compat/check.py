@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from envbuild.errors import LockError
 
 if TYPE_CHECKING:
-    from envbuild.compat.finding import CompatFinding
+    from envbuild.compat.rows import CompatFinding
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target
 
@@ -24,12 +24,11 @@ def check_stack(
     *,
     conda: bool = False,
 ) -> None:
-    """Check `target` with the locked `packages` (name → version), as in `stack_of`.
+    """Refuse `target` with the locked `packages` (name → version), as in `stack_of`, if it is known not to work.
 
     If `packages` is None, because there is no lock yet, the recipe's layers are checked against its pins; the
     contents of indexes are unknown before a resolution. Targets with neither GPUs nor layers are not checked.
-    Unknown links are reported through `log`, one line each. Raises LockError with every reason and fix for a
-    combination known not to work.
+    Unknown links are reported through `log`, one line each. Raises LockError with every reason and fix.
     """
     recipe = loaded.recipe
     layers = [name for name, table in recipe.layers.items() if table.for_target(target.name)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from envbuild.compat.accelerator import driver_links, glibc_links, nccl_links, torch_links
-from envbuild.compat.finding import CompatFinding, Status
-from envbuild.compat.network import libfabric_links, net_api_links, provider_links
-from envbuild.compat.rocm import rocm_links
-from envbuild.compat.rows import CompatRule, Rows, load_rows
+from envbuild.compat.rows import LOOK_IT_UP, CompatFinding, CompatRule, Rows, TorchBuild, finding, load_rows, row_of
 from envbuild.compat.stack import EXACT, Stack
-from envbuild.compat.versions import matches
+from envbuild.compat.versions import matches, older
+from envbuild.fabrics import load_fabrics
+from envbuild.recipe.accelerators import torch_index
+
+_NCCL_IS = {
+    "pin": "torch's pin", "lock": "in the lock", "wheel": "the recipe's wheel", "source": "built from source",
+    "host": "the host's", "conda": "conda's",
+}  # fmt: skip
+_TITLES = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "rocm": "ROCm", "python": "Python", "nccl": "NCCL"}
 
 
 def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
@@ -20,33 +22,256 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
     """
     rows = rows or load_rows()
     links = (
-        glibc_links, driver_links, torch_links, rocm_links, nccl_links, net_api_links, libfabric_links,
-        provider_links, rule_links,
+        _glibc_links, _driver_links, _torch_links, _rocm_links, _nccl_links, _net_api_links, _libfabric_links,
+        _provider_links, _rule_links,
     )  # fmt: skip
-    return [finding for link in links for finding in link(stack, rows)]
+    return [found for link in links for found in link(stack, rows)]
 
 
-def rule_links(stack: Stack, rows: Rows) -> Iterator[CompatFinding]:
+def _glibc_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check the target's glibc against that of torch's wheels."""
+    if stack.torch is None or stack.torch_origin == "conda":
+        return []
+    row = rows.torch_build(stack.torch, stack.arch)
+    low = older(stack.glibc, row.glibc) if row else None
+    if row is None or low is None:
+        return []
+    wheels = f"torch {stack.torch}'s wheels for {stack.arch} need glibc {row.glibc}"
+    if not low:
+        return [finding("good", "glibc", f"{wheels}; hosts have {stack.glibc} or newer", by=row)]
+    if stack.torch_origin == "lock":
+        text = f"{wheels}, the locked one says that {stack.glibc} is enough: it is another build"
+        return [finding("unknown", "glibc", text, by=row)]
+    fix = f'set glibc = "{row.glibc}" or newer in the target, and use hosts that have it'
+    return [finding("bad", "glibc", f"{wheels}, the target allows {stack.glibc} at most", fix, by=row)]
+
+
+def _driver_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check the driver of the nodes, if it is known."""
+    if stack.cuda is None:
+        return []
+    row = next((row for row in rows.drivers if matches(stack.cuda, row.cuda)), None)
+    if row is None:
+        text = f"no row says which driver CUDA {stack.cuda} needs"
+        return [finding("unknown", "driver", text, "see NVIDIA's CUDA release notes")]
+    need = f"CUDA {stack.cuda} needs driver {row.minimum} or newer"
+    if stack.driver is None:
+        return [finding("note", "driver", f"{need} on the nodes; `--driver VERSION` judges one", by=row)]
+    low = older(stack.driver, row.minimum)
+    if low is None:
+        fix = "give it as nvidia-smi prints it: 550.54.15"
+        return [finding("unknown", "driver", f"{need}; {stack.driver!r} is not a version", fix)]
+    if not low:
+        return [finding("good", "driver", f"{need}: {stack.driver}", by=row)]
+    fix = f"update the driver to {row.minimum} or newer, or take a target of an older CUDA"
+    return [finding("bad", "driver", f"{need}, the nodes have {stack.driver}", fix, by=row)]
+
+
+def _torch_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check that torch is built for the target's CUDA."""
+    if stack.cuda is None:
+        return []
+    if stack.torch is None and stack.base:
+        text = "torch, its NCCL and CUDA are what the base image has; envbuild does not know them"
+        return [finding("note", "torch", text)]
+    if stack.torch is None:
+        return [_no_torch()]
+    what = f"torch {stack.torch}"
+    if stack.torch_origin == "conda":
+        text = f"{what} comes from conda, whose solver matched its build with CUDA and NCCL"
+        return [finding("note", "torch", text)]
+    row = rows.torch_build(stack.torch, stack.arch)
+    if row is None:
+        text = f"no row says which CUDA {what} is built for on {stack.arch}"
+        return [finding("unknown", "torch", text, LOOK_IT_UP)]
+    if stack.cuda in row.cuda:
+        text = f"{what} is built for CUDA {stack.cuda} on {stack.arch}: {_index(stack.cuda, row)}"
+        return [finding("good", "torch", text, by=row)]
+    text = f"{what} is built for CUDA {', '.join(row.cuda) or 'none that is known'} on {stack.arch}"
+    if not row.complete:
+        text = f"{text}; whether for {stack.cuda} too is not known"
+        return [finding("unknown", "torch", text, LOOK_IT_UP, by=row)]
+    if stack.torch_origin == "lock" and f"+{_tag(stack.cuda)}" in stack.torch:
+        text = f"PyTorch's {text}; the locked one for {stack.cuda} is another build"
+        return [finding("unknown", "torch", text, by=row)]
+    near = " or ".join(f"{_tag(one)}-{stack.arch}" for one in row.cuda)
+    fix = f"take a torch that is built for CUDA {stack.cuda} there, or the target {near}"
+    return [finding("bad", "torch", f"{text}, not {stack.cuda}", fix, by=row)]
+
+
+def _no_torch() -> CompatFinding:
+    text = "no torch is pinned or locked: which build it will be is not known"
+    return finding("unknown", "torch", text, "pin torch in the recipe, or make the lock with `envbuild lock`")
+
+
+def _tag(cuda: str) -> str:
+    return f"cu{cuda.replace('.', '')}"
+
+
+def _index(cuda: str, row: TorchBuild) -> str:
+    if row.default == cuda:
+        return "the plain wheel of the default index"
+    plain = "for CPUs" if row.default == "cpu" else f"for CUDA {row.default}"
+    return f"{torch_index(_tag(cuda))} has it" + (f" (the plain wheel is {plain})" if row.default else "")
+
+
+def _rocm_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check torch's build for ROCm, and name the RCCL inside it."""
+    if stack.rocm is None:
+        return []
+    if stack.torch is None:
+        return [_no_torch()]
+    what = f"torch {stack.torch}"
+    if stack.torch_origin == "conda":
+        return [finding("note", "torch", f"{what} comes from conda, whose solver matched its build")]
+    row, rccl = row_of(rows.torch_rocm, stack.torch), rows.rccl_of(stack.rocm)
+    if row is None or stack.rocm not in row.rocm:
+        text = f"no row says that {what} is built for ROCm {stack.rocm}"
+        build = finding("unknown", "torch", text, LOOK_IT_UP)
+    else:
+        text = f"{what} is built for ROCm {stack.rocm}: {torch_index(f'rocm{stack.rocm}')} has it"
+        build = finding("good", "torch", text, by=row)
+    if rccl is None:
+        text = f"no row says which RCCL ROCm {stack.rocm} has"
+        return [build, finding("unknown", "nccl", text, LOOK_IT_UP)]
+    text = f"ROCm {stack.rocm} has RCCL {rccl.nccl}, inside torch's wheel"
+    return [build, finding("good", "nccl", text, by=rccl)]
+
+
+def _nccl_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check that the NCCL of the stack is not older than the one that torch pins."""
+    if stack.nccl is None or stack.cuda is None or not stack.torch or stack.torch_origin == "conda":
+        return []
+    row = rows.pin(stack.torch, stack.cuda)
+    what = f"NCCL {stack.nccl} ({_NCCL_IS.get(stack.nccl_origin, stack.nccl_origin)})"
+    torch = f"torch {stack.torch} for CUDA {stack.cuda}"
+    if row is None:
+        return [finding("unknown", "nccl", f"{what}: no row says which NCCL {torch} pins", LOOK_IT_UP)]
+    low, pins = older(stack.nccl, row.nccl), f"{torch} pins {row.nccl}"
+    if low is None:
+        return [finding("unknown", "nccl", f"{what} cannot be compared: {pins}", LOOK_IT_UP)]
+    if low:
+        text = f"{what} is older than torch's: {pins}, and torch may call what it lacks"
+        fix = f'set version = "{row.nccl}" or newer in [layers.nccl], or leave the layer out'
+        return [finding("bad", "nccl", text, fix, by=row)]
+    if stack.nccl_origin == "pin":
+        inside = ", inside its wheel" if stack.nccl_in == "inside" else ""
+        return [finding("good", "nccl", f"{pins}{inside}", by=row)]
+    return [finding("good", "nccl", f"{what}: {pins}; all ranks must have the same", by=row)]
+
+
+def _net_api_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check that NCCL and its plugin have a net API in common."""
+    if stack.plugin is None:
+        return []
+    plugin, nccl = row_of(rows.plugins, stack.plugin), row_of(rows.nccl, stack.nccl)
+    what = f"aws-ofi-nccl {stack.plugin}"
+    if plugin is None:
+        return [finding("unknown", "plugin", f"no row says which net APIs {what} has", LOOK_IT_UP)]
+    if stack.nccl is None:
+        text = f"{what} has net API {_span(plugin.apis)}; which NCCL opens it is not known"
+        return [finding("unknown", "plugin", text, "pin torch, or make the lock with `envbuild lock`")]
+    if nccl is None:
+        text = f"no row says which net APIs NCCL {stack.nccl} speaks; {what} has {_span(plugin.apis)}"
+        return [finding("unknown", "plugin", text, LOOK_IT_UP)]
+    both = set(nccl.apis) & set(plugin.apis)
+    source, date = f"{nccl.source}; {plugin.source}", max(nccl.date, plugin.date)
+    speak = f"NCCL {stack.nccl} speaks net API {_span(nccl.apis)}, {what} has {_span(plugin.apis)}"
+    if both:
+        library = plugin.library if stack.rocm is None else "librccl-net-ofi.so"
+        text = f"{speak}: v{max(both)} is used, from {library}"
+        return [CompatFinding("good", "plugin", text, "", source, date)]
+    newest = max((row.versions for row in rows.plugins if set(row.apis) & set(nccl.apis)), default="")
+    fix = f"take {f'aws-ofi-nccl {newest}' if newest else 'another aws-ofi-nccl'}, or another NCCL"
+    text = f"{speak}: they have none in common, and NCCL falls back to sockets"
+    return [CompatFinding("bad", "plugin", text, fix, source, date)]
+
+
+def _span(apis: tuple[int, ...]) -> str:
+    return f"v{min(apis)} to v{max(apis)}" if len(apis) > 1 else f"v{min(apis, default=0)}"
+
+
+def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check libfabric against the plugin, and name its symbol version."""
+    if stack.libfabric is None:
+        if stack.plugin is None:
+            return []
+        text = f"aws-ofi-nccl {stack.plugin} needs libfabric, and the recipe names none"
+        fix = 'add [layers.libfabric], with kind = "host" where the nodes have it'
+        return [finding("unknown", "libfabric", text, fix)]
+    what, found = f"libfabric {stack.libfabric}", []
+    row, plugin = row_of(rows.libfabric, stack.libfabric), row_of(rows.plugins, stack.plugin)
+    if plugin is not None:
+        enough = matches(stack.libfabric, plugin.libfabric)
+        need = f"aws-ofi-nccl {stack.plugin} needs libfabric {plugin.libfabric}"
+        if enough is False:
+            fix = f"take libfabric {plugin.libfabric} ([layers.libfabric] version)"
+            found.append(finding("bad", "libfabric", f"{need}, here is {stack.libfabric}", fix, by=plugin))
+        elif enough:
+            found.append(finding("good", "libfabric", f"{need}: {stack.libfabric}", by=plugin))
+    if row is None:
+        return [*found, finding("unknown", "libfabric", f"no row says what {what} has", LOOK_IT_UP)]
+    if stack.libfabric_origin == "host":
+        text = (
+            f"{what} is the nodes': what is built against it must run with symbol version {row.symbol}"
+            " at most; build it with the headers in its own folder"
+        )
+    else:
+        text = f"{what} has symbol version {row.symbol}: what is built against it needs that where it runs"
+    return [*found, finding("note", "libfabric", text, by=row)]
+
+
+def _provider_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check that NCCL reaches the recipe's fabric, by itself or by a provider of libfabric."""
+    fabric = load_fabrics().get(stack.fabric)
+    if fabric is None:
+        return [finding("unknown", "fabric", f"no row says what fabric {stack.fabric!r} needs", LOOK_IT_UP)]
+    if not fabric.provider:
+        text = f"NCCL speaks {stack.fabric!r} by itself"
+        if fabric.nccl_net and stack.plugin is not None:
+            return [finding("note", "fabric", f"{text}; aws-ofi-nccl is built and not used", by=fabric)]
+        return [finding("good", "fabric", text, by=fabric)] if fabric.nccl_net and stack.gpus else []
+    needs = f"fabric {stack.fabric!r} is libfabric's provider {fabric.provider!r}"
+    found = []
+    if stack.gpus and stack.plugin is None:
+        fix = "add [layers.aws-ofi-nccl] and [layers.libfabric], or set another fabric"
+        if stack.base:
+            text = f"{needs}; whether the base image has aws-ofi-nccl is not known"
+            found.append(finding("unknown", "fabric", text, f"see that it has, or {fix}"))
+        else:
+            text = f"{needs}, and nothing brings aws-ofi-nccl, by which NCCL reaches it"
+            found.append(finding("bad", "fabric", text, fix, by=fabric))
+    row = row_of(rows.libfabric, stack.libfabric)
+    if row is None:
+        return found
+    if fabric.provider in row.providers:
+        text = f"{needs}, which libfabric {stack.libfabric} has"
+        return [*found, finding("good", "fabric", text, by=row)]
+    have = [one.versions for one in rows.libfabric if fabric.provider in one.providers]
+    fix = f"take libfabric {have[0]} or newer" if have else "set another fabric"
+    text = f"{needs}, which libfabric {stack.libfabric} does not have"
+    return [*found, finding("bad", "fabric", text, f"{fix} ([layers.libfabric] version)", by=row)]
+
+
+def _rule_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    found = []
     for rule in rows.rules:
         if applies(rule, stack):
-            status: Status = "unknown" if rule.status == "unknown" else "bad"
             has = ", ".join(_said(name, stack) for name in rule.when)
-            yield CompatFinding(status, rule.subject, f"{rule.reason} ({has})", rule.fix, rule.source, rule.date)
+            found.append(finding(rule.status, rule.subject, f"{rule.reason} ({has})", rule.fix, by=rule))
+    return found
 
 
 def applies(rule: CompatRule, stack: Stack) -> bool:
     """Return whether `rule` applies to `stack`: every value that the rule names is known and matches."""
-    for name, wanted in rule.when.items():
-        found = stack.value(name)
-        if found is None:
-            return False
-        if found != wanted if name in EXACT else not matches(found, wanted):
-            return False
-    return True
+    values = ((name, stack.value(name), wanted) for name, wanted in rule.when.items())
+    return all(
+        found is not None and (found == wanted if name in EXACT else bool(matches(found, wanted)))
+        for name, found, wanted in values
+    )
 
 
 def _said(name: str, stack: Stack) -> str:
-    names = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "rocm": "ROCm", "python": "Python", "nccl": "NCCL"}
     words = {
         "provider": f"provider {stack.provider}",
         "plugin_aws": "built for AWS",
@@ -56,7 +281,4 @@ def _said(name: str, stack: Stack) -> str:
         "fabric": f"fabric {stack.fabric}",
         "arch": stack.arch,
     }
-    return words.get(name) or f"{names.get(name, name)} {stack.value(name)}"
-
-
-__all__ = ["CompatFinding", "judge"]
+    return words.get(name) or f"{_TITLES.get(name, name)} {stack.value(name)}"

@@ -1,45 +1,71 @@
-"""Rows of data/compatibility.toml; comments in the file explain the columns."""
+"""Rows of data/compatibility.toml, whose comments explain the columns, and findings that rest on them."""
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from envbuild.compat.versions import matches
+from envbuild.fabrics import Fabric
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+Status = Literal["good", "bad", "unknown", "note"]
+LOOK_IT_UP = "look it up with the project; docs/reference/compatibility.md says how to add a row"
 
-    T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row: the `source` that says so, and the `date` (ISO 8601) on which it was read."""
+
+    source: str
+    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class Driver:
+class Driver(Row):
     """The oldest driver (`minimum`) for the CUDA versions `cuda`."""
 
     cuda: str
     minimum: str
-    source: str
-    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """CUDA versions that the torch wheels of `versions` are built for on `arch`.
+class NcclPin(Row):
+    """NCCL version that the torch versions `torch` pin when they are built for one of `cuda`."""
 
-    `default` is the CUDA version of the default index's plain wheel, "cpu" for a wheel without CUDA, "" if
-    unknown. `glibc` ("2.28") and `nccl` ("wheel", "inside") are also "" if unknown. The data file explains the
-    columns.
-    """
+    torch: str
+    cuda: tuple[str, ...]
+    nccl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rccl(Row):
+    """NCCL version that the RCCL of the ROCm versions `rocm` is based on: torch for ROCm contains that RCCL."""
+
+    rocm: str
+    nccl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Row):
+    """A row about the releases `versions` of one project."""
 
     versions: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild(Release):
+    """CUDA versions that the torch wheels of `versions` are built for on `arch`.
+
+    `default` is the CUDA version of the default index's plain wheel, "cpu" for a wheel without CUDA, "" if unknown.
+    `glibc` ("2.28") and `nccl` ("wheel", "inside") are also "" if unknown. The data file explains the columns.
+    """
+
     arch: str
     cuda: tuple[str, ...]
-    source: str
-    date: str
     complete: bool = False
     default: str = ""
     glibc: str = ""
@@ -47,71 +73,38 @@ class TorchBuild:
 
 
 @dataclass(frozen=True, slots=True)
-class NcclPin:
-    """NCCL version that the torch versions `torch` pin when they are built for one of `cuda`."""
-
-    torch: str
-    cuda: tuple[str, ...]
-    nccl: str
-    source: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True)
-class TorchRocm:
+class TorchRocm(Release):
     """ROCm versions that the torch wheels of `versions` are built for; the list may be incomplete."""
 
-    versions: str
     rocm: tuple[str, ...]
-    source: str
-    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class Rccl:
-    """NCCL version that the RCCL of the ROCm versions `rocm` is based on: torch for ROCm contains that RCCL."""
-
-    rocm: str
-    nccl: str
-    source: str
-    date: str
-
-
-@dataclass(frozen=True, slots=True)
-class Nccl:
+class Nccl(Release):
     """Versions of the net API that the NCCL `versions` look for in a plugin."""
 
-    versions: str
     apis: tuple[int, ...]
-    source: str
-    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class Plugin:
+class Plugin(Release):
     """aws-ofi-nccl of `versions`: its net APIs, the libfabric that it compiles with, the file that NCCL opens."""
 
-    versions: str
     apis: tuple[int, ...]
     libfabric: str
     library: str
-    source: str
-    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class Libfabric:
+class Libfabric(Release):
     """libfabric of `versions`: the providers in its source, and its newest symbol version."""
 
-    versions: str
     providers: tuple[str, ...]
     symbol: str
-    source: str
-    date: str
 
 
 @dataclass(frozen=True, slots=True)
-class CompatRule:
+class CompatRule(Row):
     """A combination that does not work: a stack with all of `when`. `fix` is the advised change."""
 
     id: str
@@ -119,9 +112,7 @@ class CompatRule:
     when: dict[str, str]
     reason: str
     fix: str
-    source: str
-    date: str
-    status: str = "bad"
+    status: Literal["bad", "unknown"] = "bad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,79 +129,67 @@ class Rows:
     libfabric: tuple[Libfabric, ...] = ()
     rules: tuple[CompatRule, ...] = ()
 
+    def torch_build(self, torch: str, arch: str) -> TorchBuild | None:
+        """Return the row of torch's builds for `arch`."""
+        return row_of((row for row in self.torch if row.arch == arch), torch)
+
+    def pin(self, torch: str, cuda: str) -> NcclPin | None:
+        """Return the row with the NCCL that `torch` for CUDA `cuda` pins."""
+        return next((row for row in self.nccl_pins if cuda in row.cuda and matches(torch, row.torch)), None)
+
+    def rccl_of(self, rocm: str) -> Rccl | None:
+        """Return the row of the RCCL that comes with ROCm `rocm`."""
+        return next((row for row in self.rccl if matches(rocm, row.rocm)), None)
+
+
+R = TypeVar("R", bound=Release)
+T = TypeVar("T")
+
+
+def row_of(rows: Iterable[R], version: str | None) -> R | None:
+    """Return the row of `rows` about the release `version`, or None without a release."""
+    return next((row for row in rows if version and matches(version, row.versions)), None)
+
 
 @functools.cache
 def load_rows() -> Rows:
     """Return the rows of data/compatibility.toml."""
-    text = resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8")
-    data = tomllib.loads(text)
+    data = tomllib.loads(resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8"))
     tables = {
         "drivers": Driver, "torch": TorchBuild, "torch_rocm": TorchRocm, "rccl": Rccl,
         "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
         "libfabric": Libfabric, "rules": CompatRule,
     }  # fmt: skip
-    return Rows(**{name: _rows(tables[name], found) for name, found in data.items()})
+    return Rows(**{name: tuple(_row(tables[name], row) for row in rows) for name, rows in data.items()})
 
 
-def _rows(kind: Callable[..., T], tables: list[dict[str, Any]]) -> tuple[T, ...]:
-    return tuple(kind(**{name: _value(value) for name, value in one.items()}) for one in tables)
+def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return kind(**values | {"date": row["date"].isoformat()})
 
 
-def _value(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return value.isoformat() if hasattr(value, "isoformat") else value
+@dataclass(frozen=True, slots=True)
+class CompatFinding:
+    """Result for one link of the stack.
 
-
-def torch_build(rows: Rows, torch: str, arch: str) -> TorchBuild | None:
-    """Return the row of torch's builds for `arch`."""
-    return _first(row for row in rows.torch if row.arch == arch and matches(torch, row.versions))
-
-
-def pin_row(rows: Rows, torch: str, cuda: str) -> NcclPin | None:
-    """Return the row with the NCCL that torch pins."""
-    return _first(row for row in rows.nccl_pins if cuda in row.cuda and matches(torch, row.torch))
-
-
-def nccl_pin(torch: str, cuda: str) -> str | None:
-    """Return the NCCL that torch `torch` for CUDA `cuda` ("12.6") pins, or None if unknown.
-
-    >>> nccl_pin("2.7.1+cu126", "12.6")
-    '2.26.2'
+    "good" and "bad" rest on `source`, "unknown" means that the data have no row for it, a "note" informs the
+    reader. `fix` is the advised change, `date` (ISO 8601) the day when the source was read.
     """
-    row = pin_row(load_rows(), torch, cuda)
-    return row.nccl if row else None
+
+    status: Status
+    subject: str
+    text: str
+    fix: str = ""
+    source: str = ""
+    date: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the finding as `envbuild explain --json` prints it."""
+        return asdict(self)
 
 
-def torch_rocm_row(rows: Rows, torch: str) -> TorchRocm | None:
-    """Return the row of torch's builds for ROCm."""
-    return _first(row for row in rows.torch_rocm if matches(torch, row.versions))
-
-
-def rccl_row(rows: Rows, rocm: str) -> Rccl | None:
-    """Return the row of the RCCL that comes with ROCm `rocm`."""
-    return _first(row for row in rows.rccl if matches(rocm, row.rocm))
-
-
-def nccl_row(rows: Rows, version: str) -> Nccl | None:
-    """Return the row of NCCL `version`."""
-    return _first(row for row in rows.nccl if matches(version, row.versions))
-
-
-def plugin_row(rows: Rows, version: str) -> Plugin | None:
-    """Return the row of aws-ofi-nccl `version`."""
-    return _first(row for row in rows.plugins if matches(version, row.versions))
-
-
-def libfabric_row(rows: Rows, version: str) -> Libfabric | None:
-    """Return the row of libfabric `version`."""
-    return _first(row for row in rows.libfabric if matches(version, row.versions))
-
-
-def driver_row(rows: Rows, cuda: str) -> Driver | None:
-    """Return the row of drivers for CUDA `cuda`."""
-    return _first(row for row in rows.drivers if matches(cuda, row.cuda))
-
-
-def _first(found: Iterable[T]) -> T | None:
-    return next(iter(found), None)
+def finding(
+    status: Status, subject: str, text: str, fix: str = "", *, by: Row | Fabric | None = None
+) -> CompatFinding:  # fmt: skip
+    """Return a finding that rests on the row `by`."""
+    return CompatFinding(status, subject, text, fix, by.source if by else "", by.date if by else "")

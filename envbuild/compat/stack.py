@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from envbuild.compat.rows import Rows, load_rows, pin_row, rccl_row, torch_build
+from envbuild.compat.rows import load_rows
 from envbuild.fabrics import load_fabrics
 from envbuild.names import normalise
 from envbuild.recipe.accelerators import CUDA, ROCM
@@ -72,27 +72,21 @@ _FIELDS = EXACT | {"python", "glibc", "cuda", "rocm", "driver", "torch", "nccl",
 
 
 def stack_of(
-    loaded: LoadedRecipe,
-    target: Target,
-    packages: Mapping[str, str] | None,
-    *,
-    conda: bool = False,
-    rows: Rows | None = None,
-) -> Stack:
+    loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] | None, *, conda: bool = False
+) -> Stack:  # fmt: skip
     """Return the stack of `target`.
 
     `packages` are the locked distributions (name → version), or None without a lock; the recipe's pins are used
     then. With `conda`, they are conda packages.
     """
-    rows, recipe, table = rows or load_rows(), loaded.recipe, loaded.recipe.targets[target.name]
+    recipe, table = loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:
         found, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"
     else:
         found = {normalise(name): version for name, version in packages.items()}
         origin = "conda" if conda else "lock"
-    torch = found.get("torch")
-    if torch is None and conda:
-        torch = next((found[name] for name in _CONDA_TORCH if name in found), None)
+    names = ("torch", *_CONDA_TORCH) if conda else ("torch",)
+    torch = next((found[name] for name in names if name in found), None)
     stack = Stack(
         arch=target.arch,
         python=recipe.python,
@@ -107,51 +101,44 @@ def stack_of(
         packages=() if conda else tuple(sorted({**dict(_pins(recipe.constraints)), **found}.items())),
     )
     if conda:
-        stack = _of_conda(stack, found)
-    return _with_layers(_with_nccl(stack, target, found, rows), loaded, target)
+        stack = replace(
+            stack,
+            nccl=found.get("nccl"),
+            nccl_origin="conda" if "nccl" in found else "",
+            plugin=found.get("aws-ofi-nccl"),
+            libfabric=found.get("libfabric"),
+            libfabric_origin="conda" if "libfabric" in found else "",
+        )
+    return _with_layers(_with_nccl(stack, target, found), loaded, target)
 
 
 def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield names and versions of exactly pinned requirements."""
-    for text in requirements:
-        name, rest = requirement_parts(text)
-        found = _PIN.fullmatch(rest)
-        if found:
+    for name, rest in map(requirement_parts, requirements):
+        if found := _PIN.fullmatch(rest):
             yield name, found[1]
 
 
-def _of_conda(stack: Stack, found: Mapping[str, str]) -> Stack:
-    return replace(
-        stack,
-        nccl=found.get("nccl"),
-        nccl_origin="conda" if "nccl" in found else "",
-        plugin=found.get("aws-ofi-nccl"),
-        libfabric=found.get("libfabric"),
-        libfabric_origin="conda" if "libfabric" in found else "",
-    )
-
-
-def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str], rows: Rows) -> Stack:
+def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:
     """Return `stack` with torch's own NCCL: the locked wheel, else the version that torch's release is known to pin."""
-    if stack.rocm is not None and stack.torch is not None and stack.torch_origin != "conda":
-        rccl = rccl_row(rows, stack.rocm)
-        return replace(stack, nccl=rccl.nccl, nccl_origin="pin", nccl_in="inside") if rccl else stack
-    if stack.cuda is None or stack.torch is None or stack.torch_origin == "conda":
+    if stack.torch is None or stack.torch_origin == "conda":
         return stack
-    build = torch_build(rows, stack.torch, stack.arch)
+    rows = load_rows()
+    if stack.rocm is not None:
+        rccl = rows.rccl_of(stack.rocm)
+        return replace(stack, nccl=rccl.nccl, nccl_origin="pin", nccl_in="inside") if rccl else stack
+    if stack.cuda is None:
+        return stack
+    build, pin = rows.torch_build(stack.torch, stack.arch), rows.pin(stack.torch, stack.cuda)
     stack = replace(stack, nccl_in=build.nccl if build and stack.cuda in build.cuda else "")
-    locked = found.get(f"{target.family.nccl_wheel}{target.accelerator[:4]}")
-    if locked:
+    if locked := found.get(f"{target.family.nccl_wheel}{target.accelerator[:4]}"):
         return replace(stack, nccl=locked, nccl_origin="lock")
-    assert stack.torch is not None and stack.cuda is not None
-    pin = pin_row(rows, stack.torch, stack.cuda)
     return replace(stack, nccl=pin.nccl, nccl_origin="pin") if pin else stack
 
 
 def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
-    for name, table in loaded.recipe.layers.items():
-        if not table.for_target(target.name):
-            continue
+    wanted = ((name, table) for name, table in loaded.recipe.layers.items() if table.for_target(target.name))
+    for name, table in wanted:
         kind = kind_of(name, table)
         if name == "nccl" and (stack.cuda or kind != "wheel"):
             stack = replace(stack, nccl=table.version, nccl_origin=kind)

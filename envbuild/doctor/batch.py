@@ -1,16 +1,19 @@
-"""Checks of the schedulers and container runtimes of jobs on this host."""
+"""Checks of the schedulers of jobs and the docker daemon on this host, and of a site's settings against the former."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from envbuild.doctor.model import Host, HostFinding
-from envbuild.doctor.probe import find, first_line, run_probe
+from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
+from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.jobs.schedulers.base import HostFacts, Queue
-from envbuild.site.schedulers import TITLES
+from envbuild.jobs.schedulers.base import Queue
+from envbuild.site.schedulers import SCHEDULER_NAMES, TITLES, listed
+from envbuild.site.settings import Site
+from envbuild.toml import closest
 
 _DOCKER_S = 3.0
+_MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
 
 
 def slurm(host: Host) -> Iterator[HostFinding]:
@@ -18,23 +21,25 @@ def slurm(host: Host) -> Iterator[HostFinding]:
     tool = find("scontrol", host.variables)
     if tool is None:
         return
-    asked, version = run_probe([tool, "--version"], host.variables)
-    version = first_line(version) if asked == 0 else "Slurm's tools"
+    code, version = run_probe([tool, "--version"], host.variables)
+    version = first_line(version) if code == 0 else "Slurm's tools"
     code, said = run_probe([tool, "ping"], host.variables)
-    facts: dict[str, object] = {"path": tool, "answers": code == 0}
     if code != 0 or " is DOWN" in said:
-        facts["answers"] = False
         what = f"{version}, but its controller does not answer: {first_line(said)}"
-        yield HostFinding(
-            "Slurm", "info", what, "on a cluster: ask its administrator; else only its tools are installed", facts
-        )
+        hint = "on a cluster: ask its administrator; else only its tools are installed"
+        yield HostFinding("Slurm", "info", what, hint, {"path": tool, "answers": False})
         return
     found = queues("slurm", host.variables) or []
-    facts["partitions"] = [one.name for one in found]
+    facts = {"path": tool, "answers": True, "partitions": [one.name for one in found]}
     names = ", ".join(f"{p.name}{'*' if p.default else ''} ({p.nodes} nodes)" for p in found)
     yield HostFinding("Slurm", "ok", f"{version}; partitions {names or 'none'}", facts=facts)
-    yield from _pyxis(host)
-    yield from _allocation("slurm", SCHEDULERS["slurm"].host, host)
+    pyxis = has_pyxis(host.variables)
+    if pyxis:
+        yield HostFinding("pyxis", "ok", "srun has --container-image", facts={"there": True})
+    elif pyxis is False:
+        hint = 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
+        yield HostFinding("pyxis", "info", "srun has no --container-image", hint, {"there": False})
+    yield from _allocation("slurm", host)
 
 
 def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
@@ -50,73 +55,58 @@ def queues(name: str, variables: Mapping[str, str]) -> list[Queue] | None:
 def has_pyxis(variables: Mapping[str, str]) -> bool | None:
     """Return whether Slurm has pyxis, or None without srun: srun's help lists the options of its plugins."""
     tool = find("srun", variables)
-    if tool is None:
-        return None
-    _, said = run_probe([tool, "--help"], variables)
-    return "--container-image" in said
-
-
-def _pyxis(host: Host) -> Iterator[HostFinding]:
-    found = has_pyxis(host.variables)
-    if found is not None:
-        what = "srun has --container-image" if found else "srun has no --container-image"
-        hint = "" if found else 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
-        yield HostFinding("pyxis", "ok" if found else "info", what, hint, {"there": found})
+    return None if tool is None else "--container-image" in run_probe([tool, "--help"], variables)[1]
 
 
 def scheduler(name: str, host: Host) -> Iterator[HostFinding]:
     """Check the scheduler `name`: version, queues, and the current allocation."""
     facts = SCHEDULERS[name].host
-    program = SCHEDULERS[name].submission.command[0]
-    tool = find(program, host.variables)
+    tool = find(SCHEDULERS[name].submission.command[0], host.variables)
     if facts is None or tool is None:
         return
     code, said = run_probe([tool, *facts.version], host.variables)
-    found = queues(name, host.variables)
-    names = [one.name for one in found or ()]
-    seen = {"path": tool, "queues": None if found is None else names}
     version = first_line(said, 60) if code == 0 else tool
+    found = queues(name, host.variables)
     if found is None:
         what = f"{version}; {facts.list_queues[0]} lists no queues"
-        yield HostFinding(TITLES[name], "info", what, facts=seen)
+        yield HostFinding(TITLES[name], "info", what, facts={"path": tool, "queues": None})
     else:
+        names = [one.name for one in found]
         what = f"{version}; queues {', '.join(names) or 'none'}"
-        yield HostFinding(TITLES[name], "ok", what, facts=seen)
-    yield from _allocation(name, facts, host)
+        yield HostFinding(TITLES[name], "ok", what, facts={"path": tool, "queues": names})
+    yield from _allocation(name, host)
 
 
-def _allocation(name: str, facts: HostFacts | None, host: Host) -> Iterator[HostFinding]:
+def _allocation(name: str, host: Host) -> Iterator[HostFinding]:
+    facts = SCHEDULERS[name].host
     if facts and (job := host.variables.get(facts.job)):
         where = f" on {host.variables.get(facts.nodes, '?')}" if facts.nodes else ""
-        what = f"job {job} of {TITLES[name]}{where}"
-        yield HostFinding("allocation", "info", what, facts={"job": job})
+        yield HostFinding("allocation", "info", f"job {job} of {TITLES[name]}{where}", facts={"job": job})
 
 
-def kubernetes(host: Host) -> Iterator[HostFinding]:
+def kubernetes(host: Host) -> list[HostFinding]:
     """Check whether a Kubernetes cluster answers, and whether it supports training jobs."""
     tool = find("kubectl", host.variables)
     if tool is None:
-        return
+        return []
     if host.offline:
-        yield HostFinding("Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool})
-        return
+        return [HostFinding("Kubernetes", "info", f"{tool}; not asked (--offline)", facts={"path": tool})]
     command = [tool, "--request-timeout=2s", "api-resources", "--no-headers", "--output=name"]
     code, said = run_probe(command, host.variables)
     if code != 0:
         # kubectl prints its log first, its message to the user last.
         why = first_line(said.splitlines()[-1]) if said else "nothing is said"
         what = f"kubectl is here, and no cluster answers: {why}"
-        yield HostFinding("Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool})
-        return
+        return [HostFinding("Kubernetes", "info", what, "set KUBECONFIG where there is a cluster", {"path": tool})]
     kinds = [k for k in ("pytorchjobs.kubeflow.org", "trainjobs.trainer.kubeflow.org") if k in said.split()]
-    hint = "" if kinds else "install Kubeflow's training operator or Trainer"
-    yield HostFinding(
-        "Kubernetes", "ok" if kinds else "warn", f"answers; training jobs: {', '.join(kinds) or 'none'}", hint,
-        {"path": tool, "kinds": kinds, "answers": True},
-    )  # fmt: skip
+    facts = {"path": tool, "kinds": kinds, "answers": True}
+    if kinds:
+        return [HostFinding("Kubernetes", "ok", f"answers; training jobs: {', '.join(kinds)}", facts=facts)]
+    hint = "install Kubeflow's training operator or Trainer"
+    return [HostFinding("Kubernetes", "warn", "answers; training jobs: none", hint, facts)]
 
 
-def docker_daemon(host: Host) -> Iterator[HostFinding]:
+def docker_daemon(host: Host) -> list[HostFinding]:
     """Check the docker daemon through its API."""
     from envbuild.errors import HostError
     from envbuild.image.daemon import connect
@@ -127,21 +117,106 @@ def docker_daemon(host: Host) -> Iterator[HostFinding]:
             info, version = client.info(), client.version()
     except HostError as error:
         what = error.message.splitlines()[0][:200]
-        yield HostFinding("docker daemon", "info", what, error.hint or "", {"answers": False})
-        return
-    driver = info.get("Driver", "?")
-    runtimes = sorted(info.get("Runtimes") or {})
-    facts = {
-        "answers": True,
-        "version": version.get("Version"),
-        "driver": driver,
-        "runtimes": runtimes,
-        "arch": version.get("Arch"),
-    }
+        return [HostFinding("docker daemon", "info", what, error.hint or "", {"answers": False})]
+    driver, runtimes = info.get("Driver", "?"), sorted(info.get("Runtimes") or {})
+    facts = {"answers": True, "version": version.get("Version"), "driver": driver}
+    facts |= {"runtimes": runtimes, "arch": version.get("Arch")}
     what = f"{facts['version']}, storage driver {driver}"
     what += ", with NVIDIA's runtime" if "nvidia" in runtimes else ""
-    if driver == "vfs":
-        hint = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
-        yield HostFinding("docker daemon", "warn", what, hint, facts)
+    if driver != "vfs":
+        return [HostFinding("docker daemon", "ok", what, facts=facts)]
+    hint = "vfs copies every layer: let the daemon use overlay2 or containerd's store"
+    return [HostFinding("docker daemon", "warn", what, hint, facts)]
+
+
+def on_site(site: Site, variables: Mapping[str, str]) -> bool:
+    """Return whether this host has the site's scheduler and therefore belongs to the site."""
+    kind = site.scheduler.kind
+    return kind not in SCHEDULERS or queues(kind, variables) is not None
+
+
+def judge_scheduler(site: Site, variables: Mapping[str, str]) -> Iterable[HostFinding]:
+    """Compare the site's settings with the scheduler on this host."""
+    kind = site.scheduler.kind
+    if kind not in SCHEDULERS:
+        hint = f"name {listed(SCHEDULER_NAMES)}"
+        return [HostFinding("[scheduler] kind", "info", "none: `envbuild job` needs --scheduler", hint)]
+    facts = SCHEDULERS[kind].host
+    if facts is None:
+        return _cluster(site, variables)
+    found = queues(kind, variables)
+    if found is None:
+        return [elsewhere("[scheduler] kind", f"no {TITLES[kind]} answers on this host")]
+    return _queue(site, facts.queue, found)
+
+
+def _queue(site: Site, word: str, found: list[Queue]) -> Iterator[HostFinding]:
+    wanted, title = site.scheduler.partition, TITLES[site.scheduler.kind]
+    names = ", ".join(one.name for one in found)
+    chosen = next((one for one in found if (one.name == wanted if wanted else one.default)), None)
+    if chosen is None and wanted:
+        near = closest(wanted, [one.name for one in found])
+        what = f"there is no {word} {wanted!r}" + (f"; did you mean {near!r}?" if near else "")
+        yield HostFinding("[scheduler] partition", "fail", what, f"there are {names or 'none'}")
+    elif chosen is None and any(one.default is not None for one in found):
+        what = f"is not said, and {title} has no default"
+        yield HostFinding("[scheduler] partition", "fail", what, f"one of {names}")
+    elif chosen is None or chosen.default is None:
+        yield HostFinding("[scheduler] kind", "ok", f"{title} answers; queues {names or 'none'}")
     else:
-        yield HostFinding("docker daemon", "ok", what, "", facts)
+        yield HostFinding("[scheduler] partition", "ok", f"{chosen.name}, {chosen.nodes} nodes")
+    if chosen is not None:
+        yield from _limits(site, chosen)
+
+
+def _limits(site: Site, queue: Queue) -> Iterator[HostFinding]:
+    most, asked = duration(queue.time), duration(site.scheduler.time)
+    if most is not None and asked is not None and asked > most:
+        what = f"{site.scheduler.time} is more than {queue.name} allows, {queue.time}"
+        yield HostFinding("[scheduler] time", "fail", what, f'time = "{queue.time}" or less')
+    memory = site.node.memory
+    megabytes = float(memory.rstrip("KMGT") or 0) * _MEGABYTES[memory[-1:] if memory[-1:].isalpha() else ""]
+    for key, said, value, has, unit in (
+        ("gpus", site.node.gpus, site.node.gpus, queue.gpus, ""),
+        ("cpus", site.node.cpus, site.node.cpus, queue.cpus, ""),
+        ("memory", memory, megabytes, queue.memory, " MB"),
+    ):
+        if has is not None and value > has:
+            what = f"{said} asked for; a node of {queue.name} has {has}{unit}"
+            yield HostFinding(f"[node] {key}", "fail", what, "jobs would wait for ever, or be refused")
+
+
+def _cluster(site: Site, variables: Mapping[str, str]) -> list[HostFinding]:
+    tool = find("kubectl", variables)
+    if tool is None:
+        return [elsewhere("[scheduler] kind", "kubectl is not on this host")]
+    namespace, claim = site.kubernetes.namespace, site.kubernetes.claim
+    base = [tool, "--request-timeout=2s", f"--namespace={namespace}", "get", "--output=name"]
+    code, said = run_probe([*base, f"namespace/{namespace}"], variables)
+    if code != 0 and "NotFound" not in said:
+        return [elsewhere("[scheduler] kind", "no cluster answers to kubectl")]
+    if code != 0:
+        what = f"there is no namespace {namespace}"
+        return [HostFinding("[kubernetes] namespace", "fail", what, "kubectl get namespaces")]
+    if not claim:
+        return []
+    code, said = run_probe([*base, f"persistentvolumeclaim/{claim}"], variables)
+    if code != 0 and "NotFound" in said:
+        what = f"there is no claim {claim} in {namespace}"
+        return [HostFinding("[kubernetes] claim", "fail", what, "kubectl get pvc")]
+    return [HostFinding("[kubernetes] claim", "ok", claim)]
+
+
+def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
+    """Return the finding for a requirement on nodes that this host does not meet.
+
+    It is a failure if this host belongs to the site (`here`).
+    """
+    if here:
+        return HostFinding(name, "fail", what, hint)
+    return HostFinding(name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint)
+
+
+def elsewhere(name: str, why: str) -> HostFinding:
+    """Return the finding for a requirement that only other hosts of the site can judge."""
+    return HostFinding(name, "info", f"cannot be judged here: {why}", "run this on a login node")

@@ -1,7 +1,8 @@
 """Checks of kernel features: image mounts, rootless namespaces, FUSE.
 
-Image mounts are tested by a launch of a tiny image, as in verification. Sources: the kernel's
-fs/squashfs/Kconfig, user_namespaces(7), subuid(5).
+Image mounts are tested by launches of tiny images, as in verification, in a separate process: the doctor's checks
+run in threads, and launches run code between fork and exec, which is not safe in a process with threads. Sources:
+the kernel's fs/squashfs/Kconfig, user_namespaces(7), subuid(5).
 """
 
 from __future__ import annotations
@@ -9,150 +10,173 @@ from __future__ import annotations
 import contextlib
 import getpass
 import gzip
+import io
 import json
 import os
 import platform
+import struct
+import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from envbuild.doctor.launch_trials import ANSWERS, COMPRESSORS, START
-from envbuild.doctor.model import Host, HostFinding
-from envbuild.doctor.probe import find, first_line, run_probe
+from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError
+from envbuild.image.squashfs.codec import NAMES, codec_of
+from envbuild.image.squashfs.tables import data_start, write_tables
+from envbuild.site.pip_config import PipConfig
+from envbuild.site.settings import Site
+from envbuild.store.store import Store
 
-_CONFIGURED = {"gzip": "ZLIB", "lzo": "LZO", "xz": "XZ", "lz4": "LZ4", "zstd": "ZSTD"}
+# The compressors that Linux knows.
+COMPRESSORS = {name: number for number, name in NAMES.items() if name != "lzma"}
+# Imports only envbuild and Python's own modules, independent of the caller's variables and current folder.
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.doctor.kernel import main; main()"
+_START = (sys.executable, "-I", "-c", _BOOT, str(Path(__file__).parents[2]))
+_ANSWERS = "answers"
 # Result for a skipped trial: only root mounts images.
 _NO = (False, "only root mounts images", "")
-EXTRACTED = ("extract", "gzip")
+_EXTRACTED = ("extract", "gzip")
 _TRIALS_S = 3.5
+# Settings of the kernel that restrict namespaces.
 _SETTINGS = (
-    "user/max_user_namespaces",
-    "user/max_mnt_namespaces",
-    "kernel/unprivileged_userns_clone",
+    "user/max_user_namespaces", "user/max_mnt_namespaces", "kernel/unprivileged_userns_clone",
     "kernel/apparmor_restrict_unprivileged_userns",
-)
+)  # fmt: skip
 
 
 def launching(host: Host) -> Iterator[HostFinding]:
     """Check envbuild's own launch: squashfs mounts by the kernel, squashfuse, extraction."""
     with tempfile.TemporaryDirectory(prefix="envbuild-doctor-", ignore_cleanup_errors=True) as folder:
-        _, trouble = run_probe([*START, folder], host.variables, _TRIALS_S)
+        _, trouble = run_probe([*_START, folder], host.variables, _TRIALS_S)
         answers = _answers(Path(folder))
-    if EXTRACTED not in answers:
-        yield HostFinding("own launch", "warn", f"could not be tried: {first_line(trouble)}", "", {"ways": []})
-        yield from _configured(host, "not tried")
-        return
-    works, why, hint = answers[EXTRACTED]
+    works, why, hint = answers.get(_EXTRACTED, (False, f"could not be tried: {first_line(trouble)}", ""))
     if not works:
-        facts = {"ways": [], "forbidden": _forbidden(host)}
+        settings = {name.replace("/", "."): read_text(host.root / "proc/sys" / name).strip() for name in _SETTINGS}
+        forbidden = {name: value for name, value in settings.items() if value}
+        facts = {"ways": [], "forbidden": forbidden} if _EXTRACTED in answers else {"ways": []}
         yield HostFinding("own launch", "warn", why, hint, facts)
-        yield from _configured(host, "not tried")
+        yield _configured(host, "not tried")
         return
     mounted = [name for name in COMPRESSORS if answers.get(("mount", name), _NO)[0]]
-    ways = ["mount"] if mounted else []
-    ways += ["squashfuse"] if answers.get(("squashfuse", "gzip"), _NO)[0] else []
-    ways.append("extract")
-    alone = len(ways) == 1
-    slow = "install squashfuse, and let users open /dev/fuse: unpacking is slower"
+    by_fuse, _, _ = answers.get(("squashfuse", "gzip"), _NO)
+    possible = {"mount": bool(mounted), "squashfuse": by_fuse, "extract": True}
+    ways = [way for way, works in possible.items() if works]
     what = f"works by {', '.join(ways)}"
-    yield HostFinding("own launch", "info" if alone else "ok", what, slow if alone else "", {"ways": ways})
+    if len(ways) > 1:
+        yield HostFinding("own launch", "ok", what, facts={"ways": ways})
+    else:
+        slow = "install squashfuse, and let users open /dev/fuse: unpacking is slower"
+        yield HostFinding("own launch", "info", what, slow, {"ways": ways})
     if mounted:
-        lacking = [name for name in COMPRESSORS if name not in mounted]
-        what = f"Linux {platform.release()} mounts {', '.join(mounted)}"
-        what += f"; not {', '.join(lacking)}" if lacking else ""
+        lacking = ", ".join(name for name in COMPRESSORS if name not in mounted)
+        what = f"Linux {platform.release()} mounts {', '.join(mounted)}" + (f"; not {lacking}" if lacking else "")
         yield HostFinding("squashfs", "ok", what, facts={"kernel": mounted, "by": "mounting"})
     else:
-        yield from _configured(host, answers.get(("mount", "gzip"), _NO)[1])
+        yield _configured(host, answers.get(("mount", "gzip"), _NO)[1])
 
 
 def _answers(folder: Path) -> dict[tuple[str, str], tuple[bool, str, str]]:
-    """Return the results that launch_trials.py has written so far, by method and compressor."""
-    try:
-        lines = (folder / ANSWERS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
+    """Return the results that `main` has written so far, by method and compressor."""
     found = {}
-    for line in lines:
+    for line in read_text(folder / _ANSWERS).splitlines():
         with contextlib.suppress(ValueError):  # an incomplete last line
             way, compressor, works, why, hint = json.loads(line)
             found[way, compressor] = (works, why, hint)
     return found
 
 
-def _configured(host: Host, why: str) -> Iterator[HostFinding]:
+def _configured(host: Host, why: str) -> HostFinding:
     """Report the kernel configuration of squashfs when mounts could not be tested."""
-    text = _kernel_config(host.root)
-    if text is None:
-        yield HostFinding("squashfs", "info", f"not known ({why}; the kernel's configuration is not here)")
-        return
-    on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
-    there = [n for n, option in _CONFIGURED.items() if f"CONFIG_SQUASHFS_{option}" in on]
-    if "CONFIG_SQUASHFS" not in on:
-        there = []
-    what = f"Linux {platform.release()} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
-    yield HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
-
-
-def _kernel_config(root: Path) -> str | None:
+    release, text = platform.release(), ""
     with contextlib.suppress(OSError, EOFError):
-        return gzip.decompress((root / "proc/config.gz").read_bytes()).decode(errors="replace")
-    for place in (f"boot/config-{platform.release()}", f"lib/modules/{platform.release()}/config"):
-        with contextlib.suppress(OSError):
-            return (root / place).read_text(errors="replace")
-    return None
+        text = gzip.decompress((host.root / "proc/config.gz").read_bytes()).decode(errors="replace")
+    places = (f"boot/config-{release}", f"lib/modules/{release}/config")
+    text = text or next(filter(None, (read_text(host.root / place) for place in places)), "")
+    if not text:
+        return HostFinding("squashfs", "info", f"not known ({why}; the kernel's configuration is not here)")
+    on = {line.partition("=")[0] for line in text.splitlines() if line.endswith(("=y", "=m"))}
+    options = {name: "ZLIB" if name == "gzip" else name.upper() for name in COMPRESSORS}
+    there = [name for name, option in options.items() if {"CONFIG_SQUASHFS", f"CONFIG_SQUASHFS_{option}"} <= on]
+    what = f"Linux {release} has {', '.join(there) or 'no squashfs'} by its configuration ({why})"
+    return HostFinding("squashfs", "ok" if there else "warn", what, facts={"kernel": there, "by": "configuration"})
 
 
-def _forbidden(host: Host) -> dict[str, str]:
-    """Return the current kernel settings that restrict namespaces."""
-    found = {}
-    for name in _SETTINGS:
-        with contextlib.suppress(OSError):
-            found[name.replace("/", ".")] = (host.root / "proc/sys" / name).read_text().strip()
-    return found
+def main() -> None:
+    """Write each result to FOLDER/answers (FOLDER is the first argument), one line each, as soon as it is known."""
+    from envbuild.verify.own_runtime import EXTRACT, MOUNT, SQUASHFUSE
+
+    folder = Path(sys.argv[1])
+    mounts = [(MOUNT, name) for name in COMPRESSORS] if os.geteuid() == 0 else []
+    with (folder / _ANSWERS).open("w", encoding="utf-8") as answers:
+        for way, compressor in ((EXTRACT, "gzip"), (SQUASHFUSE, "gzip"), *mounts):
+            said = [way, compressor, *_attempt(folder, way, compressor)]
+            answers.write(json.dumps(said) + "\n")
+            answers.flush()
 
 
-def fuse(host: Host) -> Iterator[HostFinding]:
+def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
+    """Return (success, reason of a failure, hint) of a launch of a tiny image by the method `way`."""
+    from envbuild.verify.image_file import ENROOT, ImageFile
+    from envbuild.verify.own_runtime import own_runtime
+
+    image = folder / f"{compressor}.sqsh"
+    image.write_bytes(tiny_image(compressor))
+    store = folder / "store"
+    environment = Environment(dict(os.environ), Site(store=store), PipConfig(), Store(store))
+    try:
+        own_runtime(ImageFile(image, ENROOT, 0, compressor), way, environment)
+    except EnvbuildError as error:
+        return False, error.message.splitlines()[0], error.hint or ""
+    return True, "", ""
+
+
+def tiny_image(compressor: str) -> bytes:
+    """Return an empty squashfs whose blocks are stored uncompressed.
+
+    Only its superblock names the compressor, which the kernel must support to mount it.
+    """
+    # Only lz4 requires compressor options: version 1, no flags.
+    options = struct.pack("<II", 1, 0) if compressor == "lz4" else b""
+    codec = replace(codec_of("xz"), number=COMPRESSORS[compressor], options=options, compress=bytes)
+    image = io.BytesIO()
+    image.seek(data_start(codec))
+    write_tables(image, 0, [], [], codec, 0)
+    return image.getvalue()
+
+
+def fuse(host: Host) -> list[HostFinding]:
     """Check whether /dev/fuse can be opened."""
     device = host.root / "dev/fuse"
     if not device.exists():
-        yield HostFinding(
-            "/dev/fuse",
-            "info",
-            "not there: nothing is mounted by squashfuse",
-            "modprobe fuse; in a container, pass --device /dev/fuse",
-        )
-        return
+        hint = "modprobe fuse; in a container, pass --device /dev/fuse"
+        return [HostFinding("/dev/fuse", "info", "not there: nothing is mounted by squashfuse", hint)]
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
-        yield HostFinding("/dev/fuse", "info", f"{error.strerror}", "let the administrator run `chmod 0666 /dev/fuse`")
-        return
-    yield HostFinding("/dev/fuse", "ok", "can be opened", facts={"opens": True})
+        hint = "let the administrator run `chmod 0666 /dev/fuse`"
+        return [HostFinding("/dev/fuse", "info", f"{error.strerror}", hint)]
+    return [HostFinding("/dev/fuse", "ok", "can be opened", facts={"opens": True})]
 
 
-def subordinate_ids(host: Host) -> Iterator[HostFinding]:
+def subordinate_ids(host: Host) -> list[HostFinding]:
     """Check subordinate user and group ids, which rootless Docker, Podman and apptainer --fakeroot need."""
     if os.geteuid() == 0:
-        yield HostFinding("subuid", "info", "not needed by root")
-        return
-    try:
-        names = {getpass.getuser(), str(os.getuid())}
-    except (KeyError, OSError):  # for example a container's user without a name
-        names = {str(os.getuid())}
+        return [HostFinding("subuid", "info", "not needed by root")]
+    names = {str(os.getuid())}
+    with contextlib.suppress(KeyError, OSError):  # for example a container's user without a name
+        names.add(getpass.getuser())
     lacking = []
-    for file in ("subuid", "subgid"):
-        try:
-            text = (host.root / "etc" / file).read_text(errors="replace")
-        except OSError:
-            text = ""
-        if not names & {line.partition(":")[0] for line in text.splitlines()}:
-            lacking.append(f"/etc/{file}")
-    tools = [t for t in ("newuidmap", "newgidmap") if find(t, host.variables) is None]
-    if lacking or tools:
-        parts = ([f"nothing for this user in {' and '.join(lacking)}"] if lacking else []) + (
-            [f"{' and '.join(tools)} missing"] if tools else []
-        )
-        hint = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
-        yield HostFinding("subuid", "info", "; ".join(parts), hint, {"there": False})
-        return
-    yield HostFinding("subuid", "ok", "numbers for this user, newuidmap and newgidmap are here", facts={"there": True})
+    for file in ("etc/subuid", "etc/subgid"):
+        if not names & {line.partition(":")[0] for line in read_text(host.root / file).splitlines()}:
+            lacking.append(f"/{file}")
+    tools = [tool for tool in ("newuidmap", "newgidmap") if find(tool, host.variables) is None]
+    if not lacking and not tools:
+        what = "numbers for this user, newuidmap and newgidmap are here"
+        return [HostFinding("subuid", "ok", what, facts={"there": True})]
+    parts = [f"nothing for this user in {' and '.join(lacking)}"] if lacking else []
+    parts += [f"{' and '.join(tools)} missing"] if tools else []
+    hint = "only rootless Docker, Podman and `apptainer build --fakeroot` need them, envbuild does not"
+    return [HostFinding("subuid", "info", "; ".join(parts), hint, {"there": False})]

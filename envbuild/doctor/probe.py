@@ -1,4 +1,4 @@
-"""Run a probe program with a time limit, so that a program that hangs does not block envbuild."""
+"""Checks and probe programs: their input and results, and their execution, in which none that hangs blocks envbuild."""
 
 from __future__ import annotations
 
@@ -7,39 +7,149 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError
+from envbuild.site.pip_config import redact
+
+Status = Literal["ok", "info", "warn", "fail"]
 # Enough time for a healthy batch system or driver to answer.
 PATIENCE_S = 3.0
+_DEADLINE_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostFinding:
+    """One result of a check.
+
+    `status` is "ok", "info" (worth knowing), "warn" (a problem for some uses) or "fail" (blocks envbuild).
+    `what` is one line; `hint` is the advised change, or ""; `facts` holds the same data for programs (JSON).
+    """
+
+    name: str
+    status: Status
+    what: str
+    hint: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as a JSON object."""
+        found = {"name": self.name, "status": self.status, "what": self.what}
+        return {**found, "remedy": self.hint, "facts": dict(self.facts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Input of the checks: the host, with /proc, /sys and /etc below `root`.
+
+    `variables` are those of the caller. If site.toml or pip's configuration is unreadable, `problem` is the
+    reason, `hint` the advised change, and `environment` has defaults or is None.
+    """
+
+    variables: Mapping[str, str]
+    environment: Environment | None = None
+    problem: str = ""
+    hint: str = ""
+    offline: bool = False
+    root: Path = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class HostProbe:
+    """One check. Its function may return or yield several findings, and may raise or hang."""
+
+    area: str
+    name: str
+    run: Callable[[Host], Iterable[HostFinding]]
+
+
+def run_checks(
+    checks: Sequence[HostProbe], host: Host, deadline_s: float = _DEADLINE_S
+) -> list[tuple[HostProbe, list[HostFinding]]]:
+    """Run the checks and return each with its findings, in order.
+
+    A check that raises, or has not ended after `deadline_s` seconds, gets an additional finding that says so.
+    """
+    found: list[list[HostFinding]] = [[] for _ in checks]
+    ended: set[int] = set()
+
+    def run(number: int) -> None:
+        try:
+            for finding in checks[number].run(host):
+                found[number].append(finding)
+        except Exception as error:  # noqa: BLE001 - one broken check must not hide the others
+            found[number].append(_crashed(checks[number].name, error))
+        ended.add(number)
+
+    run_parallel([partial(run, number) for number in range(len(checks))], deadline_s)
+    what, hint = f"no answer in {deadline_s:g} s", "a server, file system or tool does not answer; look at it by hand"
+    results = []
+    for number, check in enumerate(checks):
+        # In this order: a check may end while its findings are copied.
+        late = [] if number in ended else [HostFinding(check.name, "warn", what, hint, {"timeout": True})]
+        results.append((check, [*found[number], *late]))
+    return results
+
+
+def run_parallel(jobs: Sequence[Callable[[], None]], deadline_s: float) -> None:
+    """Run all of `jobs` in parallel; return when they are done, or after `deadline_s` seconds.
+
+    The threads are daemons: one that hangs in a system call must not prevent the process from exiting.
+    Exceptions of jobs are suppressed; a missing result shows the failure.
+    """
+    end = time.monotonic() + deadline_s
+
+    def quietly(job: Callable[[], None]) -> None:
+        with contextlib.suppress(Exception):
+            job()
+
+    threads = [threading.Thread(target=quietly, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def facts_of(results: Sequence[tuple[HostProbe, Sequence[HostFinding]]]) -> Mapping[str, HostFinding]:
+    """Return the findings by name; the first of several with one name."""
+    found = [finding for _, findings in results for finding in findings]
+    return {finding.name: finding for finding in reversed(found)}
+
+
+def _crashed(name: str, error: Exception) -> HostFinding:
+    if isinstance(error, EnvbuildError):
+        return HostFinding(name, "warn", redact(error.message.splitlines()[0]), error.hint or "")
+    text = redact(str(error).splitlines()[0] if str(error) else "")
+    what = f"could not be checked: {type(error).__name__}{f': {text}' if text else ''}"
+    return HostFinding(name, "warn", what, "", {"crashed": True})
 
 
 def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbin") -> str | None:
     """Return the path of `program` on PATH or in the folders `more`, or None."""
-    search = variables.get("PATH") or os.defpath
-    return shutil.which(program, path=f"{search}:{more}")
+    return shutil.which(program, path=f"{variables.get('PATH') or os.defpath}:{more}")
 
 
 def run_probe(
-    command: Sequence[str], variables: Mapping[str, str], patience_s: float = PATIENCE_S, cwd: Path | None = None
+    command: Sequence[str], variables: Mapping[str, str], patience_s: float = PATIENCE_S
 ) -> tuple[int | None, str]:
     """Return (exit status, stdout and stderr) of `command`.
 
-    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s`
-    seconds.
+    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s` seconds.
     """
     # Charliecloud requires $USER, which containers often lack.
     env = {"USER": "user", **variables, "LC_ALL": "C"}
     try:
         child = subprocess.Popen(
-            list(command),
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            list(command), env=env, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     except OSError as error:
         return None, error.strerror or str(error)
     except ValueError:  # a NUL in a variable or an argument
@@ -52,9 +162,8 @@ def run_probe(
         # Its child processes may keep the pipe open: kill them instead of waiting.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
-        if child.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.5)
         if child.stdout is not None:
             with contextlib.suppress(OSError):
                 child.stdout.close()
@@ -65,3 +174,11 @@ def first_line(text: str, most: int = 160) -> str:
     """Return the first non-empty line of a program's output, without control characters, at most `most` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return "".join(c if c.isprintable() else "?" for c in line)[:most]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of the system, or "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except (OSError, ValueError):
+        return ""

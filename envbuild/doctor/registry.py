@@ -1,15 +1,19 @@
-"""All checks of the doctor, in the order of the report."""
+"""All checks of the doctor, in the order of the report, and the verdicts on artifacts that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from envbuild.doctor import batch, connectivity, fabric, hardware, host_names, kernel, storage, tools
-from envbuild.doctor.model import Host, HostProbe
+from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage, tools
+from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.base import Artifact
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.schedulers import TITLES
 from envbuild.site.settings import Site
@@ -18,40 +22,32 @@ from envbuild.store.store import Store
 # Schedulers with checks of more than their version and queues.
 _OWN_CHECKS = {"slurm": batch.slurm, "kubernetes": batch.kubernetes}
 
-CHECKS = (
-    HostProbe("envbuild", "envbuild", tools.envbuild_itself),
-    HostProbe("envbuild", "configuration", tools.configuration),
-    HostProbe("envbuild", "uv", tools.uv),
-    HostProbe("tools", "programs", tools.programs),
-    HostProbe("tools", "modules", tools.modules),
-    HostProbe("tools", "docker daemon", batch.docker_daemon),
-    HostProbe("kernel", "own launch", kernel.launching),
-    HostProbe("kernel", "/dev/fuse", kernel.fuse),
-    HostProbe("kernel", "subuid", kernel.subordinate_ids),
-    HostProbe("machine", "user", host_names.who),
-    HostProbe("machine", "processors", hardware.processors),
-    HostProbe("machine", "memory", hardware.memory),
-    HostProbe("machine", "/dev/shm", hardware.shared_memory),
-    HostProbe("machine", "GPU", hardware.gpus),
-    HostProbe("machine", "clock", host_names.clock),
-    HostProbe("machine", "locale", host_names.locale),
-    HostProbe("file systems", "store", storage.store),
-    HostProbe("file systems", "home", storage.home),
-    HostProbe("file systems", "tmp", storage.temporary),
-    HostProbe("file systems", "current folder", storage.current),
-    HostProbe("network", "own name", host_names.own_name),
-    HostProbe("network", "interfaces", fabric.network),
-    HostProbe("network", "adapters", fabric.adapters),
-    HostProbe("network", "libfabric", fabric.libfabric),
-    *(
-        HostProbe("jobs", title, _OWN_CHECKS.get(name) or partial(batch.scheduler, name))
-        for name, title in TITLES.items()
-    ),
-    HostProbe("sources", "proxies", connectivity.proxies),
-    HostProbe("sources", "authorities", connectivity.certificates),
-    HostProbe("sources", "package index", connectivity.package_index),
-    HostProbe("sources", "recipes' sources", connectivity.sources),
-)
+# Content of the store that replaces an unprobed source.
+_HELD = {"package index": "wheels", "conda-forge": "conda packages", "Debian's archive": "image blobs"}
+_LEAST_MEMORY = 1_500_000_000
+
+_AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
+    "envbuild": {"envbuild": tools.envbuild_itself, "configuration": tools.configuration, "uv": tools.uv},
+    "tools": {"programs": tools.programs, "modules": tools.modules, "docker daemon": batch.docker_daemon},
+    "kernel": {"own launch": kernel.launching, "/dev/fuse": kernel.fuse, "subuid": kernel.subordinate_ids},
+    "machine": {
+        "user": machine.who, "processors": machine.processors, "memory": machine.memory,
+        "/dev/shm": machine.shared_memory, "GPU": machine.gpus, "clock": machine.clock, "locale": machine.locale,
+    },
+    "file systems": {
+        "store": storage.store, "home": storage.home, "tmp": storage.temporary, "current folder": storage.current,
+    },
+    "network": {
+        "own name": machine.own_name, "interfaces": fabric.network, "adapters": fabric.adapters,
+        "libfabric": fabric.libfabric,
+    },
+    "jobs": {title: _OWN_CHECKS.get(name) or partial(batch.scheduler, name) for name, title in TITLES.items()},
+    "sources": {
+        "proxies": connectivity.proxies, "authorities": connectivity.certificates,
+        "package index": connectivity.package_index, "recipes' sources": connectivity.sources,
+    },
+}  # fmt: skip
+CHECKS = tuple(HostProbe(area, name, run) for area, checks in _AREAS.items() for name, run in checks.items())
 
 
 def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
@@ -64,5 +60,122 @@ def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
         problem, hint = f"{type(error).__name__}: {error}", "set HOME to a folder of yours"
     # Defaults, so that the other checks can run.
     fallback = Path(variables.get("ENVBUILD_STORE") or "/nonexistent/envbuild")
-    environment = Environment(variables, Site(fallback, ()), PipConfig(), Store(fallback))
+    environment = Environment(variables, Site(store=fallback), PipConfig(), Store(fallback))
     return Host(variables, environment if "ENVBUILD_STORE" in variables else None, problem, hint, offline)
+
+
+@dataclass(frozen=True, slots=True)
+class StepVerdict:
+    """Verdict on one step of one kind of artifact on this host.
+
+    `status` is `ok`, `info` (works under a condition), `warn` (works partly, or not on this host) or `fail`
+    (does not work).
+    """
+
+    status: Status
+    what: str
+    hint: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the verdict as a JSON object."""
+        return {"status": self.status, "what": self.what, "remedy": self.hint}
+
+
+def judge(found: Mapping[str, HostFinding]) -> dict[str, dict[str, StepVerdict]]:
+    """Return kind → step → verdict; `found` maps names to findings."""
+    return {
+        name: {"build": _build(kind, found), "verify": _verify(kind, found), "run": _run(kind, found)}
+        for name, kind in ARTIFACTS.items()
+    }
+
+
+def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
+    for name in ("configuration", "authorities", "uv", "store", "tmp"):
+        finding = found.get(name)
+        if finding is not None and finding.status == "fail":
+            return StepVerdict("fail", f"{name}: {finding.what}", finding.hint)
+    if kind.by_uv and "uv" in found and not found["uv"].facts:
+        return StepVerdict("fail", found["uv"].what, found["uv"].hint)
+    missing = [m for m in _facts(found, "packages").get("missing", ()) if m in kind.imports]
+    if missing:
+        return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].hint)
+    current, store = found.get("current folder"), found.get("store")
+    if current is not None and current.status == "fail":
+        return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
+    remote = {name: _facts(found, name) for name in kind.sources if not _facts(found, name).get("local")}
+    if lost := [name for name, facts in remote.items() if facts.get("asked") and not facts.get("reached")]:
+        what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
+        return StepVerdict("warn", what, found[lost[0]].hint)
+    if unasked := [name for name, facts in remote.items() if facts.get("asked") is False]:
+        return _from_the_store(unasked, found)
+    if store is not None and store.status == "warn":
+        return StepVerdict("warn", f"store: {store.what}", store.hint)
+    if kind.form == "folder" and current is not None and current.status == "warn":
+        return StepVerdict("warn", f"current folder: {current.what}", current.hint)
+    return StepVerdict("ok", "yes")
+
+
+def _from_the_store(unasked: Sequence[str], found: Mapping[str, HostFinding]) -> StepVerdict:
+    """Return the verdict on a build whose sources were not probed, based on the contents of the store."""
+    holds = _facts(found, "store").get("holds", {})
+    empty = [_HELD[name] for name in unasked if not holds.get(_HELD[name])]
+    not_asked = f"{' and '.join(unasked)} not asked"
+    if not empty:
+        return StepVerdict("info", f"only from what the store holds: {not_asked}")
+    what = f"unknown: {not_asked}, and the store holds no {' and no '.join(empty)}"
+    hint = "run `envbuild doctor` without --offline; for a node without a network `envbuild bundle` collects all"
+    return StepVerdict("warn", what, hint)
+
+
+def _verify(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
+    usable = _facts(found, "memory").get("usable")
+    if usable is not None and usable < _LEAST_MEMORY:
+        return StepVerdict("warn", f"too little memory: {found['memory'].what}", found["memory"].hint)
+    only = "" if _facts(found, "GPU").get("gpus") else "; for CPUs only, there is no GPU"
+    if kind.form == "registry" and not _facts(found, "docker daemon").get("answers"):
+        hint = "start dockerd or set DOCKER_HOST; or --no-verify here and `envbuild verify` where one is"
+        return StepVerdict("warn", "no: no docker daemon answers", hint)
+    if kind.form != "file":
+        return StepVerdict("ok", f"yes{only}")
+    how = _launchers(kind, found)
+    return StepVerdict("ok", f"by {how[0]}{only}") if how else _no_launch(kind, found)
+
+
+def _run(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
+    where = ["Slurm"] if _facts(found, "Slurm").get("answers") else []
+    where += ["PBS"] if _facts(found, "PBS").get("queues") is not None else []
+    jobs = f"; jobs by {' and '.join(where)}" if where else ""
+    if kind.form == "folder":
+        return StepVerdict("ok", f"yes{jobs}")
+    if kind.form == "registry":
+        if _facts(found, "docker daemon").get("answers"):
+            engines = ["docker"]
+        else:
+            engines = ["podman"] if _facts(found, "podman").get("works") else []
+        engines += ["Kubernetes"] if _facts(found, "Kubernetes").get("answers") else []
+        if engines:
+            return StepVerdict("ok", f"by {', '.join(engines)}")
+        hint = "push it (--push) and run it where one is, or build enroot or apptainer"
+        return StepVerdict("warn", "no: no engine for images", hint)
+    how = _launchers(kind, found)
+    if "pyxis" in kind.containers and _facts(found, "pyxis").get("there"):
+        how = ["pyxis", *how]
+    return StepVerdict("ok", f"by {', '.join(how)}{jobs}") if how else _no_launch(kind, found)
+
+
+def _no_launch(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
+    finding = found.get("own launch")
+    if finding is None or not finding.hint:
+        return StepVerdict("warn", f"no: no {kind.name}, and our own launch was not tried", f"install {kind.name}")
+    return StepVerdict("warn", f"no: no {kind.name}, and our own launch is forbidden", finding.hint)
+
+
+def _launchers(kind: Artifact, found: Mapping[str, HostFinding]) -> list[str]:
+    """Return the programs that start images of this kind on this host, best first."""
+    how = [name for name in kind.starters if _facts(found, name).get("works")]
+    ways = _facts(found, "own launch").get("ways")
+    return [*how, f"envbuild itself ({', '.join(ways)})"] if ways else how
+
+
+def _facts(found: Mapping[str, HostFinding], name: str) -> Mapping[str, Any]:
+    return found[name].facts if name in found else {}

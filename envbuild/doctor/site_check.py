@@ -6,21 +6,19 @@ import os
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from envbuild.doctor import batch, connectivity, storage
-from envbuild.doctor.model import Host, HostFinding, HostProbe
-from envbuild.doctor.probe import find, first_line, run_probe
-from envbuild.doctor.run import run_checks
+from envbuild.doctor.batch import elsewhere, judge_scheduler, missing, on_site
+from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_probe
 from envbuild.doctor.site_rules import contradictions
-from envbuild.doctor.site_scheduler import elsewhere, judge_scheduler, missing, on_site
+from envbuild.doctor.tools import has_module
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.pip_config import redact
-from envbuild.site.settings import SiteFile
-from envbuild.toml import decode, read
+from envbuild.site.settings import Site, load_site
 
 _MODULES_S = 8.0
 _DEADLINE_S = 12.0
@@ -35,7 +33,7 @@ def check_site(
     UsageError for an unknown name.
     """
     try:
-        site = load_job_site(name, variables)
+        site = load_site(variables, name)
     except EnvbuildError as error:
         if error.exit_code == 2 and ":" in error.message:
             lines = redact(error.message).splitlines()
@@ -44,22 +42,20 @@ def check_site(
     files = ", ".join(map(str, site.files)) or "no file: defaults are in force"
     findings = [HostFinding("file", "ok" if site.files else "info", files)]
     findings += contradictions(site)
-    host = Host(variables, environment, offline=offline)
     checks = [
-        HostProbe("site", "[scheduler]", lambda _: judge_scheduler(site, variables)),
-        HostProbe("site", "[modules]", lambda _: _modules(site, variables)),
-        HostProbe("site", "[paths]", lambda _: _paths(site, variables)),
-        HostProbe("site", "[container]", lambda _: _container(site, variables)),
+        HostProbe("site", "[scheduler]", lambda host: judge_scheduler(site, host.variables)),
+        HostProbe("site", "[modules]", partial(_modules, site)),
+        HostProbe("site", "[paths]", partial(_paths, site)),
+        HostProbe("site", "[container]", partial(_container, site)),
         HostProbe("site", "[fabric]", lambda _: _interface(site)),
-        HostProbe("site", "[mirrors]", lambda h: _mirrors(site, h)),
+        HostProbe("site", "[mirrors]", partial(_mirrors, site)),
     ]
-    for _, found in run_checks(checks, host, _DEADLINE_S):
-        findings += found
-    return findings
+    results = run_checks(checks, Host(variables, environment, offline=offline), _DEADLINE_S)
+    return [*findings, *(finding for _, found in results for finding in found)]
 
 
-def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
-    table = site.modules
+def _modules(site: Site, host: Host) -> Iterator[HostFinding]:
+    table, variables = site.modules, host.variables
     if not (table.run or table.build or table.init):
         return
     here = on_site(site, variables)
@@ -72,22 +68,19 @@ def _modules(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFindin
         return
     start = f". {shlex.quote(table.init)}; " if table.init else ""
     # A non-login shell, as in jobs: a profile could hide missing modules.
-    code, said = run_probe([bash, "-c", f"{start}type -t module"], variables, _MODULES_S)
-    if code != 0 or "function" not in said.split():
+    if not has_module([bash, "-c"], variables, start, _MODULES_S):
         hint = 'init = "…", the file that defines it (`envbuild doctor` finds it)'
         yield missing("[modules]", "a batch shell has no `module`", here, hint)
         return
     purge = "module purge || exit 3; " if table.purge else ""
-    for key, names in (("run", table.run), ("build", table.build)):
-        if not names or (key == "build" and names == table.run):
+    for key, names in (("run", table.run), ("build", () if table.build == table.run else table.build)):
+        if not names:
             continue
         code, said = run_probe([bash, "-c", f"{start}{purge}module load {shlex.join(names)}"], variables, _MODULES_S)
         # Old versions of Environment Modules report an error and exit with 0.
-        wrong = code != 0 or "ERROR" in said or "Unable to locate" in said
-        if wrong:
-            yield missing(
-                f"[modules] {key}", f"{' '.join(names)}: {_why(said)}", here, "module avail, or module spider NAME"
-            )
+        if code != 0 or "ERROR" in said or "Unable to locate" in said:
+            what = f"{' '.join(names)}: {_why(said)}"
+            yield missing(f"[modules] {key}", what, here, "module avail, or module spider NAME")
         else:
             yield HostFinding(f"[modules] {key}", "ok", f"{' '.join(names)} can be loaded")
 
@@ -98,109 +91,84 @@ def _why(said: str) -> str:
     return first_line("\n".join(told or lines)) or "cannot be loaded"
 
 
-def _paths(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
-    here = on_site(site, variables)
-    home = os.path.realpath(variables.get("HOME") or "/nonexistent")
-    for key in ("shared", "scratch", "cache"):
-        text = getattr(site.paths, key)
-        if not text:
-            continue
-        path, name = Path(text), f"[paths] {key}"
+def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
+    here = on_site(site, host.variables)
+    home = os.path.realpath(host.variables.get("HOME") or "/nonexistent")
+    texts = {"shared": site.paths.shared, "scratch": site.paths.scratch, "cache": site.paths.cache}
+    for key, path in ((key, Path(text)) for key, text in texts.items() if text):
+        name = f"[paths] {key}"
         there = next((one for one in (path, path.parent) if one.is_dir()), None)
+        needed = here and key != "scratch"  # a login node may lack the nodes' scratch disk
         if there is None:
-            # A login node may lack the nodes' scratch disk.
-            yield missing(
-                name,
-                f"neither {path} nor {path.parent} exists",
-                here and key != "scratch",
-                "correct the path, or have it made",
-            )
+            what = f"neither {path} nor {path.parent} exists"
+            yield missing(name, what, needed, "correct the path, or have it made")
             continue
         if not os.access(there, os.W_OK | os.X_OK):
-            yield missing(
-                name,
-                f"{there} cannot be written by this user",
-                here and key != "scratch",
-                "another folder, or another mode",
-            )
+            what = f"{there} cannot be written by this user"
+            yield missing(name, what, needed, "another folder, or another mode")
             continue
         mount = storage.mount_at(there)
+        kind = mount.kind if mount else "unknown file system"
         if key == "shared" and mount and not mount.shared and site.scheduler.kind != "none":
+            what = f"{path} lies on {kind}, a file system that only this host has"
             hint = "right only if it is exported to the nodes; `envbuild preflight` on nodes tells"
-            yield HostFinding(name, "warn", f"{path} lies on {mount.kind}, a file system that only this host has", hint)
-        elif key == "cache" and (os.path.realpath(path) + "/").startswith(home + "/"):
-            yield HostFinding(
-                name, "warn", f"{path} is in the home folder, where quotas are small", "a folder on scratch"
-            )
+            yield HostFinding(name, "warn", what, hint)
+        elif key == "cache" and f"{os.path.realpath(path)}/".startswith(f"{home}/"):
+            what = f"{path} is in the home folder, where quotas are small"
+            yield HostFinding(name, "warn", what, "a folder on scratch")
         else:
-            kind = mount.kind if mount else "unknown file system"
             yield HostFinding(name, "ok", f"{path} ({kind})" + ("" if there == path else ", to be made"))
 
 
-def _container(site: JobSite, variables: Mapping[str, str]) -> Iterator[HostFinding]:
-    runtime, here = site.container.runtime, on_site(site, variables)
+def _container(site: Site, host: Host) -> Iterator[HostFinding]:
+    runtime, here, name = site.container.runtime, on_site(site, host.variables), "[container] runtime"
     if runtime == "pyxis":
-        found = batch.has_pyxis(variables)
+        found = batch.has_pyxis(host.variables)
         if found is None:
-            yield elsewhere("[container] runtime", "no srun on this host")
+            yield elsewhere(name, "no srun on this host")
         elif found:
-            yield HostFinding("[container] runtime", "ok", "srun has --container-image")
+            yield HostFinding(name, "ok", "srun has --container-image")
         else:
-            what = "srun has no --container-image, so no pyxis"
-            hint = 'runtime = "enroot", "apptainer" or "none"'
-            yield missing("[container] runtime", what, here, hint)
+            what, hint = "srun has no --container-image, so no pyxis", 'runtime = "enroot", "apptainer" or "none"'
+            yield missing(name, what, here, hint)
     elif runtime != "none":
-        path = find(runtime, variables)
-        if path:
-            yield HostFinding("[container] runtime", "ok", path)
-        else:
-            yield HostFinding("[container] runtime", "info", f"{runtime} is not on this host; nodes must have it")
-    for mount in site.container.mounts:
-        source = mount.split(":")[0]
+        path = find(runtime, host.variables)
+        what = path or f"{runtime} is not on this host; nodes must have it"
+        yield HostFinding(name, "ok" if path else "info", what)
+    for source in (mount.split(":")[0] for mount in site.container.mounts):
         if not Path(source).exists():
-            yield missing(
-                "[container] mounts",
-                f"{source} does not exist",
-                here,
-                "nodes must have it, or the container is not started",
-            )
+            hint = "nodes must have it, or the container is not started"
+            yield missing("[container] mounts", f"{source} does not exist", here, hint)
 
 
-def _interface(site: JobSite) -> Iterator[HostFinding]:
-    scheduler = SCHEDULERS.get(site.scheduler.kind)
+def _interface(site: Site) -> Iterator[HostFinding]:
+    scheduler, key = SCHEDULERS.get(site.scheduler.kind), "[fabric] interface"
     if not site.fabric.interface or (scheduler and scheduler.pods):
         return
     known = [name for _, name in socket.if_nameindex()]
+    listed = ", ".join(known)
     for name in site.fabric.interface.split(","):
         if name.startswith(("^", "=")):
-            yield HostFinding(
-                "[fabric] interface",
-                "fail",
-                f"{name!r}: a name is wanted, not NCCL's patterns",
-                f"one of this host: {', '.join(known)}",
-            )
+            what = f"{name!r}: a name is wanted, not NCCL's patterns"
+            yield HostFinding(key, "fail", what, f"one of this host: {listed}")
         elif name == "lo":
-            yield HostFinding(
-                "[fabric] interface", "fail", "lo leads to no other node", f"this host has {', '.join(known)}"
-            )
-        elif name not in known:
-            what = f"{name} is not on this host, which has {', '.join(known)}; nodes must have it"
-            yield HostFinding("[fabric] interface", "info", what, "envbuild preflight on the nodes tells")
+            yield HostFinding(key, "fail", "lo leads to no other node", f"this host has {listed}")
+        elif name in known:
+            yield HostFinding(key, "ok", name)
         else:
-            yield HostFinding("[fabric] interface", "ok", name)
+            what = f"{name} is not on this host, which has {listed}; nodes must have it"
+            yield HostFinding(key, "info", what, "envbuild preflight on the nodes tells")
 
 
-def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
+def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
     rows: list[tuple[str, connectivity.Probe]] = []
-    for file in site.files:
-        settings = decode(read(file), SiteFile)
-        for url, mirrors in settings.mirrors.items():
-            page = "torch/" if "/whl" in url or "/simple" in url else ""
-            rows += [(f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors]
-        for name, table in settings.registries.items():
-            rows += [(f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors]
-        if settings.debian.mirror:
-            rows.append(("[debian] mirror", connectivity.Probe(settings.debian.mirror, "dists/")))
+    for url, mirrors in site.mirrors.items():
+        page = "torch/" if "/whl" in url or "/simple" in url else ""
+        rows += [(f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors]
+    for name, table in site.registries.items():
+        rows += [(f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors]
+    if site.debian.mirror:
+        rows.append(("[debian] mirror", connectivity.Probe(site.debian.mirror, "dists/")))
     if not rows:
         return
     if host.offline or host.environment is None:
@@ -209,8 +177,8 @@ def _mirrors(site: JobSite, host: Host) -> Iterator[HostFinding]:
     answers = connectivity.ask_all([probe for _, probe in rows], host.environment)
     for (name, probe), answer in zip(rows, answers, strict=True):
         # A server without this page is reachable all the same.
-        good = answer is None or answer.startswith("it answers")
-        what = redact(probe.url) + ("" if good else f": {answer}")
-        yield HostFinding(
-            name, "ok" if good else "fail", what, "" if good else "correct or remove it; it is tried first"
-        )
+        if answer is None or answer.startswith("it answers"):
+            yield HostFinding(name, "ok", redact(probe.url))
+        else:
+            hint = "correct or remove it; it is tried first"
+            yield HostFinding(name, "fail", f"{redact(probe.url)}: {answer}", hint)

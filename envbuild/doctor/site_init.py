@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from envbuild.doctor import batch, fabric, hardware, storage
-from envbuild.doctor.model import Host
-from envbuild.doctor.probe import find
-from envbuild.doctor.run import run_parallel
+from envbuild.doctor import batch, fabric, machine, storage
+from envbuild.doctor.probe import Host, find, run_parallel
 from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
@@ -34,12 +32,7 @@ _LINE = 48
 def site_file(variables: Mapping[str, str]) -> str:
     """Return the text of a site file for this host. A proxy with a password is left out, with a comment."""
     host = Host(variables)
-    parts: dict[str, list[str]] = {}
-
-    def gather(name: str, lines: Iterator[str]) -> None:
-        parts[name] = list(lines)
-
-    jobs = {
+    tables = {
         "scheduler": _scheduler(variables),
         "modules": _modules(host),
         "environment": _environment(variables),
@@ -48,51 +41,46 @@ def site_file(variables: Mapping[str, str]) -> str:
         "node": _node(host),
         "fabric": _fabric(),
     }
-    run_parallel([partial(gather, n, j) for n, j in jobs.items()], _WAIT_S)
+    found: dict[str, list[str]] = {}
+
+    def gather(name: str) -> None:
+        found[name] = list(tables[name])
+
+    run_parallel([partial(gather, name) for name in tables], _WAIT_S)
     lines = [
         "# A site file of envbuild, written by `envbuild site init` from what this host has.",
         "# Read it through, correct what nodes have otherwise, then: envbuild site check FILE",
         "# Every key: docs/reference/site.md.",
         "# In force as ~/.config/envbuild/site.toml or by $ENVBUILD_SITE; or by --site FILE.",
     ]
-    for name in jobs:
-        lines += [
-            "",
-            f"[{name}]",
-            *parts.get(name, ["# could not be found out: something on this host does not answer"]),
-        ]
+    unknown = ["# could not be found out: something on this host does not answer"]
+    for name in tables:
+        lines += ["", f"[{name}]", *found.get(name, unknown)]
     return "\n".join(lines) + "\n"
 
 
 def _said(key: str, value: object, why: str = "", *, off: bool = False) -> str:
     """Return one line `key = value # why`; `off` comments it out."""
     text = f"{'# ' if off else ''}{key} = {_toml(value)}"
-    return f"{text.ljust(_LINE)} # {_plain(why)}" if why else text
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
+    plain = "".join(c if c.isprintable() else " " for c in why)
+    return f"{text.ljust(_LINE)} # {plain}" if why else text
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(one) for one in value)}]"
-    # JSON's strings are valid TOML, except for DEL, which TOML requires to be escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    # JSON's scalars are valid TOML, except for DEL, which TOML requires to be escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:
     if first := _answering(variables):
         yield from _queues(*first)
-    elif find("kubectl", variables) and (variables.get("KUBECONFIG") or _kube_config(variables)):
+    elif find("kubectl", variables) and (
+        variables.get("KUBECONFIG") or Path(variables.get("HOME") or "/nonexistent", ".kube/config").is_file()
+    ):
         yield _said("kind", "kubernetes", "kubectl has a configuration")
-        yield ""
-        yield "[kubernetes]"
-        yield _said("namespace", "default")
+        yield from ("", "[kubernetes]", _said("namespace", "default"))
         yield _said("claim", "data", "persistent volume claim with data and snapshots", off=True)
     else:
         yield _said("kind", "none", f"no {listed(tuple(TITLES.values()))} answers here")
@@ -114,33 +102,27 @@ def _queues(name: str, facts: HostFacts, found: list[Queue]) -> Iterator[str]:
 
 def _answering(variables: Mapping[str, str]) -> tuple[str, HostFacts, list[Queue]] | None:
     """Return the first scheduler that answers on this host, and its queues."""
-    known = ((name, one.host) for name, one in SCHEDULERS.items() if one.host)
-    return next(
-        ((name, facts, found) for name, facts in known if (found := batch.queues(name, variables)) is not None), None
-    )
+    for name, scheduler in SCHEDULERS.items():
+        if scheduler.host and (found := batch.queues(name, variables)) is not None:
+            return name, scheduler.host, found
+    return None
 
 
-def _chosen(found: list[Queue] | None) -> Queue | None:
-    return next((one for one in found or () if one.default), found[0] if found else None)
-
-
-def _kube_config(variables: Mapping[str, str]) -> bool:
-    return (Path(variables.get("HOME") or "/nonexistent") / ".kube/config").is_file()
+def _chosen(found: list[Queue]) -> Queue | None:
+    return next((one for one in found if one.default), found[0] if found else None)
 
 
 def _modules(host: Host) -> Iterator[str]:
-    init = module_init(host)
-    if init:
+    if init := module_init(host):
         yield _said("init", init, "defines `module` in batch shells")
     else:
         yield "# This host has neither Lmod nor Environment Modules."
     yield _said("purge", True, "unload what a login shell loaded")
-    loaded = [
-        name for name in host.variables.get("LOADEDMODULES", "").split(":") if name.strip() and name.isprintable()
-    ]
+    names = host.variables.get("LOADEDMODULES", "").split(":")
+    loaded = [name for name in names if name.strip() and name.isprintable()]
     why = "loaded now" if loaded else "exact versions, the same for building and running"
-    yield _said("build", loaded or ["python/3.11"], why, off=not loaded)
-    yield _said("run", loaded or ["python/3.11"], why, off=not loaded)
+    for key in ("build", "run"):
+        yield _said(key, loaded or ["python/3.11"], why, off=not loaded)
 
 
 def _environment(variables: Mapping[str, str]) -> Iterator[str]:
@@ -158,27 +140,21 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _paths(host: Host) -> Iterator[str]:
-    user = host.variables.get("USER") or ""
-    candidates = list(_SHARED)
-    for line in _mounts(host.root):
-        if line not in candidates:
-            candidates.append(line)
     shared = []
-    for place in candidates:
+    for place in dict.fromkeys([*_SHARED, *_mounts(host.root)]):
         mount = storage.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
             shared.append((place, mount.kind))
     shared.sort(key=lambda row: row[0] == "/home")  # the home folder last
     if shared:
         place, kind = shared[0]
-        mine = f"{place}/{{user}}" if (user and (Path(place) / user).is_dir()) or place != "/home" else place
-        yield _said(
-            "shared", mine, f"{kind}, seen by other hosts; all of them: {', '.join(p for p, _ in shared)}"[:160]
-        )
-        yield _said("cache", f"{mine}/.cache", "caches off $HOME")
+        user = host.variables.get("USER")
+        mine = place if place == "/home" and not (user and Path(place, user).is_dir()) else f"{place}/{{user}}"
+        why = f"{kind}, seen by other hosts; all of them: {', '.join(path for path, _ in shared)}"[:160]
     else:
-        yield _said("shared", "/fsx/{user}", "no file system here is one over a network", off=True)
-        yield _said("cache", "/fsx/{user}/.cache", "caches off $HOME", off=True)
+        mine, why = "/fsx/{user}", "no file system here is one over a network"
+    yield _said("shared", mine, why, off=not shared)
+    yield _said("cache", f"{mine}/.cache", "caches off $HOME", off=not shared)
     scratch = next((p for p in ("/local_scratch", "/localscratch", "/scratch/local", "/nvme") if os.path.isdir(p)), "")
     yield _said("scratch", scratch or "/tmp", "a node's own disk", off=not scratch)
     yield _said("logs", "logs")
@@ -193,23 +169,22 @@ def _mounts(root: Path) -> list[str]:
 
 
 def _container(variables: Mapping[str, str]) -> Iterator[str]:
+    program = next((name for name in ("enroot", "apptainer") if find(name, variables)), None)
     if batch.has_pyxis(variables):
         yield _said("runtime", "pyxis", "srun has --container-image")
-    elif find("enroot", variables):
-        yield _said("runtime", "enroot", "its program is here; nodes must have it, too")
-    elif find("apptainer", variables):
-        yield _said("runtime", "apptainer", "its program is here; nodes must have it, too")
+    elif program:
+        yield _said("runtime", program, "its program is here; nodes must have it, too")
     else:
         yield _said("runtime", "none", "images are started by `envbuild exec`")
     yield _said("mounts", ["/fsx:/fsx"], "what containers see of the host", off=True)
 
 
 def _node(host: Host) -> Iterator[str]:
-    gpus = next((len(f.facts["gpus"]) for f in hardware.gpus(host) if "gpus" in f.facts), 0)
-    answering = _answering(host.variables)
-    chosen = _chosen(answering[2]) if answering else None
-    if answering and chosen and chosen.gpus is not None and chosen.cpus is not None:
-        yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by {answering[1].list_queues[0]}")
+    gpus = next((len(found.facts["gpus"]) for found in machine.gpus(host) if "gpus" in found.facts), 0)
+    _, facts, queues = _answering(host.variables) or ("", None, [])
+    chosen = _chosen(queues)
+    if facts and chosen and chosen.gpus is not None and chosen.cpus is not None:
+        yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by {facts.list_queues[0]}")
         yield _said("cpus", chosen.cpus, "0: not said")
     else:
         yield _said("gpus", gpus, "of this host")
@@ -217,15 +192,14 @@ def _node(host: Host) -> Iterator[str]:
 
 
 def _fabric() -> Iterator[str]:
-    outer = [i for i in fabric.interfaces() if i.up and i.addresses and not i.inner]
+    outer = [one for one in fabric.interfaces() if one.outer]
     own = tuple(one.interfaces for one in load_fabrics().values() if one.interfaces)
-    best = max(outer, key=lambda i: (i.name.startswith(own), i.speed or 0), default=None)
-    names = ", ".join(f"{i.name} {i.addresses[0]}" for i in outer)
+    best = max(outer, key=lambda one: (one.name.startswith(own), one.speed or 0), default=None)
     if best is None:
         yield _said("interface", "eth0", "no interface here has an address", off=True)
     else:
         # Nodes may have other interface names, and jobs select the interface by the route. Slingshot's interface
         # is not on the default route, so it is named.
-        off = not best.name.startswith(own)
-        yield _said("interface", best.name, f"this host has {names}", off=off)
+        names = ", ".join(f"{one.name} {one.addresses[0]}" for one in outer)
+        yield _said("interface", best.name, f"this host has {names}", off=not best.name.startswith(own))
     yield '# variables = { NCCL_IB_GID_INDEX = "3" }          # of every job on GPUs'

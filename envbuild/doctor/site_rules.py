@@ -5,110 +5,93 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from envbuild.doctor.model import HostFinding
+from envbuild.doctor.probe import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.job_site import JobSite
-from envbuild.site.kubernetes import huge_pages_problem
+from envbuild.site.jobs import huge_pages_problem
 from envbuild.site.schedulers import LAUNCHERS, listed
+from envbuild.site.settings import Site
 
 
-def contradictions(site: JobSite) -> Iterator[HostFinding]:
+def contradictions(site: Site) -> Iterator[HostFinding]:
     """Yield the contradictions in `site`."""
-    kind = site.scheduler.kind
-    chosen = SCHEDULERS.get(kind)
-    pods = chosen is not None and chosen.pods
     yield from _scheduler(site)
-    yield from _directives(site)
-    runtime = site.container.runtime
-    launcher = site.scheduler.launcher
-    if runtime == "pyxis" and "srun" not in LAUNCHERS.get(kind, ()):
-        yield _bad("[container] runtime", "pyxis is a part of Slurm", f'"enroot", "apptainer" or "none" with {kind}')
-    if runtime == "pyxis" and launcher not in (None, "srun"):
-        yield _bad(
-            "[container] runtime",
-            f"pyxis is started by srun, not by {launcher}",
-            'launcher = "srun", or runtime = "enroot"',
-        )
-    if pods and runtime != "none":
-        yield _odd("[container] runtime", "pods bring their own; it is not used", 'runtime = "none"')
-    if pods and (site.modules.run or site.modules.build):
-        yield _odd("[modules]", "pods have no modules; they are not used", "leave the table out")
-    if not pods:
-        table = site.kubernetes
-        if table.claim or table.resources or table.node_selector or table.pull_secret:
-            yield _odd(
-                "[kubernetes]", f"is not used with the scheduler {kind}", 'leave the table out, or kind = "kubernetes"'
-            )
-    for one in gpu_families():
-        if one.kubernetes in site.kubernetes.resources:
-            yield _bad(
-                "[kubernetes] resources",
-                f"{one.kubernetes} is asked for by [node] gpus",
-                "set [node] gpus, and remove it here",
-            )
+    yield from _container(site)
+    chosen = SCHEDULERS.get(site.scheduler.kind)
+    yield from _pods(site) if chosen and chosen.pods else _no_pods(site)
     limits = {*site.kubernetes.resources}
+    for family in gpu_families():
+        if family.kubernetes in limits:
+            what, hint = f"{family.kubernetes} is asked for by [node] gpus", "set [node] gpus, and remove it here"
+            yield _bad("[kubernetes] resources", what, hint)
     limits |= {"cpu"} if site.node.cpus else set()
     limits |= {"memory"} if site.node.memory else set()
     if problem := huge_pages_problem(limits):
         yield _bad("[kubernetes] resources", problem, "set [node] cpus and memory")
-    if chosen and not pods and not site.paths.shared:
-        yield _odd(
-            "[paths] shared",
-            "is not said: artifacts and snapshots must lie where all nodes see them",
-            'shared = "/fsx/{user}" or what this site has',
-        )
-    if pods and not site.kubernetes.claim:
-        yield _odd(
-            "[kubernetes] claim",
-            "is not said: snapshots go with their pod",
-            'claim = "NAME of a persistent volume claim"',
-        )
-    if site.modules.init and not (site.modules.run or site.modules.build):
+    modules = site.modules
+    if modules.init and not (modules.run or modules.build):
         yield _odd("[modules] init", "no module is loaded after it", "name modules in run and build, or remove it")
-    if site.modules.build != site.modules.run and site.modules.run:
-        yield HostFinding(
-            "[modules] build",
-            "info",
-            "differs from run",
-            "an artifact built with other modules than those of the job may not start",
-        )
+    if modules.run and modules.build != modules.run:
+        hint = "an artifact built with other modules than those of the job may not start"
+        yield HostFinding("[modules] build", "info", "differs from run", hint)
     yield from _environment(site)
 
 
-def _scheduler(site: JobSite) -> Iterator[HostFinding]:
+def _scheduler(site: Site) -> Iterator[HostFinding]:
     scheduler, kind = site.scheduler, site.scheduler.kind
-    if scheduler.launcher is not None and scheduler.launcher not in LAUNCHERS.get(kind, ()):
-        known = ", ".join(LAUNCHERS.get(kind, ())) or "none"
-        yield _bad("[scheduler] launcher", f"{scheduler.launcher} does not go with {kind}", f"of {kind}: {known}")
-    if scheduler.auto_resume and ("srun" not in LAUNCHERS.get(kind, ()) or scheduler.launcher not in (None, "srun")):
+    launchers = LAUNCHERS.get(kind, ())
+    if scheduler.launcher is not None and scheduler.launcher not in launchers:
+        hint = f"of {kind}: {', '.join(launchers) or 'none'}"
+        yield _bad("[scheduler] launcher", f"{scheduler.launcher} does not go with {kind}", hint)
+    if scheduler.auto_resume and ("srun" not in launchers or scheduler.launcher not in (None, "srun")):
         yield _bad("[scheduler] auto_resume", "is an option of srun on SageMaker HyperPod", "auto_resume = false")
-    used = SCHEDULERS[kind].site_keys if kind in SCHEDULERS else frozenset()
+    chosen = SCHEDULERS.get(kind)
+    used = chosen.site_keys if chosen else frozenset()
     for key in ("qos", "constraint", "partition", "account", "directives"):
         if getattr(scheduler, key) and key not in used:
             more = "" if key in ("qos", "constraint") else ", or name the scheduler"
             yield _odd(f"[scheduler] {key}", f"is not used with {kind}", f"leave it out{more}")
     if kind != "none" and site.node.memory and "memory" not in used:
         yield _odd("[node] memory", f"is not used with {kind}", "leave it out")
-
-
-def _directives(site: JobSite) -> Iterator[HostFinding]:
-    chosen = SCHEDULERS.get(site.scheduler.kind)
-    markers = tuple(one.script.marker for one in SCHEDULERS.values() if one.script)
-    for text in site.scheduler.directives:
+    for text in scheduler.directives:
         if text.startswith("#"):
-            yield _bad(
-                "[scheduler] directives", f"{text!r}: {listed(markers, 'and')} are added to each", "leave them out"
-            )
+            markers = listed(tuple(one.script.marker for one in SCHEDULERS.values() if one.script), "and")
+            yield _bad("[scheduler] directives", f"{text!r}: {markers} are added to each", "leave them out")
         elif chosen and (option := chosen.own_option(text)):
-            yield _odd(
-                "[scheduler] directives",
-                f"{text!r}: jobs set {option} themselves",
-                "use the key of [scheduler] or [node], or an option of `envbuild job`",
-            )
+            hint = "use the key of [scheduler] or [node], or an option of `envbuild job`"
+            yield _odd("[scheduler] directives", f"{text!r}: jobs set {option} themselves", hint)
 
 
-def _environment(site: JobSite) -> Iterator[HostFinding]:
+def _container(site: Site) -> Iterator[HostFinding]:
+    kind, launcher = site.scheduler.kind, site.scheduler.launcher
+    if site.container.runtime == "pyxis" and "srun" not in LAUNCHERS.get(kind, ()):
+        yield _bad("[container] runtime", "pyxis is a part of Slurm", f'"enroot", "apptainer" or "none" with {kind}')
+    if site.container.runtime == "pyxis" and launcher not in (None, "srun"):
+        hint = 'launcher = "srun", or runtime = "enroot"'
+        yield _bad("[container] runtime", f"pyxis is started by srun, not by {launcher}", hint)
+
+
+def _pods(site: Site) -> Iterator[HostFinding]:
+    if site.container.runtime != "none":
+        yield _odd("[container] runtime", "pods bring their own; it is not used", 'runtime = "none"')
+    if site.modules.run or site.modules.build:
+        yield _odd("[modules]", "pods have no modules; they are not used", "leave the table out")
+    if not site.kubernetes.claim:
+        hint = 'claim = "NAME of a persistent volume claim"'
+        yield _odd("[kubernetes] claim", "is not said: snapshots go with their pod", hint)
+
+
+def _no_pods(site: Site) -> Iterator[HostFinding]:
+    kind, table = site.scheduler.kind, site.kubernetes
+    if table.claim or table.resources or table.node_selector or table.pull_secret:
+        hint = 'leave the table out, or kind = "kubernetes"'
+        yield _odd("[kubernetes]", f"is not used with the scheduler {kind}", hint)
+    if kind in SCHEDULERS and not site.paths.shared:
+        what = "is not said: artifacts and snapshots must lie where all nodes see them"
+        yield _odd("[paths] shared", what, 'shared = "/fsx/{user}" or what this site has')
+
+
+def _environment(site: Site) -> Iterator[HostFinding]:
     named = site.environment
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in named:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.doctor.model import Host, HostFinding, Status
-from envbuild.doctor.probe import find, run_probe
+from envbuild.doctor.probe import Host, HostFinding, Status, find, run_probe
 from envbuild.mounts import Mount, mount_of, read_mounts
 from envbuild.progress import human_size
 
@@ -38,20 +37,17 @@ def mount_at(path: Path, root: Path = Path("/")) -> Mount | None:
 def store(host: Host) -> Iterator[HostFinding]:
     """Check the store's folder."""
     if host.environment is not None:
-        held = _held(host.environment.site.store)
-        for found in _place("store", host.environment.site.store, host, heavy=True):
-            yield replace(found, facts={**found.facts, "holds": held})
+        folder = host.environment.site.store
+        found = _place("store", folder, host, heavy=True)
+        holds = {what: _count(folder / place) for what, place in _HOLDS.items()}
+        yield replace(found, facts={**found.facts, "holds": holds})
 
 
-def _held(store: Path) -> dict[str, int]:
-    """Return the number of files of each kind in the store."""
-    counts = {}
-    for what, folder in _HOLDS.items():
-        try:
-            counts[what] = len(os.listdir(store / folder))
-        except OSError:
-            counts[what] = 0
-    return counts
+def _count(folder: Path) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0
 
 
 def home(host: Host) -> Iterator[HostFinding]:
@@ -60,33 +56,29 @@ def home(host: Host) -> Iterator[HostFinding]:
     if not named:
         yield HostFinding("home", "warn", "$HOME is not set", "export HOME=…: tools look for their settings there")
         return
-    yield from _place("home", Path(named), host)
+    yield _place("home", Path(named), host)
     yield from _quota(Path(named), host)
 
 
-def temporary(host: Host) -> Iterator[HostFinding]:
+def temporary(host: Host) -> list[HostFinding]:
     """Check the folder of temporary files."""
     try:
-        folder = tempfile.gettempdir()
+        return [_place("tmp", Path(tempfile.gettempdir()), host)]
     except FileNotFoundError:
-        yield HostFinding(
-            "tmp", "fail", "no folder for temporary files can be written", "export TMPDIR=… with free disk space"
-        )
-        return
-    yield from _place("tmp", Path(folder), host)
+        what = "no folder for temporary files can be written"
+        return [HostFinding("tmp", "fail", what, "export TMPDIR=… with free disk space")]
 
 
-def current(host: Host) -> Iterator[HostFinding]:
+def current(host: Host) -> list[HostFinding]:
     """Check the current folder, where artifacts are built."""
     try:
         folder = Path.cwd()
     except OSError:
-        yield HostFinding("current folder", "fail", "it does not exist any more", "cd to one that does")
-        return
-    yield from _place("current folder", folder, host, heavy=True)
+        return [HostFinding("current folder", "fail", "it does not exist any more", "cd to one that does")]
+    return [_place("current folder", folder, host, heavy=True)]
 
 
-def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterator[HostFinding]:
+def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> HostFinding:
     there = path
     while not os.path.exists(there) and there != there.parent:
         there = there.parent
@@ -107,7 +99,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> Iterato
     status, more, hint = judge_place(name, facts, heavy=heavy)
     if not facts["writable"]:
         more = f"{there} {more}"
-    yield HostFinding(name, status, f"{what}; {more}" if more else what, hint, facts)
+    return HostFinding(name, status, f"{what}; {more}" if more else what, hint, facts)
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
@@ -118,14 +110,14 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
     other = {"store": "set ENVBUILD_STORE", "tmp": "set TMPDIR", "home": "move caches"}
     elsewhere = f"{other.get(name, 'use --out')} to a folder"
     free, inodes = facts["free"], facts["inodes"]
+    if not facts["writable"] and name == "home":
+        return "info", "cannot be written", ""
     if not facts["writable"]:
-        if name == "home":
-            return "info", "cannot be written", ""
         return "fail", "cannot be written", f"{elsewhere} that you may write"
     if heavy and facts["noexec"]:
         return "warn", "programs on it cannot be run (noexec)", f"{elsewhere} elsewhere"
     if free is not None and free < (_SMALL if heavy else _LITTLE):
-        return ("warn", "too little for torch" if heavy else "little", f"free disk space, or {elsewhere} with more")
+        return "warn", "too little for torch" if heavy else "little", f"free disk space, or {elsewhere} with more"
     if inodes is not None and inodes < _INODES:
         what = f"{inodes} inodes left, and an environment has 15,000 files and more"
         return "warn", what, f"free disk space, or {elsewhere} elsewhere"
@@ -138,26 +130,22 @@ def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[St
     return "ok", "", ""
 
 
-def _quota(folder: Path, host: Host) -> Iterator[HostFinding]:
+def _quota(folder: Path, host: Host) -> list[HostFinding]:
     mount = mount_at(folder, host.root)
     if mount and mount.kind == "lustre" and (tool := find("lfs", host.variables)):
         command = [tool, "quota", "-q", "-h", "-u", str(os.getuid()), str(folder)]
     elif tool := find("quota", host.variables):
         command = [tool, "-w", "-p", "-s"]
     else:
-        return
+        return []
     code, said = run_probe(command, host.variables)
     if code is None:
-        yield HostFinding("quota", "info", f"{tool}: {said}")
-    elif "*" in said:
-        yield HostFinding(
-            "quota", "warn", f"over quota: {_row(said)}", "set ENVBUILD_STORE and caches to another file system"
-        )
-    elif row := _row(said):
-        yield HostFinding("quota", "info", row)
-
-
-def _row(said: str) -> str:
-    """Return the line with the most numbers in the output of a quota tool."""
-    rows = [" ".join(line.split()) for line in said.splitlines()]
-    return max(rows, key=lambda row: len(re.findall(r"\d+", row)), default="")[:160]
+        return [HostFinding("quota", "info", f"{tool}: {said}")]
+    # The line with the most numbers.
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    row = max(lines, key=lambda line: len(re.findall(r"\d+", line)), default="")[:160]
+    if "*" in said:
+        return [
+            HostFinding("quota", "warn", f"over quota: {row}", "set ENVBUILD_STORE and caches to another file system")
+        ]
+    return [HostFinding("quota", "info", row)] if row else []

@@ -13,7 +13,7 @@ from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.inspect.facts import CondaRecord, RecordedFile
-from envbuild.recipe.conda import CHANNEL_ALIAS
+from envbuild.recipe.model import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
 _META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")

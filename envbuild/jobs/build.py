@@ -12,8 +12,8 @@ from envbuild.jobs.plan import scheduler_of
 from envbuild.jobs.quote import path_word, word, words
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.script import opening
-from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import LAUNCHERS, TITLES, listed
+from envbuild.site.settings import Site as JobSite
 
 _VERIFIED = "# Verification simulates its nodes on this one; its receipt goes beside the environment."
 

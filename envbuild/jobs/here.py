@@ -9,8 +9,8 @@ from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import command_of, setting
-from envbuild.site.job_site import JobSite
 from envbuild.site.schedulers import SCHEDULER_NAMES
+from envbuild.site.settings import Site as JobSite
 
 
 def no_scheduler_error(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:

@@ -9,7 +9,7 @@ from pathlib import PurePath, PurePosixPath
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
-from envbuild.site.job_site import JobSite
+from envbuild.site.settings import Site as JobSite
 from envbuild.verify.network_variables import fabric_variables, plugin_variables
 
 

@@ -19,8 +19,7 @@ from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import word
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.jobs import job_variable_problem
-from envbuild.site.kubernetes import huge_pages_problem, quantity
+from envbuild.site.jobs import huge_pages_problem, job_variable_problem, quantity
 
 _MAX_ARG_STRLEN = 128 * 1024
 # How often each pod may restart after a failure.

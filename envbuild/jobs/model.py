@@ -11,7 +11,7 @@ from envbuild import torchrun
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.base import Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
-from envbuild.site.job_site import JobSite
+from envbuild.site.settings import Site as JobSite
 
 Strategy = Literal["ddp", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),

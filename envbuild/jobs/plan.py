@@ -13,9 +13,9 @@ from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strat
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.kinds.base import Artifact
-from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS
+from envbuild.site.settings import Site as JobSite
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10

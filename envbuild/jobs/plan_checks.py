@@ -11,7 +11,7 @@ from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.site.job_site import JobSite
+from envbuild.site.settings import Site as JobSite
 
 # Folders that are local to each node (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")

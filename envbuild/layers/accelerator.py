@@ -11,8 +11,14 @@ from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
+from envbuild.recipe.accelerators import (
+    MAX_VERSION_FILE,
+    VERSION_FILE,
+    accelerator_fault,
+    torch_builds,
+    torch_libraries,
+)
 from envbuild.recipe.targets import ARCHES, Target
-from envbuild.recipe.torch_build import MAX_VERSION_FILE, VERSION_FILE, accelerator_fault, torch_builds, torch_libraries
 
 
 def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:

@@ -74,7 +74,7 @@ def registry_of(image: str, environment: Environment) -> Registry:
     """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
     site = environment.site
     reference = parse_reference(image)
-    insecure = frozenset(host for host, table in site.registries if table.insecure)
+    insecure = frozenset(host for host, table in site.registries.items() if table.insecure)
     transport = transport_of(environment.pip, environment.variables, insecure)
     mirrors = site.registry(reference.registry).mirrors
     return open_registry(reference, transport, environment.variables, mirrors)

@@ -28,8 +28,8 @@ from envbuild.lock.conda_solve import (
     unsatisfiable,
     virtual_packages,
 )
-from envbuild.recipe.conda import channel_url
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
 from envbuild.store.credentials import split_credentials
 

@@ -18,8 +18,8 @@ from envbuild.environment import Environment
 from envbuild.errors import HostError, LockError, RecipeError
 from envbuild.lock.conda import CondaPackage, conda_platform
 from envbuild.lock.conda_format import canonical_depends, file_parts
-from envbuild.recipe.conda import channel_url
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 from envbuild.store.credentials import split_credentials

@@ -11,8 +11,7 @@ from typing import Any
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.recipe.image import ImageTable
-from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from envbuild.toml import form
+
 # Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
 _ORDINARY = re.compile(
     r"[A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*(?:\[[A-Za-z0-9]+\])?"
@@ -12,6 +14,8 @@ _ORDINARY = re.compile(
     r"(?:\+[a-z0-9]+(?:[._-][a-z0-9]+)*)?)?"
 )
 _START = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*(.*)", re.S)
+_NAMED_CHANNEL = r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*(/label/[A-Za-z0-9_.-]+)?"
+_SPEC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?P<rest>.*)", re.S)
 _SITE = "which index or mirror serves a file is the site's affair; write name==version"
 
 
@@ -91,8 +95,25 @@ def base_problem(text: str) -> str | None:
     return None
 
 
-def variable_problem(name: str) -> str | None:
-    """Return why `name` is not the name of an environment variable that an image may set, or None."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        return f"{name!r} is not the name of an environment variable"
+variable_problem = form(r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable")
+
+
+def channel_problem(text: str) -> str | None:
+    """Return why `text` is not a channel (a name on conda's own server, or a URL), or None. Never repeats a URL."""
+    if "://" in text or "@" in text:
+        if re.search(r"/t/[^/]+/", text):
+            return "holds a token; a recipe is shared: credentials belong to the site"
+        return index_problem(text)
+    return form(_NAMED_CHANNEL, "is not a channel: a name such as conda-forge, or a URL")(text)
+
+
+def spec_problem(text: str) -> str | None:
+    """Return why `text` does not have the form of a conda match spec, or None; the solver's parser checks the rest."""
+    if "://" in text or "::" in text or "@" in text:
+        return "names a channel or an address: channels stand in `channels`, in their order"
+    found = _SPEC.fullmatch(text)
+    if found is None or not text.isprintable() or text != text.strip():
+        return f"{text!r} is not a match spec, such as 'numpy 2.2.*' or 'pytorch >=2.7 cpu*'"
+    if re.match(r"\s*[;#]", found["rest"]):
+        return f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
     return None

@@ -36,9 +36,9 @@ def shipped_folder() -> Path:
 
 def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:
     """Return the folders to search, in order of precedence; some may not exist."""
-    wanted = [Path("recipes"), *site_folders, *_user_folders(), shipped_folder()]
     found: dict[Path, Path] = {}
-    for folder in wanted:  # at the top of a checkout, ./recipes is also the shipped folder
+    # At the top of a checkout, ./recipes is also the shipped folder.
+    for folder in (Path("recipes"), *site_folders, *_user_folders(), shipped_folder()):
         found.setdefault(folder.absolute(), folder)
     return list(found.values())
 
@@ -59,22 +59,22 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
     A value with a path separator or the suffix .toml is the path of a recipe file or of its folder; any other
     value is a name to search for in `folders`. Raises UsageError when there is no such file.
     """
-    if "/" in name_or_path or name_or_path.endswith(".toml") or name_or_path in (".", ".."):
+    if _is_path(name_or_path):
         path = Path(name_or_path)
         file = path if name_or_path.endswith(".toml") else path / FILE_NAME
         _check_readable(file)
-        if not _is_file(file):
+        if not os.path.isfile(file):
             raise UsageError(f"there is no recipe file {file}")
         return file
     for folder in folders if name_or_path else ():
         file = folder / name_or_path / FILE_NAME
         if os.path.lexists(file.parent):  # an inaccessible search folder must not hide others
             _check_readable(file)
-        if _is_file(file):
+        if os.path.isfile(file):
             return file
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, sorted(_by_name(folders)))}",
-        hint=f"Searched: {', '.join(_searched(folder) for folder in folders)}",
+        hint="Searched: " + ", ".join(f"{one}" if _may_enter(one) else f"{one} (permission denied)" for one in folders),
     )
 
 
@@ -86,10 +86,7 @@ def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path
     try:
         return loaded.target(name)[0]
     except UsageError:
-        having = [
-            one.name for one in list_recipes(folders)
-            if one.loaded is not None and name in one.loaded.recipe.targets
-        ]  # fmt: skip
+        having = [one.name for one in list_recipes(folders) if one.loaded and name in one.loaded.recipe.targets]
         if not having:
             raise
         raise UsageError(
@@ -105,8 +102,11 @@ def command_word(recipe: LoadedRecipe) -> str:
         if find_recipe(name, search_folders()).samefile(path):
             return name
     text = os.fspath(path if path.name != FILE_NAME else path.parent)
-    is_path = "/" in text or text.endswith(".toml") or text in (".", "..")
-    return shlex.quote(text if is_path else f"./{text}")
+    return shlex.quote(text if _is_path(text) else f"./{text}")
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or text.endswith(".toml") or text in (".", "..")
 
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
@@ -128,7 +128,7 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
         except OSError:  # missing or not readable
             continue
         for name in entries:
-            if _is_file(folder / name / FILE_NAME):
+            if os.path.isfile(folder / name / FILE_NAME):
                 names.setdefault(name, folder / name / FILE_NAME)
     return names
 
@@ -148,16 +148,5 @@ def _check_readable(file: Path) -> None:
         return  # the caller reports a missing file
 
 
-def _searched(folder: Path) -> str:
-    return str(folder) if _may_enter(folder) else f"{folder} (permission denied)"
-
-
 def _may_enter(folder: Path) -> bool:
     return not os.path.lexists(folder) or os.access(folder, os.X_OK, effective_ids=True)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the folder is inaccessible, or the name too long
-        return False

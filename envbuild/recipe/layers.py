@@ -1,43 +1,22 @@
-"""The `[layers.NAME]` tables: parts of an artifact other than packages.
-
-Examples are libfabric, NCCL, its plugin, Horovod, and the user's own sources.
-"""
+"""The `[layers.NAME]` tables: parts of an artifact other than packages, such as libfabric, NCCL or own sources."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from envbuild.recipe.targets import target_problem
+from envbuild.toml import Document, Problem, form, key
 
-if TYPE_CHECKING:
-    from envbuild.toml import Document, Problem
-
-SYSTEMS = ("autotools", "make", "wheel")
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.+-]*")
-_OPTION = re.compile(r"\S[^\n\x00]*")
-
-
-def layer_name_problem(name: str) -> str | None:
-    """Return why `name` is not the name of a layer, or None."""
-    if _NAME.fullmatch(name):
-        return None
-    return f"{name!r} is not a layer's name: lower-case letters, digits and . _ + -"
-
-
-def option_problem(text: str) -> str | None:
-    """Return why `text` is not one option of a configure script or one variable of make, or None."""
-    return None if _OPTION.fullmatch(text) else f"{text!r} is not one option on one line"
+layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
+option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")
 
 
 def patch_problem(text: str) -> str | None:
     """Return why `text` is not a file below the recipe's folder, or None."""
-    parts = text.split("/")
-    if not text or text.startswith("/") or ".." in parts or not text.isprintable():
-        return f"{text!r} is not a file below the recipe's folder"
-    return None
+    bad = not text or text.startswith("/") or ".." in text.split("/") or not text.isprintable()
+    return f"{text!r} is not a file below the recipe's folder" if bad else None
 
 
 @dataclass(frozen=True)
@@ -51,78 +30,49 @@ class LayerTable:
             "example": "2.1.0",
         }
     )
-    kind: Literal["default", "source", "wheel", "host"] = field(
-        default="default",
-        metadata={
-            "doc": "`source`: built from source; `wheel`: PyPI's, in place of the one that torch pins (nccl);"
-            " `host`: what the nodes have at `path`. Default: wheel for nccl, else source.",
-            "example": "source",
-        },
+    kind: Literal["default", "source", "wheel", "host"] = key(
+        "default",
+        "`source`: built from source; `wheel`: PyPI's, in place of the one that torch pins (nccl);"
+        " `host`: what the nodes have at `path`. Default: wheel for nccl, else source.",
+        example="source",
     )
-    url: str = field(
-        default="",
-        metadata={
-            "doc": "Where the source's archive is: http(s) or file. Default: where its project releases it."
-            " A site may have a mirror of it ([mirrors] in site.toml).",
-            "pattern": r"^(https?://\S+|file:///\S+)?$",
-            "example": "https://example.org/libfoo-1.0.tar.gz",
-        },
+    url: str = key(
+        "",
+        "Where the source's archive is: http(s) or file. Default: where its project releases it."
+        " A site may have a mirror of it ([mirrors] in site.toml).",
+        pattern=r"^(https?://\S+|file:///\S+)?$",
+        example="https://example.org/libfoo-1.0.tar.gz",
     )
-    sha256: str = field(
-        default="",
-        metadata={
-            "doc": "The archive's sha256, in hexadecimal. Default: as known for this version.",
-            "pattern": r"^([0-9a-f]{64})?$",
-        },
+    sha256: str = key(
+        "", "The archive's sha256, in hexadecimal. Default: as known for this version.", pattern=r"^([0-9a-f]{64})?$"
     )
-    system: Literal["default", "autotools", "make", "wheel"] = field(
-        default="default",
-        metadata={
-            "doc": "How it is built: `./configure && make install`, `make` alone, or a wheel from its"
-            " pyproject.toml or setup.py. Default: as known for this name, else autotools.",
-            "example": "autotools",
-        },
+    system: Literal["default", "autotools", "make", "wheel"] = key(
+        "default",
+        "How it is built: `./configure && make install`, `make` alone, or a wheel from its"
+        " pyproject.toml or setup.py. Default: as known for this name, else autotools.",
+        example="autotools",
     )
-    configure: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Options after those that are known to be needed: of configure, or variables of make."
-            " {prefix} is the artifact's environment, {libfabric} where that layer is.",
-            "check": option_problem,
-            "example": ["--enable-efa=no"],
-        },
+    configure: tuple[str, ...] = key(
+        (),
+        "Options after those that are known to be needed: of configure, or variables of make."
+        " {prefix} is the artifact's environment, {libfabric} where that layer is.",
+        check=option_problem,
+        example=["--enable-efa=no"],
     )
-    patches: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Patch files below the recipe's folder, applied in this order with -p1.",
-            "check": patch_problem,
-            "example": ["patches/fix.patch"],
-        },
-    )
-    requires: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Layers that must be there before, besides those known to be needed.",
-            "check": layer_name_problem,
-            "example": ["libfabric"],
-        },
-    )
-    path: str = field(
-        default="",
-        metadata={
-            "doc": 'Where the nodes have it (kind = "host"): the folder with lib/ and include/.',
-            "pattern": r"^(/\S*)?$",
-            "example": "/opt/cray/libfabric/1.22.0",
-        },
-    )
-    targets: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "The targets that get this layer. Default: all.",
-            "check": target_problem,
-            "example": ["cu126-aarch64"],
-        },
+    patches: tuple[str, ...] = key(
+        (), "Patch files below the recipe's folder, applied in this order with -p1.",
+        check=patch_problem, example=["patches/fix.patch"],
+    )  # fmt: skip
+    requires: tuple[str, ...] = key(
+        (), "Layers that must be there before, besides those known to be needed.",
+        check=layer_name_problem, example=["libfabric"],
+    )  # fmt: skip
+    path: str = key(
+        "", 'Where the nodes have it (kind = "host"): the folder with lib/ and include/.',
+        pattern=r"^(/\S*)?$", example="/opt/cray/libfabric/1.22.0",
+    )  # fmt: skip
+    targets: tuple[str, ...] = key(
+        (), "The targets that get this layer. Default: all.", check=target_problem, example=["cu126-aarch64"]
     )
 
     def for_target(self, target: str) -> bool:
@@ -142,29 +92,27 @@ def layer_mistakes(document: Document) -> Iterator[Problem]:
     layers = document.data.get("layers")
     if not isinstance(layers, dict):
         return
-    known_targets = document.data.get("targets")
-    for name, table in layers.items():
-        if not isinstance(table, dict):
-            continue
+    targets = document.data.get("targets")
+    for name, table in ((name, table) for name, table in layers.items() if isinstance(table, dict)):
         kind = table.get("kind", "default")
         if kind == "host" and not table.get("path"):
-            yield (("layers", name), f"'path' in [layers.{name}] is missing: where do the nodes have it?")
+            yield ("layers", name), f"'path' in [layers.{name}] is missing: where do the nodes have it?"
         if kind != "host" and table.get("path"):
             yield ("layers", name, "path"), "'path': only with kind = \"host\""
         if kind == "wheel" and name != "nccl":
-            yield (("layers", name, "kind"), "'wheel' is for nccl; other packages belong into requirements")
+            yield ("layers", name, "kind"), "'wheel' is for nccl; other packages belong into requirements"
         if kind in ("wheel", "host"):
-            for key in ("url", "sha256", "system", "configure", "patches", "requires"):
-                if table.get(key):
-                    yield (("layers", name, key), f"{key!r}: only for a layer that is built from source")
-        for number, one in enumerate(_list(table, "requires")):
+            for option in ("url", "sha256", "system", "configure", "patches", "requires"):
+                if table.get(option):
+                    yield ("layers", name, option), f"{option!r}: only for a layer that is built from source"
+        for number, one in _entries(table, "requires"):
             if one not in layers or one == name:
-                yield (("layers", name, "requires", number), f"{one!r} is not another layer of this recipe")
-        for number, one in enumerate(_list(table, "targets")):
-            if isinstance(known_targets, dict) and one not in known_targets:
+                yield ("layers", name, "requires", number), f"{one!r} is not another layer of this recipe"
+        for number, one in _entries(table, "targets"):
+            if isinstance(targets, dict) and one not in targets:
                 yield ("layers", name, "targets", number), f"the recipe has no target {one!r}"
 
 
-def _list(table: dict[str, object], key: str) -> list[object]:
-    found = table.get(key)
-    return found if isinstance(found, list) else []
+def _entries(table: dict[str, object], name: str) -> Iterable[tuple[int, object]]:
+    found = table.get(name)
+    return enumerate(found) if isinstance(found, list) else ()

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.recipe.conda import conda_mistakes
-from envbuild.recipe.image import image_mistakes
 from envbuild.recipe.layers import kind_of, layer_mistakes
-from envbuild.recipe.model import Recipe, TargetTable, duplicate_requirements
+from envbuild.recipe.model import Recipe, TargetTable, conda_mistakes, duplicate_requirements, image_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
 
@@ -33,7 +31,7 @@ class LoadedRecipe:
     @cached_property
     def digest(self) -> str:
         """`sha256:...` over the recipe's values, independent of layout and comments."""
-        return _digest(dataclasses.asdict(self.recipe))
+        return _digest(**dataclasses.asdict(self.recipe))
 
     def where(self, *keys: str | int) -> str:
         """Return `FILE:LINE:COL` of a key of the file."""
@@ -49,15 +47,13 @@ class LoadedRecipe:
         if name is None:
             arch = host_arch()
             fitting = [known for known in names if Target.parse(known).arch == arch]
-            name = f"cpu-{arch}" if f"cpu-{arch}" in fitting else None
-            if name is None and len(fitting) == 1:
-                name = fitting[0]
-            if name is None:
+            if f"cpu-{arch}" not in fitting and len(fitting) != 1:
                 what = "several targets" if fitting else "no target"
                 raise UsageError(
                     f"recipe {recipe.name!r} has {what} for this host ({arch}); its targets: {', '.join(names)}",
                     hint="Name the target.",
                 )
+            name = fitting[0] if len(fitting) == 1 else f"cpu-{arch}"
         if name not in recipe.targets:
             raise UsageError(f"recipe {recipe.name!r} has no target {name!r}{nearest(name, names)}")
         return Target.parse(name), recipe.targets[name]
@@ -65,32 +61,20 @@ class LoadedRecipe:
     def image_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the image lock of `target`, and nothing else."""
         recipe, image = self.recipe, self.recipe.image
-        what: dict[str, Any] = {
-            "target": target.name,
-            "base": image.base,
-            "python": recipe.python,
-            "suite": image.suite,
-            "packages": image.packages,
-        }
-        if recipe.environment == "conda":  # the base then has no Python
-            what |= {"environment": "conda"}
-        return _digest(what)
+        more = {"environment": "conda"} if recipe.environment == "conda" else {}  # the base then has no Python
+        return _digest(
+            target=target.name, base=image.base, python=recipe.python, suite=image.suite, packages=image.packages,
+            **more,
+        )  # fmt: skip
 
     def conda_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the conda lock of `target`, and nothing else."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
-            {
-                "target": target.name,
-                "python": recipe.python,
-                "channels": recipe.conda.channels,
-                "dependencies": recipe.conda.dependencies + table.conda,
-                "requirements": recipe.conda.requirements,
-                "constraints": recipe.constraints,
-                "indexes": table.indexes,
-                "glibc": table.glibc,
-            }
-        )
+            target=target.name, python=recipe.python, channels=recipe.conda.channels,
+            dependencies=recipe.conda.dependencies + table.conda, requirements=recipe.conda.requirements,
+            constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc,
+        )  # fmt: skip
 
     def resolution_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the wheel lock of `target`, and nothing else.
@@ -98,17 +82,12 @@ class LoadedRecipe:
         Raises UsageError when the recipe has no such target.
         """
         recipe, (_, table) = self.recipe, self.target(target.name)
-        what: dict[str, Any] = {
-            "target": target.name,
-            "python": recipe.python,
-            "requirements": recipe.requirements + table.requirements,
-            "constraints": recipe.constraints,
-            "indexes": table.indexes,
-            "glibc": table.glibc,
-        }
-        if (nccl := self.nccl_wheel(target)) is not None:
-            what |= {"nccl": nccl}
-        return _digest(what)
+        nccl = self.nccl_wheel(target)
+        more = {} if nccl is None else {"nccl": nccl}
+        return _digest(
+            target=target.name, python=recipe.python, requirements=recipe.requirements + table.requirements,
+            constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc, **more,
+        )  # fmt: skip
 
     def nccl_wheel(self, target: Target) -> str | None:
         """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.
@@ -125,15 +104,9 @@ class LoadedRecipe:
 def load_recipe(path: Path) -> LoadedRecipe:
     """Return the recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
     document = read(path)
-
-    def check(document: Document) -> Iterator[Problem]:
-        yield from duplicate_requirements(document)
-        yield from image_mistakes(document)
-        yield from conda_mistakes(document)
-        yield from layer_mistakes(document)
-        yield from _wrong_folder(document)
-
-    return LoadedRecipe(decode(document, Recipe, check=check), path, document)
+    checks = (duplicate_requirements, image_mistakes, conda_mistakes, layer_mistakes, _wrong_folder)
+    recipe = decode(document, Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
+    return LoadedRecipe(recipe, path, document)
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:
@@ -145,7 +118,7 @@ def _wrong_folder(document: Document) -> Iterator[Problem]:
         yield ("name",), f"{name!r} is not the name of its folder, {path.parent.name!r}"
 
 
-def _digest(data: dict[str, Any]) -> str:
+def _digest(**data: Any) -> str:
     # Imported here: only commands that compare or write locks need these modules.
     import hashlib
     import json

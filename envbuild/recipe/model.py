@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envbuild.fabrics import fabric_names
-from envbuild.recipe.checks import index_problem, requirement_parts, requirement_problem
-from envbuild.recipe.conda import CondaTable, spec_problem
-from envbuild.recipe.image import ImageTable
+from envbuild.recipe import checks
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Keys, Problem
+from envbuild.toml import Document, Keys, Problem, key
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
+# conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
+CHANNEL_ALIAS = "https://conda.anaconda.org"
+_PACKAGE = r"^[a-z0-9][a-z0-9+.-]+$"
 # manylinux levels that uv's --python-platform supports.
 GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
 
@@ -24,38 +25,80 @@ GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
 class TargetTable:
     """`[targets.NAME]`: a target's additions to the common part."""
 
-    requirements: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Packages of this target, added to the common ones.",
-            "check": requirement_problem,
-            "example": ["torch==2.13.0+cpu"],
-        },
+    requirements: tuple[str, ...] = key(
+        (), "Packages of this target, added to the common ones.",
+        check=checks.requirement_problem, example=["torch==2.13.0+cpu"],
+    )  # fmt: skip
+    indexes: tuple[str, ...] = key(
+        (), "URLs of package indexes that this target needs besides the site's. Never with credentials.",
+        check=checks.index_problem, pattern=r"^(https?|file)://\S+$", example=["https://download.pytorch.org/whl/cpu"],
+    )  # fmt: skip
+    glibc: str = key(
+        "2.28", "The newest glibc that a wheel may need: the oldest that hosts may have.",
+        choices=GLIBCS, example="2.28",
+    )  # fmt: skip
+    conda: tuple[str, ...] = key(
+        (), "conda packages of this target, added to [conda]'s dependencies.",
+        check=checks.spec_problem, example=["pytorch 2.7.* cuda126*"],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CondaTable:
+    """`[conda]`: channels and packages of `envbuild conda`."""
+
+    channels: tuple[str, ...] = key(
+        ("conda-forge",), "Channels, the one to be preferred first: names, or URLs without credentials.",
+        check=checks.channel_problem, min_items=1, example=["conda-forge"],
+    )  # fmt: skip
+    dependencies: tuple[str, ...] = key(
+        (), "Packages of every target, as conda match specs. Python comes from `python`.",
+        check=checks.spec_problem, example=["numpy 2.2.*"],
+    )  # fmt: skip
+    requirements: tuple[str, ...] = key(
+        (), "pip requirements for what no channel has; resolved against the conda packages.",
+        check=checks.requirement_problem, example=["einops==0.8.1"],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ImageTable:
+    """`[image]`: the base and the settings of container images (docker, enroot, apptainer)."""
+
+    base: str = key(
+        "debian",
+        "`debian` for a small base from Debian packages, or an existing image: a registry"
+        " reference, docker-daemon:NAME, docker-archive:FILE or oci:DIR[:TAG].",
+        check=checks.base_problem,
+        example="docker.io/pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime",
     )
-    indexes: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "URLs of package indexes that this target needs besides the site's. Never with credentials.",
-            "check": index_problem,
-            "pattern": r"^(https?|file)://\S+$",
-            "example": ["https://download.pytorch.org/whl/cpu"],
-        },
+    suite: str = key(
+        "", "Debian's release. Default: the one that has the recipe's Python.", pattern=r"^[a-z]*$", example="bookworm"
     )
-    glibc: str = field(
-        default="2.28",
-        metadata={
-            "doc": "The newest glibc that a wheel may need: the oldest that hosts may have.",
-            "choices": GLIBCS,
-            "example": "2.28",
-        },
+    packages: tuple[str, ...] = key(
+        (), "Debian packages besides the usual ones (Python, bash, coreutils, certificates …).",
+        pattern=_PACKAGE, example=["openssh-client"],
+    )  # fmt: skip
+    python: str = key(
+        "", "The interpreter inside an existing base image, an absolute path.",
+        pattern=r"^(/[^/\s]+)*$", example="/opt/conda/bin/python3.11",
+    )  # fmt: skip
+    build_base: str = key(
+        "",
+        "An image of the same distribution with compilers, in which [layers] are built. Needed where"
+        " `base` is an existing image; else Debian's compilers are used.",
+        check=checks.base_problem,
+        example="docker.io/nvidia/cuda:12.6.3-devel-ubuntu22.04",
     )
-    conda: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "conda packages of this target, added to [conda]'s dependencies.",
-            "check": spec_problem,
-            "example": ["pytorch 2.7.* cuda126*"],
-        },
+    build_packages: tuple[str, ...] = key(
+        (), "Debian packages that building [layers] needs besides compilers and make; not in the image.",
+        pattern=_PACKAGE, example=["libhwloc-dev"],
+    )  # fmt: skip
+    workdir: str = key("/workspace", "The folder in which a container starts.", pattern=r"^/\S*$", example="/workspace")
+    env: dict[str, str] = key(
+        {},
+        "Environment variables of the image, over those of its base. Never secrets.",
+        key_check=checks.variable_problem,
     )
 
 
@@ -63,30 +106,19 @@ class TargetTable:
 class VerifyTable:
     """`[verify]`: the distributed training that verifies an artifact."""
 
-    nodes: int = field(default=2, metadata={"doc": "Nodes that train together.", "minimum": 1, "example": 2})
-    nproc_per_node: int = field(default=2, metadata={"doc": "Processes on each node.", "minimum": 1, "example": 2})
-    epochs: int = field(default=6, metadata={"doc": "Passes over the data.", "minimum": 1, "example": 6})
-    batch_size: int = field(
-        default=32, metadata={"doc": "Samples in a batch of one process.", "minimum": 1, "example": 32}
+    nodes: int = key(2, "Nodes that train together.", minimum=1, example=2)
+    nproc_per_node: int = key(2, "Processes on each node.", minimum=1, example=2)
+    epochs: int = key(6, "Passes over the data.", minimum=1, example=6)
+    batch_size: int = key(32, "Samples in a batch of one process.", minimum=1, example=32)
+    model: Literal["linear", "mlp", "cnn"] = key("mlp", "The model that is trained.", example="mlp")
+    timeout_s: int = key(600, "Seconds after which the run has failed.", minimum=1, example=600)
+    loss_tolerance: float = key(
+        1e-4, "Relative difference of losses that still counts as equal.", minimum=0, example=1e-4
     )
-    model: Literal["linear", "mlp", "cnn"] = field(
-        default="mlp", metadata={"doc": "The model that is trained.", "example": "mlp"}
-    )
-    timeout_s: int = field(
-        default=600, metadata={"doc": "Seconds after which the run has failed.", "minimum": 1, "example": 600}
-    )
-    loss_tolerance: float = field(
-        default=1e-4,
-        metadata={"doc": "Relative difference of losses that still counts as equal.", "minimum": 0, "example": 1e-4},
-    )
-    busbw_floor: float = field(
-        default=0.0,
-        metadata={
-            "doc": "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
-            "minimum": 0,
-            "example": 40.0,
-        },
-    )
+    busbw_floor: float = key(
+        0.0, "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
+        minimum=0, example=40.0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +143,7 @@ class Recipe:
     requirements: tuple[str, ...] = field(
         metadata={
             "doc": "Packages of every target, as pip requirements (PEP 508). No options, URLs or paths.",
-            "check": requirement_problem,
+            "check": checks.requirement_problem,
             "example": ["numpy==2.2.6"],
         }
     )
@@ -123,42 +155,28 @@ class Recipe:
             "min_items": 1,
         }
     )
-    constraints: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
-            "check": requirement_problem,
-            "example": ["setuptools<81"],
-        },
+    constraints: tuple[str, ...] = key(
+        (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
+        check=checks.requirement_problem, example=["setuptools<81"],
+    )  # fmt: skip
+    environment: Literal["venv", "conda"] = key(
+        "venv",
+        "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
+        example="conda",
     )
-    environment: Literal["venv", "conda"] = field(
-        default="venv",
-        metadata={
-            "doc": "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
-            "example": "conda",
-        },
+    conda: CondaTable = key(CondaTable(), "What conda environments are made of.")
+    fabric: str = key(
+        "any", "The network between nodes that verification must see in use; `any` takes what is there.",
+        choices=fabric_names, example="efa",
+    )  # fmt: skip
+    layers: dict[str, LayerTable] = key(
+        {},
+        "What is built from source, replaced, or taken from the host: libfabric, nccl,"
+        " aws-ofi-nccl, horovod, or a name of your own.",
+        key_check=layer_name_problem,
     )
-    conda: CondaTable = field(default_factory=CondaTable, metadata={"doc": "What conda environments are made of."})
-    fabric: str = field(
-        default="any",
-        metadata={
-            "choices": fabric_names,
-            "doc": "The network between nodes that verification must see in use; `any` takes what is there.",
-            "example": "efa",
-        },
-    )
-    layers: dict[str, LayerTable] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "What is built from source, replaced, or taken from the host: libfabric, nccl,"
-            " aws-ofi-nccl, horovod, or a name of your own.",
-            "key_check": layer_name_problem,
-        },
-    )
-    image: ImageTable = field(default_factory=ImageTable, metadata={"doc": "What container images are built on."})
-    verify: VerifyTable = field(
-        default_factory=VerifyTable, metadata={"doc": "The distributed training that proves an artifact."}
-    )
+    image: ImageTable = key(ImageTable(), "What container images are built on.")
+    verify: VerifyTable = key(VerifyTable(), "The distributed training that proves an artifact.")
 
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
@@ -175,9 +193,9 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
     for entries in of_targets or [[]]:
         first: dict[str, tuple[Keys, str]] = {}
         for keys, text in common + entries:
-            name, rest = requirement_parts(text)
+            name, rest = checks.requirement_parts(text)
             before, earlier = first.setdefault(name, (keys, text))
-            other = requirement_parts(earlier)[1]
+            other = checks.requirement_parts(earlier)[1]
             # Two markers may exclude each other, which is pip's way to select a version.
             if rest != other and not (";" in rest and ";" in other):
                 yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
@@ -189,5 +207,45 @@ def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:
     return [
         ((*keys, index), text)
         for index, text in enumerate(entries if isinstance(entries, list) else ())
-        if isinstance(text, str) and requirement_problem(text) is None
+        if isinstance(text, str) and checks.requirement_problem(text) is None
     ]
+
+
+def image_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield keys of [image] that its base does not support, and a missing interpreter of an existing base."""
+    image = document.data.get("image", {})
+    if not isinstance(image, dict):
+        return
+    if image.get("base", "debian") == "debian":
+        for name in ("python", "build_base"):
+            if image.get(name):
+                yield ("image", name), f"{name!r} in [image]: only with an existing image as its base"
+        return
+    for name in ("suite", "packages", "build_packages"):
+        if name in image:
+            yield ("image", name), f'{name!r} in [image]: only with base = "debian"'
+    if not image.get("python") and document.data.get("environment") != "conda":
+        yield ("image",), "'python' in [image] is missing: where is the interpreter in the base image?"
+
+
+def channel_url(channel: str) -> str:
+    """Return a channel's canonical URL, whichever mirror serves its packages."""
+    return channel.rstrip("/") if "://" in channel else f"{CHANNEL_ALIAS}/{channel}"
+
+
+def conda_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield conda settings that are missing or that have no effect without others."""
+    conda = document.data.get("conda")
+    has = isinstance(conda, dict) and bool(conda.get("dependencies"))
+    if document.data.get("environment") == "conda":
+        if not has:
+            yield (("environment",), "'conda' needs a [conda] table with `dependencies`")
+        image = document.data.get("image")
+        if isinstance(image, dict) and image.get("python"):
+            yield (("image", "python"), "'python' in [image]: with environment = \"conda\" the interpreter is conda's")
+    if isinstance(conda, dict) and not has:
+        yield ("conda",), "'dependencies' in [conda] is missing"
+    targets = document.data.get("targets")
+    for name, table in targets.items() if isinstance(targets, dict) else ():
+        if isinstance(table, dict) and table.get("conda") and not isinstance(conda, dict):
+            yield ("targets", name, "conda"), "'conda' of a target needs a [conda] table"

@@ -28,16 +28,15 @@ class Patch:
 class SourceLayer:
     """One layer that is built from source.
 
-    `system` is "autotools", "make" or "wheel". `url` is the source of the archive, `sha256` (hexadecimal)
-    identifies it. `configure` holds all options of configure (autotools) or all variables of make, so that
-    nothing depends on the build host. In options, {prefix} is the artifact's environment, {NAME} the path of the
-    layer NAME, and {cuda} the path of CUDA's headers. `requires` are layers that are built first. `tools` are
-    programs that a build needs, `packages` the Debian packages with these programs and with libraries.
-    `licences` are patterns of licence files in the source. `check` is a command of the artifact, with arguments,
-    that tests the layer. `environment` names the build's other inputs: the compiler of a host, the digest of a
-    builder image, the packages that a Python project is compiled against; it is "" until they are known.
-    `wheels` are wheels that the build reads. `build` are wheels that the build of a Python project runs: pip,
-    setuptools, cmake.
+    `system` is "autotools", "make" or "wheel". `url` is the source of the archive, `sha256` (hexadecimal) identifies
+    it. `configure` holds all options of configure (autotools) or all variables of make, so that nothing depends on the
+    build host. In options, {prefix} is the artifact's environment, {NAME} the path of the layer NAME, and {cuda} the
+    path of CUDA's headers. `requires` are layers that are built first. `tools` are programs that a build needs,
+    `packages` the Debian packages with these programs and with libraries. `licences` are patterns of licence files in
+    the source. `check` is a command of the artifact, with arguments, that tests the layer. `environment` names the
+    build's other inputs: the compiler of a host, the digest of a builder image, the packages that a Python project is
+    compiled against; it is "" until they are known. `wheels` are wheels that the build reads. `build` are wheels that
+    the build of a Python project runs: pip, setuptools, cmake.
     """
 
     name: str

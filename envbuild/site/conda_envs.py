@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from envbuild.errors import UsageError
+from envbuild.site.pip_config import home_folder
 
 
 def named_prefix(name: str, env: Mapping[str, str]) -> Path:
@@ -21,18 +22,13 @@ def named_prefix(name: str, env: Mapping[str, str]) -> Path:
             f"--name {name!r} is not the name of a conda environment",
             "no blanks, '/', ':' or '#', and not conda's own base; or give a folder with --prefix",
         )
-    return _folder(env) / name
-
-
-def _folder(env: Mapping[str, str]) -> Path:
     for variable in ("CONDA_ENVS_DIRS", "CONDA_ENVS_PATH"):
-        first = env.get(variable, "").split(os.pathsep)[0]
-        if first:
-            return Path(first)
+        if first := env.get(variable, "").split(os.pathsep)[0]:
+            return Path(first, name)
     if program := env.get("CONDA_EXE"):  # ROOT/bin/conda
         envs = Path(program).parent.parent / "envs"
         if os.access(envs, os.W_OK):  # the conda of a site is often read-only
-            return envs
+            return envs / name
     if root := env.get("MAMBA_ROOT_PREFIX"):
-        return Path(root) / "envs"
-    return Path(env.get("HOME") or Path.home()) / ".conda" / "envs"
+        return Path(root, "envs", name)
+    return home_folder(env) / ".conda" / "envs" / name

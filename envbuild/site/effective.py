@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.site.job_site import TABLES, JobSite, read_job_site
 from envbuild.site.pip_config import redact
-from envbuild.site.settings import SiteFile, load_site
+from envbuild.site.settings import DebianTable, Site, SiteFile, load_site
 from envbuild.toml import decode, read
 
 _DEFAULT = "default"
+_OF_JOBS = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,59 +32,40 @@ class EffectiveSetting:
 
 def effective_settings(
     name: str | None, env: Mapping[str, str], *, etc: Path = Path("/etc")
-) -> tuple[JobSite, list[EffectiveSetting]]:
+) -> tuple[Site, list[EffectiveSetting]]:
     """Return the site called `name` (None: the effective one) and all its values, with passwords in URLs hidden.
 
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """
-    site = read_job_site(name, env, etc=etc)
-    documents = [(file, read(file)) for file in site.files]
-    settings = [(file, decode(document, SiteFile)) for file, document in documents]
-    values = _top(name, env, settings, etc)
-    for table in TABLES:
-        held = getattr(site, table)
-        for one in fields(held):
-            origin = site.said.get(f"[{table}] {one.name}")
-            values.append(EffectiveSetting(table, one.name, _shown(getattr(held, one.name)), _file(origin)))
-    for key, text in site.environment.items():
-        origin = site.said.get(f"[environment] {key}")
-        values.append(EffectiveSetting("environment", key, redact(text), _file(origin)))
-    return site, values
-
-
-def _top(
-    name: str | None, env: Mapping[str, str], settings: list[tuple[Path, SiteFile]], etc: Path
-) -> list[EffectiveSetting]:
-    """Return the keys about the sources of packages. A named site is one file; otherwise load_site decides."""
-    found: dict[tuple[str, str], EffectiveSetting] = {}
-
-    def log(table: str, key: str, value: Any, origin: str) -> None:
-        found[table, key] = EffectiveSetting(table, key, _shown(value), origin)
-
-    for file, one in settings:
-        where = str(file)
-        if one.store is not None:
-            log("", "store", one.store, where)
-        if one.recipes:
-            log("", "recipes", one.recipes, where)
-        for url, mirrors in one.mirrors.items():
-            log("mirrors", redact(url), mirrors, where)
-        for host, table in one.registries.items():
-            log(f"registries.{host}", "mirrors", table.mirrors, where)
-            log(f"registries.{host}", "insecure", table.insecure, where)
-        if one.debian != type(one.debian)():
-            for field in fields(one.debian):
-                log("debian", field.name, getattr(one.debian, field.name), where)
+    site = load_site({**env, "USER": "{user}"}, name, etc=etc)  # {user} is shown as the files have it
+    found = _of_builds(site)
     if name is None:
-        site = load_site(env, etc=etc)
-        given = found.get(("", "store"))
-        origin = "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given.origin if given else _DEFAULT
-        log("", "store", str(site.store), origin)
-    return [found[key] for key in sorted(found, key=lambda key: bool(key[0]))]
+        given = found.get(("", "store"), (None, _DEFAULT))[1]
+        found["", "store"] = (str(site.store), "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given)
+    # Keys without a table come first, as in TOML.
+    found = {place: found[place] for place in sorted(found, key=lambda place: place[0] != "")}
+    for table in (*_OF_JOBS, "environment"):
+        values = getattr(site, table)
+        for key, value in (values if table == "environment" else asdict(values)).items():
+            found[table, key] = (value, str(site.said.get(f"[{table}] {key}", _DEFAULT)))
+    return site, [
+        EffectiveSetting(table, key, _shown(value), origin) for (table, key), (value, origin) in found.items()
+    ]
 
 
-def _file(origin: Path | None) -> str:
-    return str(origin) if origin else _DEFAULT
+def _of_builds(site: Site) -> dict[tuple[str, str], tuple[Any, str]]:
+    """Return (table, key) → (value, file) of the keys about the sources of packages, as the files have them."""
+    found: dict[tuple[str, str], tuple[Any, str]] = {}
+    for file in site.files:
+        one = decode(read(file), SiteFile)
+        values: dict[tuple[str, str], Any] = {("", "store"): one.store, ("", "recipes"): one.recipes or None}
+        values |= {("mirrors", redact(url)): mirrors for url, mirrors in one.mirrors.items()}
+        for host, table in one.registries.items():
+            values |= {(f"registries.{host}", key): value for key, value in asdict(table).items()}
+        if one.debian != DebianTable():
+            values |= {("debian", key): value for key, value in asdict(one.debian).items()}
+        found |= {place: (value, str(file)) for place, value in values.items() if value is not None}
+    return found
 
 
 def _shown(value: Any) -> Any:

@@ -1,20 +1,40 @@
-"""Tables of site.toml about jobs: scheduler, modules, paths, containers and nodes."""
+"""Tables of site.toml about jobs: scheduler, modules, paths, containers, nodes and Kubernetes.
+
+Source of what Kubernetes accepts: kubernetes/kubernetes, pkg/apis/core/validation/validation.go, and
+k8s.io/apimachinery/pkg/util/validation.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
+from envbuild.toml import form, key
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I)
 _DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
-_MOUNT = re.compile(r"/[^:,\s]*(:/[^:,\s]*)?")
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORD = r"^\S*$"
+_ABSOLUTE = r"^(/\S*)?$"
+# Names, labels and quantities of Kubernetes.
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*"
+_NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_PREFIX = rf"(?=[^/]{{1,253}}/){_LABEL}(\.{_LABEL})*/"
+_UNITS = {"": Decimal(1), "m": Decimal("0.001"), "k": Decimal(1000)}
+_UNITS |= {unit: Decimal(1000 ** (power + 2)) for power, unit in enumerate("MGTPE")}
+_UNITS |= {f"{unit}i": Decimal(1024 ** (power + 1)) for power, unit in enumerate("KMGTPE")}
+_QUANTITY = re.compile(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})")
+_OF_THE_CONTAINER = ("/dev", "/proc", "/sys")
+_LARGEST_ID = 2**31 - 1
+_ENDS = ", with a letter or digit first and last"
 
 
 def job_variable_problem(name: str) -> str | None:
@@ -51,129 +71,135 @@ def time_problem(text: str) -> str | None:
     return f"{text!r} is no time {'at all' if found else 'limit'}: HH:MM:SS or D-HH:MM:SS, such as 04:00:00"
 
 
-def mount_problem(text: str) -> str | None:
-    """Return why `text` is not a mount of a container (/PATH, or /HOST:/CONTAINER), or None."""
-    return None if _MOUNT.fullmatch(text) else f"{text!r} is not /PATH or /HOST:/CONTAINER"
+mount_problem = form(r"/[^:,\s]*(:/[^:,\s]*)?", "is not /PATH or /HOST:/CONTAINER")
+
+
+label_problem = form(_LABEL, f"is not a name in Kubernetes: up to 63 of a-z, 0-9 and -{_ENDS}")
+# "" names no object, such as a claim or secret.
+object_problem = form(f"({_SUBDOMAIN})?", f"is not a name in Kubernetes: up to 253 of a-z, 0-9, - and .{_ENDS}")
+node_label_problem = form(
+    f"({_PREFIX})?{_NAME}",
+    "is not the name of a label: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and .",
+)
+label_value_problem = form(
+    f"({_NAME})?", f"is not the value of a label: up to 63 of letters, digits, -, _ and .{_ENDS}"
+)
+
+
+def resource_problem(key: str, amount: str) -> str | None:
+    """Return why a pod cannot have the limit `key` = `amount`, or None."""
+    if "/" in key:
+        if not re.fullmatch(f"{_PREFIX}{_NAME}", key):
+            return f"{key!r} is not the name of a resource: DOMAIN/NAME, such as vpc.amazonaws.com/efa"
+        whole = re.fullmatch(r"[1-9][0-9]*", amount)
+        return None if whole else f'{amount!r}: devices are whole numbers, such as "1"'
+    size = key.removeprefix("hugepages-")
+    pages = size != key and _QUANTITY.fullmatch(size)
+    if key not in ("cpu", "memory", "ephemeral-storage") and not pages:
+        return (
+            f"{key!r} is not a resource of Kubernetes: cpu, memory, ephemeral-storage, hugepages-2Mi,"
+            " or DOMAIN/NAME of a device, such as vpc.amazonaws.com/efa"
+        )
+    found = _QUANTITY.fullmatch(amount)
+    if not found or (found[2] == "m" and key != "cpu"):
+        like = "2 or 500m" if key == "cpu" else "16Gi"
+        return f"{amount!r} is not an amount of {key}, such as {like}"
+    if pages and (not quantity(amount) or quantity(amount) % max(1, quantity(size))):
+        return f"{amount!r} is not a multiple of {size}, the size of a page"
+    return None
+
+
+def huge_pages_problem(limits: Collection[str]) -> str | None:
+    """Return why a pod may not have these limits, or None: huge pages require a limit on cpu or memory."""
+    if {"cpu", "memory"} & {*limits} or not any(key.startswith("hugepages-") for key in limits):
+        return None
+    return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
+
+
+def quantity(text: str) -> int:
+    """Return a quantity of Kubernetes, such as 16Gi or 8G, as an integer, rounded down; 0 for an invalid one."""
+    found = _QUANTITY.fullmatch(text)
+    return int(Decimal(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def mount_path_problem(text: str) -> str | None:
+    """Return why pods cannot mount their data at `text`, or None."""
+    if not re.fullmatch(r"/[^\s:]+", text) or {"", ".", ".."} & {*text.strip("/").split("/")}:
+        return f"{text!r} is not an absolute path below /, without spaces, colons, // and dots for folders"
+    if f"/{text.split('/')[1]}" in _OF_THE_CONTAINER:
+        return f"{text!r} is in the container's own file systems; the job mounts /dev/shm itself"
+    return None
+
+
+def user_problem(text: str) -> str | None:
+    """Return why `text` is not UID or UID:GID of a user other than root, or None."""
+    found = re.fullmatch(r"([0-9]{1,10})(:([0-9]{1,10}))?", text)
+    if not text or (found and 0 < int(found[1]) <= _LARGEST_ID and int(found[3] or 0) <= _LARGEST_ID):
+        return None
+    return f"{text!r} is not UID or UID:GID of a user other than root, such as 1000:1000"
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTable:
     """`[scheduler]`: the scheduler of jobs and its options."""
 
-    kind: str = field(
-        default="none", metadata={"doc": "The scheduler.", "choices": ("none", *SCHEDULER_NAMES), "example": "slurm"}
+    kind: str = key("none", "The scheduler.", choices=("none", *SCHEDULER_NAMES), example="slurm")
+    partition: str = key("", "Partition (Slurm) or queue (others).", pattern=_WORD, example="gpu")
+    account: str = key("", "Who pays.", pattern=_WORD, example="project_1234")
+    qos: str = key("", "Slurm's quality of service.", pattern=_WORD)
+    constraint: str = key(
+        "", "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
+        pattern=_WORD, example="icelake",
+    )  # fmt: skip
+    time: str = key(
+        "01:00:00", "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
+        pattern=f"^{TIME_PATTERN}$", check=time_problem, example="04:00:00",
+    )  # fmt: skip
+    exclusive: bool = key(True, "Whether jobs have their nodes alone.")
+    requeue: bool = key(True, "Whether a job whose node failed starts again.")
+    auto_resume: bool = key(False, "SageMaker HyperPod's --auto-resume=1 for srun.")
+    launcher: str | None = key(
+        None, f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.", choices=LAUNCHER_NAMES
     )
-    partition: str = field(
-        default="", metadata={"doc": "Partition (Slurm) or queue (others).", "pattern": r"^\S*$", "example": "gpu"}
-    )
-    account: str = field(default="", metadata={"doc": "Who pays.", "pattern": r"^\S*$", "example": "project_1234"})
-    qos: str = field(default="", metadata={"doc": "Slurm's quality of service.", "pattern": r"^\S*$"})
-    constraint: str = field(
-        default="",
-        metadata={
-            "doc": "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
-            "pattern": r"^\S*$",
-            "example": "icelake",
-        },
-    )
-    time: str = field(
-        default="01:00:00",
-        metadata={
-            "doc": "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
-            "pattern": f"^{TIME_PATTERN}$",
-            "check": time_problem,
-            "example": "04:00:00",
-        },
-    )
-    exclusive: bool = field(default=True, metadata={"doc": "Whether jobs have their nodes alone."})
-    requeue: bool = field(default=True, metadata={"doc": "Whether a job whose node failed starts again."})
-    auto_resume: bool = field(default=False, metadata={"doc": "SageMaker HyperPod's --auto-resume=1 for srun."})
-    launcher: str | None = field(
-        default=None,
-        metadata={
-            "doc": f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.",
-            "choices": LAUNCHER_NAMES,
-        },
-    )
-    directives: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
-            "check": line_problem,
-            "example": ["--mail-type=END"],
-        },
-    )
+    directives: tuple[str, ...] = key(
+        (), "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
+        check=line_problem, example=["--mail-type=END"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ModulesTable:
     """`[modules]`: environment modules, loaded exactly like this at build and at run time."""
 
-    init: str = field(
-        default="",
-        metadata={
-            "doc": "File that defines `module` where login shells do not.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/etc/profile.d/lmod.sh",
-        },
+    init: str = key(
+        "", "File that defines `module` where login shells do not.", pattern=_ABSOLUTE, example="/etc/profile.d/lmod.sh"
     )
-    purge: bool = field(default=True, metadata={"doc": "Unload what is loaded first."})
-    build: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "Modules for building environments.",
-            "check": line_problem,
-            "example": ["python/3.11.7", "cuda/12.6"],
-        },
+    purge: bool = key(True, "Unload what is loaded first.")
+    build: tuple[str, ...] = key(
+        (), "Modules for building environments.", check=line_problem, example=["python/3.11.7", "cuda/12.6"]
     )
-    run: tuple[str, ...] = field(
-        default=(),
-        metadata={"doc": "Modules for jobs.", "check": line_problem, "example": ["python/3.11.7", "cuda/12.6"]},
-    )
+    run: tuple[str, ...] = key((), "Modules for jobs.", check=line_problem, example=["python/3.11.7", "cuda/12.6"])
 
 
 @dataclass(frozen=True, slots=True)
 class PathsTable:
     """`[paths]`: file systems, as seen from the nodes."""
 
-    shared: str = field(
-        default="",
-        metadata={
-            "doc": "What all nodes see: artifacts, snapshots and logs belong here.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/fsx/{user}",
-        },
+    shared: str = key(
+        "", "What all nodes see: artifacts, snapshots and logs belong here.", pattern=_ABSOLUTE, example="/fsx/{user}"
     )
-    scratch: str = field(
-        default="",
-        metadata={
-            "doc": "A node's own fast disk, for temporary files.",
-            "pattern": r"^(/\S*)?$",
-            "example": "/scratch/{user}",
-        },
-    )
-    cache: str = field(
-        default="", metadata={"doc": "Caches of pip, Apptainer and enroot, off $HOME.", "pattern": r"^(/\S*)?$"}
-    )
-    logs: str = field(
-        default="logs", metadata={"doc": "Folder of the jobs' output, below the working folder.", "pattern": r"^\S+$"}
-    )
+    scratch: str = key("", "A node's own fast disk, for temporary files.", pattern=_ABSOLUTE, example="/scratch/{user}")
+    cache: str = key("", "Caches of pip, Apptainer and enroot, off $HOME.", pattern=_ABSOLUTE)
+    logs: str = key("logs", "Folder of the jobs' output, below the working folder.", pattern=r"^\S+$")
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerTable:
     """`[container]`: the container runtime of the nodes."""
 
-    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = field(
-        default="none", metadata={"doc": "What the nodes have.", "example": "pyxis"}
-    )
-    mounts: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "What containers see of the host: /PATH, or /HOST:/CONTAINER.",
-            "check": mount_problem,
-            "example": ["/fsx:/fsx"],
-        },
+    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = key("none", "What the nodes have.", example="pyxis")
+    mounts: tuple[str, ...] = key(
+        (), "What containers see of the host: /PATH, or /HOST:/CONTAINER.", check=mount_problem, example=["/fsx:/fsx"]
     )
 
 
@@ -181,17 +207,43 @@ class ContainerTable:
 class NodeTable:
     """`[node]`: resources of one node."""
 
-    gpus: int = field(default=0, metadata={"doc": "GPUs.", "minimum": 0, "example": 8})
-    cpus: int = field(
-        default=0,
-        metadata={
-            "doc": "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
-            "minimum": 0,
-        },
+    gpus: int = key(0, "GPUs.", minimum=0, example=8)
+    cpus: int = key(
+        0,
+        "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
+        minimum=0,
     )
-    arch: Literal["x86_64", "aarch64"] | None = field(
-        default=None, metadata={"doc": "Processors. An artifact for others is refused.", "example": "aarch64"}
+    arch: Literal["x86_64", "aarch64"] | None = key(
+        None, "Processors. An artifact for others is refused.", example="aarch64"
     )
-    memory: str = field(
-        default="", metadata={"doc": "Memory for a job.", "pattern": r"^(\d+[KMGT]?)?$", "example": "480G"}
+    memory: str = key("", "Memory for a job.", pattern=r"^(\d+[KMGT]?)?$", example="480G")
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesTable:
+    """`[kubernetes]`: settings of pods."""
+
+    namespace: str = key("default", "Namespace.", check=label_problem, pattern=r"^[a-z0-9-]+$")
+    api: Literal["v1", "v2"] = key("v1", "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer.")
+    claim: str = key(
+        "", "Persistent volume claim with data and snapshots.",
+        check=object_problem, pattern=r"^[a-z0-9.-]*$", example="fsx-pv",
+    )  # fmt: skip
+    mount: str = key("/data", "Where pods see it.", check=mount_path_problem, pattern=r"^/\S*$")
+    shm: str = key("", "Size of /dev/shm.", pattern=r"^(\d+[KMGT]i?)?$", example="16Gi")
+    node_selector: dict[str, str] = key(
+        {}, "Labels that nodes must have.", key_check=node_label_problem, check=label_value_problem
     )
+    resources: dict[str, str] = key(
+        {}, "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.", entry_check=resource_problem
+    )
+    etcd_image: str = key(
+        "quay.io/coreos/etcd:v3.5.18",
+        "Server for --rendezvous etcd-v2, 3.4 or 3.5, with a version or digest.",
+        pattern=r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
+    )
+    run_as: str = key(
+        "", "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
+        check=user_problem, pattern=r"^([1-9]\d*(:\d+)?)?$", example="1000:1000",
+    )  # fmt: skip
+    pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")

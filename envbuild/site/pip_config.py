@@ -9,17 +9,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from envbuild.errors import RecipeError
 
+T = TypeVar("T")
 # Sections that affect downloads, in ascending precedence; the environment overrides them.
 _SECTIONS = ("global", "download", "install")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
-_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
-_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+_SWITCHES = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
+_SWITCHES |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
+# The options of PipConfig.
+_WANTED = (
+    "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "trusted-host", "proxy",
+    "timeout", "retries",
+)  # fmt: skip
 _USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
 # Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
 _TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
@@ -39,8 +46,7 @@ def redact(text: str) -> str:
 class PipConfig:
     """pip's settings about the sources of files.
 
-    `index_url` None means the client's own default index. `sources` maps each set option to the file or variable
-    that sets it. `repr()` hides credentials.
+    `index_url` None means the client's own default index. `repr()` hides credentials.
     """
 
     index_url: str | None = None
@@ -53,7 +59,6 @@ class PipConfig:
     proxy: str | None = None
     timeout_s: float | None = None
     retries: int | None = None
-    sources: dict[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return redact(f"PipConfig({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})")
@@ -62,8 +67,7 @@ class PipConfig:
 @dataclass(frozen=True)
 class _Setting:
     value: str
-    source: str  # a file, or the name of a variable
-    where: str  # the source with the line, for messages
+    where: str  # a file with the line, or the name of a variable
 
 
 def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")) -> PipConfig:
@@ -72,7 +76,7 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
     Raises RecipeError, naming file and line, for an unreadable file or an invalid value.
     """
     settings = _merged(env, prefix, etc)
-    home = _home(env)
+    home = home_folder(env)
 
     def text(name: str) -> str | None:
         return settings[name].value.strip() if name in settings else None
@@ -82,20 +86,29 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
 
     def path(name: str) -> str | None:
         value = text(name)
-        return str(_local_path(value, home)) if value else None
+        return _local_path(value, home) if value else None
+
+    def parsed(name: str, kind: str, parse: Callable[[str], T | None]) -> T | None:
+        value = text(name)
+        found = parse(value) if value is not None else None
+        if value is not None and found is None:
+            raise RecipeError(f"{settings[name].where}: {name} takes {kind}, not {value!r}")
+        return found
 
     return PipConfig(
         index_url=text("index-url"),
         extra_index_urls=words("extra-index-url"),
-        find_links=tuple(_find_link(word, home) for word in words("find-links")),
-        no_index=_boolean(settings.get("no-index")),
+        find_links=tuple(
+            word if "://" in word or word.startswith("file:") else _local_path(word, home)
+            for word in words("find-links")
+        ),
+        no_index=parsed("no-index", "true or false", lambda value: _SWITCHES.get(value.lower())) or False,
         cert=path("cert"),
         client_cert=path("client-cert"),
         trusted_hosts=words("trusted-host"),
         proxy=text("proxy"),
-        timeout_s=_number(settings.get("timeout")),
-        retries=_count(settings.get("retries")),
-        sources={name: setting.source for name, setting in sorted(settings.items())},
+        timeout_s=parsed("timeout", "seconds", _seconds),
+        retries=parsed("retries", "a count", lambda value: int(value) if value.isdecimal() else None),
     )
 
 
@@ -114,22 +127,15 @@ def _merged(env: Mapping[str, str], prefix: str, etc: Path) -> dict[str, _Settin
     As in pip, files are merged per section before the sections are merged, so `[install]` of a file with low
     precedence overrides `[global]` of one with high precedence. Empty values are ignored.
     """
-    by_section: dict[str, dict[str, _Setting]] = {section: {} for section in _SECTIONS}
-    for path in _files(env, prefix, etc):
-        for section, name, setting in _read(path):
-            if section in by_section:
-                by_section[section][name] = setting
+    found = [row for path in _files(env, prefix, etc) for row in _read(path)]
     merged: dict[str, _Setting] = {}
     for section in _SECTIONS:
-        merged.update({name: s for name, s in by_section[section].items() if s.value.strip()})
+        last = {name: setting for where, name, setting in found if where == section}
+        merged |= {name: setting for name, setting in last.items() if setting.value.strip()}
     for variable, value in env.items():
         if variable.startswith("PIP_") and value.strip():
-            merged[_name(variable[4:])] = _Setting(value, variable, variable)
-    wanted = {
-        *("index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert"),
-        *("trusted-host", "proxy", "timeout", "retries"),
-    }
-    return {name: setting for name, setting in merged.items() if name in wanted}
+            merged[_name(variable[4:])] = _Setting(value, variable)
+    return {name: setting for name, setting in merged.items() if name in _WANTED}
 
 
 def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
@@ -137,7 +143,7 @@ def _files(env: Mapping[str, str], prefix: str, etc: Path) -> Iterator[Path]:
     chosen = env.get("PIP_CONFIG_FILE")
     if chosen == os.devnull:
         return
-    home = _home(env)
+    home = home_folder(env)
     shared = (env.get("XDG_CONFIG_DIRS") or str(etc / "xdg")).split(os.pathsep)
     places = [Path(folder, "pip/pip.conf") for folder in shared if folder] + [etc / "pip.conf"]
     if not (chosen and Path(chosen).exists()):  # with PIP_CONFIG_FILE, pip ignores these
@@ -167,7 +173,7 @@ def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
     for section in parser.sections():
         for option, value in parser.items(section):
             line = _line_of(text, section, option)
-            yield section, _name(option), _Setting(value or "", str(path), f"{path}:{line}")
+            yield section, _name(option), _Setting(value or "", f"{path}:{line}")
 
 
 def _mistake(error: Exception) -> tuple[int, str]:
@@ -201,44 +207,21 @@ def _name(option: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def _home(env: Mapping[str, str]) -> Path:
+def home_folder(env: Mapping[str, str]) -> Path:
+    """Return $HOME, else the home folder of the user database. Raises RuntimeError when there is none."""
     return Path(env["HOME"]) if env.get("HOME") else Path.home()
 
 
-def _local_path(value: str, home: Path) -> Path:
+def _local_path(value: str, home: Path) -> str:
     """Return `value` as an absolute path: `~` is the home folder, a relative path is relative to the working folder."""
     if value == "~" or value.startswith("~/"):
-        return home / value[2:]
-    return Path(os.path.abspath(os.path.expanduser(value)))
+        return str(home / value[2:])
+    return os.path.abspath(os.path.expanduser(value))
 
 
-def _find_link(word: str, home: Path) -> str:
-    return word if "://" in word or word.startswith("file:") else str(_local_path(word, home))
-
-
-def _boolean(setting: _Setting | None) -> bool:
-    if setting is None or setting.value.strip().lower() in _FALSE:
-        return False
-    if setting.value.strip().lower() in _TRUE:
-        return True
-    raise RecipeError(f"{setting.where}: no-index takes true or false, not {setting.value.strip()!r}")
-
-
-def _number(setting: _Setting | None) -> float | None:
-    if setting is None:
-        return None
+def _seconds(value: str) -> float | None:
     try:
-        value = float(setting.value)
+        number = float(value)
     except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise RecipeError(f"{setting.where}: timeout takes seconds, not {setting.value.strip()!r}")
-    return value
-
-
-def _count(setting: _Setting | None) -> int | None:
-    if setting is None:
         return None
-    if not setting.value.strip().isdecimal():
-        raise RecipeError(f"{setting.where}: retries takes a count, not {setting.value.strip()!r}")
-    return int(setting.value)
+    return number if 0 < number < float("inf") else None

@@ -1,39 +1,33 @@
-"""`site.toml`: a site's caches, recipes and mirrors."""
+"""The site: settings of builds and jobs from one or two files `site.toml`."""
 
 from __future__ import annotations
 
-import re
+import getpass
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from envbuild.errors import UsageError
 from envbuild.fabrics import fabric_name_problem
-from envbuild.site.jobs import (
-    ContainerTable,
-    ModulesTable,
-    NodeTable,
-    PathsTable,
-    SchedulerTable,
-    job_variable_problem,
-    value_problem,
-)
-from envbuild.site.kubernetes import KubernetesTable
-from envbuild.toml import decode, read
+from envbuild.files import shipped
+from envbuild.site import jobs
+from envbuild.site.pip_config import home_folder
+from envbuild.toml import decode, form, key, nearest, read
 
-if TYPE_CHECKING:
-    from envbuild.toml import Document
+_ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 
 
 def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
 
 
-def _variable_problem(name: str) -> str | None:
-    # Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
-    if re.fullmatch(r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+", name):
-        return None
-    return f"{name!r} is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)"
+# Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
+_variable_problem = form(
+    r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+",
+    "is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)",
+)
 
 
 def _value_problem(value: str) -> str | None:
@@ -44,126 +38,147 @@ def _value_problem(value: str) -> str | None:
 class RegistryTable:
     """`[registries.HOST]`: access to one image registry."""
 
-    mirrors: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "doc": "URLs that have the registry's images; tried before it, for pulling only.",
-            "check": _url_problem,
-        },
+    mirrors: tuple[str, ...] = key(
+        (), "URLs that have the registry's images; tried before it, for pulling only.", check=_url_problem
     )
-    insecure: bool = field(default=False, metadata={"doc": "Whether it is spoken to in plain HTTP."})
+    insecure: bool = key(False, "Whether it is spoken to in plain HTTP.")
 
 
 @dataclass(frozen=True, slots=True)
 class DebianTable:
     """`[debian]`: the site's source of Debian packages."""
 
-    mirror: str = field(
-        default="",
-        metadata={
-            "doc": "URL of the archive (what holds dists/ and pool/). Default: the host's apt sources.",
-            "pattern": r"^(https?://\S+|file:///\S*)?$",
-        },
+    mirror: str = key(
+        "", "URL of the archive (what holds dists/ and pool/). Default: the host's apt sources.", pattern=_ARCHIVE
     )
-    security_mirror: str = field(
-        default="",
-        metadata={"doc": "URL of the archive of security updates.", "pattern": r"^(https?://\S+|file:///\S*)?$"},
-    )
-    keyring: str = field(
-        default="", metadata={"doc": "File with the keys that may sign releases, instead of Debian's own."}
-    )
+    security_mirror: str = key("", "URL of the archive of security updates.", pattern=_ARCHIVE)
+    keyring: str = key("", "File with the keys that may sign releases, instead of Debian's own.")
 
 
 @dataclass(frozen=True, slots=True)
 class FabricTable:
     """`[fabric]`: the network between this site's nodes, as verification uses it."""
 
-    interface: str = field(
-        default="",
-        metadata={
-            "doc": "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
-            "pattern": r"^(\S*)$",
-            "example": "hsn0,hsn1,hsn2,hsn3",
-        },
+    interface: str = key(
+        "", "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
+        pattern=r"^(\S*)$", example="hsn0,hsn1,hsn2,hsn3",
+    )  # fmt: skip
+    busbw_floor: dict[str, float] = key(
+        {},
+        "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
+        " A recipe's own busbw_floor goes over it.",
+        key_check=fabric_name_problem,
+        minimum=0,
     )
-    busbw_floor: dict[str, float] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
-            " A recipe's own busbw_floor goes over it.",
-            "key_check": fabric_name_problem,
-            "minimum": 0,
-        },
-    )
-    variables: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "Variables of every job on GPUs, over those that the fabric needs.",
-            "key_check": _variable_problem,
-            "check": _value_problem,
-        },
-    )
+    variables: dict[str, str] = key(
+        {}, "Variables of every job on GPUs, over those that the fabric needs.",
+        key_check=_variable_problem, check=_value_problem,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SiteFile:
     """Contents of one site.toml."""
 
-    store: str | None = field(default=None, metadata={"doc": "Folder of the store.", "example": "/scratch/envbuild"})
-    recipes: tuple[str, ...] = field(default=(), metadata={"doc": "Folders with more recipes, searched in this order."})
-    mirrors: dict[str, tuple[str, ...]] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "URL prefix of an index → prefixes tried before it, in this order.",
-            "key_check": _url_problem,
-            "check": _url_problem,
-        },
-    )
-    registries: dict[str, RegistryTable] = field(
-        default_factory=dict, metadata={"doc": "Image registries by host, such as docker.io."}
-    )
-    debian: DebianTable = field(default_factory=DebianTable, metadata={"doc": "Where Debian packages come from."})
-    fabric: FabricTable = field(default_factory=FabricTable, metadata={"doc": "The network between nodes with GPUs."})
-    scheduler: SchedulerTable = field(default_factory=SchedulerTable, metadata={"doc": "Who starts jobs."})
-    modules: ModulesTable = field(
-        default_factory=ModulesTable, metadata={"doc": "Environment modules of builds and jobs."}
-    )
-    environment: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "doc": "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
-            "key_check": job_variable_problem,
-            "check": value_problem,
-        },
-    )
-    paths: PathsTable = field(default_factory=PathsTable, metadata={"doc": "File systems, as nodes see them."})
-    container: ContainerTable = field(default_factory=ContainerTable, metadata={"doc": "What starts images on nodes."})
-    node: NodeTable = field(default_factory=NodeTable, metadata={"doc": "What one node has."})
-    kubernetes: KubernetesTable = field(default_factory=KubernetesTable, metadata={"doc": "Where and how pods run."})
+    store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
+    recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
+    mirrors: dict[str, tuple[str, ...]] = key(
+        {}, "URL prefix of an index → prefixes tried before it, in this order.",
+        key_check=_url_problem, check=_url_problem,
+    )  # fmt: skip
+    registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
+    debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
+    fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
+    scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
+    modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
+    environment: dict[str, str] = key(
+        {}, "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
+        key_check=jobs.job_variable_problem, check=jobs.value_problem,
+    )  # fmt: skip
+    paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
+    container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
+    node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
+    kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Merged settings of the site. `recipe_folders` may contain folders that do not exist."""
+    """Settings of a site.
 
-    store: Path
-    recipe_folders: tuple[Path, ...]
-    mirrors: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    registries: tuple[tuple[str, RegistryTable], ...] = ()
+    `files` are the files that were read; `said` maps each key that one of them sets, as `[table] key`, to that
+    file. `recipe_folders` may contain folders that do not exist.
+    """
+
+    name: str = "none"
+    files: tuple[Path, ...] = ()
+    store: Path = Path("/nonexistent/envbuild")
+    recipe_folders: tuple[Path, ...] = ()
+    mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    registries: Mapping[str, RegistryTable] = field(default_factory=dict)
     debian: DebianTable = DebianTable()
     fabric: FabricTable = FabricTable()
+    scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
+    modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
+    container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
+    node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
+    kubernetes: jobs.KubernetesTable = field(default_factory=jobs.KubernetesTable)
+    said: Mapping[str, Path] = field(default_factory=dict)
 
     def registry(self, host: str) -> RegistryTable:
         """Return the settings for the image registry `host`."""
-        return dict(self.registries).get(host, RegistryTable())
+        return self.registries.get(host, RegistryTable())
 
     def mirrored(self, url: str) -> list[str]:
         """Return the URLs to try for `url`, in order: the mirrors of its longest matching prefix, then `url` itself."""
-        for prefix, replacements in sorted(self.mirrors, key=lambda row: -len(row[0])):
-            if url == prefix or url.startswith(prefix.rstrip("/") + "/"):
-                rest = url[len(prefix.rstrip("/")) :]
-                return [*(replacement.rstrip("/") + rest for replacement in replacements), url]
+        for prefix, mirrors in sorted(self.mirrors.items(), key=lambda row: -len(row[0])):
+            top = prefix.rstrip("/")
+            if url == prefix or url.startswith(top + "/"):
+                return [*(mirror.rstrip("/") + url[len(top) :] for mirror in mirrors), url]
         return [url]
+
+    def origin(self, table: str, key: str) -> str:
+        """Return the origin of `key` in [`table`], for messages."""
+        place = f"[{table}] {key}"
+        file = self.said.get(place)
+        return f"{place} of {file}" if file else f"default of {place}"
+
+
+def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Path("/etc")) -> Site:
+    """Return the site called `name`, or in the file at that path; without a name, the effective site.
+
+    A table of a later file replaces the whole table of an earlier one; of [mirrors], [registries] and
+    [environment] it replaces single entries. The store is $ENVBUILD_STORE, else that of a file; else the user's
+    cache folder, but only for the effective site. `{user}` in paths and mounts becomes the user's name. Raises
+    UsageError for an unknown name, RecipeError with all mistakes of a faulty file or for a missing $ENVBUILD_SITE.
+    """
+    files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
+    tables: dict[str, Any] = {"mirrors": {}, "registries": {}, "environment": {}}
+    recipes = [etc / "envbuild" / "recipes"]
+    said: dict[str, Path] = {}
+    for file in files:
+        document = read(file)
+        settings = decode(document, SiteFile)
+        if settings.store is not None:
+            tables["store"] = _path(settings.store, file, env)
+        recipes += [_path(folder, file, env) for folder in settings.recipes]
+        for table, given in document.data.items():
+            if not isinstance(given, dict):
+                continue
+            if table in ("mirrors", "registries", "environment"):
+                tables[table] |= getattr(settings, table)
+            else:
+                tables[table] = _resolved(getattr(settings, table), file, env)
+                said = {place: path for place, path in said.items() if not place.startswith(f"[{table}] ")}
+            said |= {f"[{table}] {key}": file for key in given}
+    if chosen := env.get("ENVBUILD_STORE"):
+        tables["store"] = Path(chosen).absolute()
+    elif "store" not in tables and name is None:
+        cache = Path(env.get("XDG_CACHE_HOME") or home_folder(env) / ".cache")
+        tables["store"] = cache.absolute() / "envbuild"
+    title = files[-1].stem if files else "none"
+    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=said, **tables)
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
@@ -174,48 +189,61 @@ def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path
     """
     if named := env.get("ENVBUILD_SITE"):
         return [Path(named)]
-    home = Path(env.get("HOME") or Path.home())
-    config = Path(env.get("XDG_CONFIG_HOME") or home / ".config") / "envbuild"
-    places = (etc / "envbuild" / "site.toml", config / "site.toml")
+    places = (etc / "envbuild" / "site.toml", _user_folder(env) / "site.toml")
     return [path for path in places if path.is_file()]
 
 
-def load_site(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Site:
-    """Return the settings of $ENVBUILD_SITE, else of /etc/envbuild/site.toml overridden by the user's file.
+def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
+    """Return the folders to search for named sites: the project's, the user's, the system's, and the shipped one."""
+    return [Path("sites"), _user_folder(env) / "sites", etc / "envbuild" / "sites", shipped("sites")]
 
-    The store is $ENVBUILD_STORE, else the one in a site.toml, else the user's cache folder. Raises RecipeError
-    with all mistakes of a faulty file, or when the file in $ENVBUILD_SITE does not exist.
+
+def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
+    """Return the site file `name`: a path if it has a separator or ends in .toml, else a name to search for.
+
+    Raises UsageError when the file does not exist.
     """
-    home = Path(env.get("HOME") or Path.home())
-    documents = [read(path) for path in site_files(env, etc=etc)]
-    store: Path | None = None
-    recipes: list[Path] = [etc / "envbuild" / "recipes"]
-    mirrors: dict[str, tuple[str, ...]] = {}
-    registries: dict[str, RegistryTable] = {}
-    debian = DebianTable()
-    fabric = FabricTable()
-    for document in documents:
-        settings = decode(document, SiteFile)
-        if settings.store is not None:
-            store = _path(settings.store, document, home)
-        recipes += [_path(folder, document, home) for folder in settings.recipes]
-        mirrors |= settings.mirrors
-        registries |= settings.registries
-        if settings.debian != DebianTable():
-            keyring = settings.debian.keyring
-            place = str(_path(keyring, document, home)) if keyring else ""
-            debian = replace(settings.debian, keyring=place)
-        if settings.fabric != FabricTable():
-            fabric = settings.fabric
-    if chosen := env.get("ENVBUILD_STORE"):
-        store = Path(chosen)
-    if store is None:
-        store = Path(env.get("XDG_CACHE_HOME") or home / ".cache") / "envbuild"
-    return Site(store.absolute(), tuple(recipes), tuple(mirrors.items()), tuple(registries.items()), debian, fabric)
+    if "/" in name or name.endswith(".toml"):
+        if not os.path.isfile(name):
+            raise UsageError(f"there is no site file {name}")
+        return Path(name)
+    folders = site_folders(env, etc=etc)
+    for folder in folders:
+        # Not Path.is_file, which raises for a name that is too long and for an unreadable folder.
+        if name and os.path.isfile(folder / f"{name}.toml"):
+            return folder / f"{name}.toml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+    raise UsageError(
+        f"there is no site {name!r}{nearest(name, known)}",
+        f"there are {', '.join(known)}; searched: {', '.join(map(str, folders))}",
+    )
 
 
-def _path(value: str, document: Document, home: Path) -> Path:
+def _user_folder(env: Mapping[str, str]) -> Path:
+    return Path(env.get("XDG_CONFIG_HOME") or home_folder(env) / ".config") / "envbuild"
+
+
+def _path(value: str, file: Path, env: Mapping[str, str]) -> Path:
     """Return a path of site.toml: ~ is the home folder, relative paths are relative to the file's folder."""
     if value == "~" or value.startswith("~/"):
-        return home / value[2:]
-    return document.path.absolute().parent / value
+        return (home_folder(env) / value[2:]).absolute()
+    return file.absolute().parent / value
+
+
+def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
+    """Return `table` with a resolved keyring, and with the user's name in paths and mounts."""
+    match table:
+        case DebianTable(keyring=keyring) if keyring:
+            return replace(table, keyring=str(_path(keyring, file, env)))
+        case jobs.PathsTable():
+            return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
+        case jobs.ContainerTable():
+            return replace(table, mounts=tuple(_with_user(mount, env) for mount in table.mounts))
+    return table
+
+
+def _with_user(text: str, env: Mapping[str, str]) -> str:
+    try:
+        return text.replace("{user}", env.get("USER") or getpass.getuser())
+    except (KeyError, OSError):  # for example a container's user without a name
+        return text.replace("{user}", str(os.getuid()))

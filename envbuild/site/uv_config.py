@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envbuild.site.pip_config import PipConfig, ca_bundle
@@ -11,28 +11,19 @@ from envbuild.site.pip_config import PipConfig, ca_bundle
 # uv's variables that are kept: they affect how uv works (speed, credentials, links, the location of its
 # Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
 # UV_PRERELEASE, UV_CONFIG_FILE, ...) could give two users different locks of one recipe.
-_KEPT = frozenset(
-    {
-        "UV_CREDENTIALS_DIR",
-        "UV_HTTP_RETRIES",
-        "UV_HTTP_TIMEOUT",
-        "UV_KEYRING_PROVIDER",
-        "UV_LINK_MODE",
-        "UV_NATIVE_TLS",
-        "UV_REQUEST_TIMEOUT",
-        "UV_SYSTEM_CERTS",
-    }
-)
+_KEPT = (
+    "UV_CREDENTIALS_DIR", "UV_HTTP_RETRIES", "UV_HTTP_TIMEOUT", "UV_KEYRING_PROVIDER", "UV_LINK_MODE",
+    "UV_NATIVE_TLS", "UV_REQUEST_TIMEOUT", "UV_SYSTEM_CERTS",
+)  # fmt: skip
 _KEPT_PREFIXES = ("UV_CONCURRENT_", "UV_PYTHON_")
 # The caller's active environment or module path must not affect the interpreter that uv inspects.
-_DROPPED = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME"})
+_DROPPED = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME")
 
 
-def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable[str] = ()) -> str:
+def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
     """Return the text of a uv.toml with a recipe's `indexes` followed by pip's.
 
-    Indexes in `unreachable` are left out. The text may hold credentials: write it to a file that only its owner
-    can read, never to a command line.
+    It may hold credentials: write it to a file that only its owner can read, never to a command line.
     """
     lines = [
         # pip takes the best version from all indexes together. uv's default stops at the first index that knows
@@ -47,9 +38,8 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str], *, unreachable: Iterable
     if pip.trusted_hosts:
         lines.append(f"allow-insecure-host = {_toml(list(pip.trusted_hosts))}")
     if not pip.no_index:
-        skipped = set(unreachable)
         for url in dict.fromkeys([*indexes, *pip.extra_index_urls]):
-            if url not in skipped and url != pip.index_url:
+            if url != pip.index_url:
                 lines += ["", "[[index]]", f"url = {_toml(url)}"]
         if pip.index_url is not None:
             lines += ["", "[[index]]", f"url = {_toml(pip.index_url)}", "default = true"]

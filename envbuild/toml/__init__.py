@@ -2,7 +2,7 @@
 
 `read` parses a file, `decode` turns it into an instance of a dataclass, `json_schema` describes that dataclass
 to editors. A field may be a str, bool, int, float, Literal, another dataclass, `tuple[X, ...]`, `dict[str, X]`
-or `X | None` (in TOML, the key is left out), and its `field(metadata=...)` may hold:
+or `X | None` (in TOML, the key is left out), and its `key(...)` or `field(metadata=...)` may hold:
 
     doc        meaning of the key           example      a valid value, for the schema
     pattern    regular expression           choices      the accepted values, or () -> them
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from envbuild.toml.decode import Problem, closest, decode, nearest
 from envbuild.toml.document import Document, read
+from envbuild.toml.keys import form, key
 from envbuild.toml.scanner import Keys
 from envbuild.toml.schema import json_schema
 
-__all__ = ["Document", "Keys", "Problem", "closest", "decode", "json_schema", "nearest", "read"]
+__all__ = ["Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "read"]

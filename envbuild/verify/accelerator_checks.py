@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from envbuild.artifacts.survey import Survey
-from envbuild.recipe.torch_build import accelerator_fault, builds_title, survey_builds
+from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.verify.model import Check, judge
 from envbuild.verify.subject import Subject
 

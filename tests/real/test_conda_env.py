@@ -92,7 +92,7 @@ class Lab:
     @property
     def environment(self) -> Environment:
         store = Store(self.store or self.folder / "store")
-        site = Site(store.root, (), ((URL, (self.mirror,)),))
+        site = Site(store=store.root, mirrors={URL: (self.mirror,)})
         return Environment({**os.environ, "NETRC": os.devnull}, site, self.pip, store)
 
     def build(self, plan: Plan, place: Path | None = None, offline: bool = False) -> State:

@@ -31,9 +31,8 @@ from ruamel.yaml import YAML
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.recipe.targets import host_arch
-from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import SchedulerTable
-from envbuild.site.kubernetes import KubernetesTable
+from envbuild.site.jobs import KubernetesTable, SchedulerTable
+from envbuild.site.settings import Site as JobSite
 
 NAME = "meet"
 PODS = (f"{NAME}-worker-0", f"{NAME}-worker-1")

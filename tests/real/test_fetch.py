@@ -205,7 +205,7 @@ def fetch(
     offline: bool = False,
 ) -> dict[WantedWheel, Path]:
     store = Store(folder)
-    site = site or Site(folder, ())
+    site = site or Site(store=folder)
     return locate_wheels(wanted, store, pip, site, indexes, offline=offline, env={}, default_index=no_default)
 
 
@@ -548,7 +548,7 @@ def test_a_mirror_is_asked_first_and_the_original_is_the_way_out(tmp_path: Path,
     both = index.add("both-1.0-py3-none-any.whl", b"both")
     mirror.add("both-1.0-py3-none-any.whl", b"both")
     only = index.add("only-1.0-py3-none-any.whl", b"only")
-    site = Site(tmp_path, (), ((index.url, (CLOSED, mirror.url)),))
+    site = Site(store=tmp_path, mirrors={index.url: (CLOSED, mirror.url)})
     pip = PipConfig(index_url=CLOSED, retries=0)
     assert fetch(tmp_path, pip, both, only, indexes=[index.url], site=site)
     assert mirror.asked("/files/both-1.0-py3-none-any.whl") and not index.asked("/simple/both/")
@@ -588,7 +588,7 @@ pip = PipConfig(index_url=index, retries=1, timeout_s=20.0)
 wanted = WantedWheel(name, version, frozenset({digest}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    found = locate_wheels([wanted], Store(Path(store)), pip, Site(Path(store), ()), [],
+    found = locate_wheels([wanted], Store(Path(store)), pip, Site(store=Path(store)), [],
                           offline=False, env={}, default_index=lambda: "")
 except EnvbuildError as error:
     sys.exit(f"{error.message}\\n{error.hint}")
@@ -718,12 +718,12 @@ def test_uv_resolves_by_the_rendered_settings(tmp_path: Path, serve: Callable[..
     (gamma.parent / "index.html").write_text(f'<a href="{gamma.name}#sha256={digest_of(gamma)}">{gamma.name}</a>')
     pip = PipConfig(
         index_url=private.with_user("me:secret"),
-        extra_index_urls=((tmp_path / "tree").as_uri(), CLOSED),
+        extra_index_urls=((tmp_path / "tree").as_uri(),),
         find_links=(str(tmp_path / "links"),),
     )
     settings = tmp_path / "uv.toml"
     settings.touch(0o600)
-    settings.write_text(uv_settings(pip, [recipe.url], unreachable=[CLOSED]))
+    settings.write_text(uv_settings(pip, [recipe.url]))
     (tmp_path / "in").write_text("alpha\n")
     from uv import find_uv_bin
 

@@ -72,7 +72,7 @@ def wanted(data: bytes) -> WantedWheel:
 
 
 def locate(root: Path, pip: PipConfig, *wheels: WantedWheel) -> dict[WantedWheel, Path]:
-    site = Site(root, ())
+    site = Site(store=root)
     return locate_wheels(wheels, Store(root), pip, site, [], offline=False, env={}, default_index=lambda: "x:")
 
 

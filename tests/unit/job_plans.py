@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.jobs.model import JobArtifact, JobPlan
-from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
 from envbuild.site.settings import FabricTable
+from envbuild.site.settings import Site as JobSite
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 DIGEST = f"sha256:{'ab' * 32}"

@@ -16,8 +16,8 @@ from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
-from envbuild.doctor import hardware
-from envbuild.doctor.model import Host
+from envbuild.doctor import machine
+from envbuild.doctor.probe import Host
 from envbuild.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
@@ -28,10 +28,9 @@ from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import make_plan
-from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_index
+from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_builds, torch_index
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.recipe.torch_build import torch_builds
 from envbuild.verify.network import visible_gpus
 from envbuild.verify.network_variables import plugin_variables
 from envbuild.verify.training_checks import _wrong_build
@@ -241,7 +240,7 @@ def test_gpus_are_the_nodes_of_the_kernel_that_have_compute_units(tmp_path: Path
     nodes = str(root / "sys/class/kfd/kfd/topology/nodes")
     assert amd_gpus(str(root / "dev/kfd"), nodes) == 2
     assert amd_gpus(str(root / "none"), nodes) == 0
-    (found,) = hardware.gpus(Host({"PATH": "/nowhere"}, root=root))
+    (found,) = machine.gpus(Host({"PATH": "/nowhere"}, root=root))
     assert (found.status, found.facts["gpus"]) == ("ok", ["AMD", "AMD"])
     for number in (128, 129):
         (root / f"dev/dri/renderD{number}").touch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.compat.judge import CompatFinding, applies, judge
+from envbuild.compat.judge import applies, judge
 from envbuild.compat.rows import (
+    CompatFinding,
     CompatRule,
     Driver,
     Libfabric,
@@ -22,14 +23,11 @@ from envbuild.compat.rows import (
     NcclPin,
     Plugin,
     Rccl,
-    Rows,
+    Release,
     TorchBuild,
     TorchRocm,
-    libfabric_row,
     load_rows,
-    nccl_pin,
-    nccl_row,
-    plugin_row,
+    row_of,
 )
 from envbuild.compat.stack import _FIELDS, EXACT, Stack
 from envbuild.compat.versions import key, matches, older
@@ -77,7 +75,7 @@ def refused(stack: Stack, subject: str, source: str) -> CompatFinding:
 
 
 def name_of(row: object) -> str:
-    return " ".join(str(getattr(row, one.name)) for one in fields(row)[:3])  # type: ignore[arg-type]
+    return " ".join(str(getattr(row, one.name)) for one in fields(row)[2:5])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", ROWS.drivers, ids=name_of)
@@ -132,7 +130,7 @@ def test_rccl(row: Rccl) -> None:
 def test_nccl_pin(row: NcclPin, origin: str) -> None:
     for cuda in row.cuda:
         torch = inside(row.torch)
-        assert nccl_pin(torch, cuda) == row.nccl == nccl_pin(f"{torch}+cu126", cuda)
+        assert ROWS.pin(torch, cuda) == row == ROWS.pin(f"{torch}+cu126", cuda)
         stack = replace(BARE, cuda=cuda, torch=torch, torch_origin="lock", nccl_origin=origin)
         for good in (row.nccl, f"{row.nccl}-1", "99.1"):
             assert statuses(replace(stack, nccl=good), "nccl", row.source) == ["good"]
@@ -148,10 +146,10 @@ def test_net_apis(row: Nccl | Plugin) -> None:
     mine = inside(row.versions)
     for apis, status in ((row.apis, "good"), ((99,), "bad")):
         if isinstance(row, Nccl):
-            other = Plugin(">=1", apis, ">=1", "libx.so", "made up", "2026-01-01")
+            other = Plugin(">=1", apis, ">=1", "libx.so", source="made up", date="2026-01-01")
             rows, stack = replace(ROWS, plugins=(other,)), replace(BARE, nccl=mine, plugin="1.0")
         else:
-            rows = replace(ROWS, nccl=(Nccl(">=1", apis, "made up", "2026-01-01"),))
+            rows = replace(ROWS, nccl=(Nccl(">=1", apis, source="made up", date="2026-01-01"),))
             stack = replace(BARE, nccl="1.0", plugin=mine)
         found = [one for one in judge(stack, rows) if one.subject == "plugin"]
         assert [one.status for one in found] == [status]
@@ -258,11 +256,11 @@ def test_every_row_says_who_says_so_and_when() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), [("nccl", nccl_row), ("aws-ofi-nccl", plugin_row), ("libfabric", libfabric_row)]
+    ("name", "rows"), [("nccl", ROWS.nccl), ("aws-ofi-nccl", ROWS.plugins), ("libfabric", ROWS.libfabric)]
 )
-def test_every_source_that_can_be_built_has_its_row(name: str, row: Callable[[Rows, str], object]) -> None:
+def test_every_source_that_can_be_built_has_its_row(name: str, rows: Sequence[Release]) -> None:
     versions = known_versions(name)
-    assert versions and not [version for version in versions if row(ROWS, version) is None]
+    assert versions and not [version for version in versions if row_of(rows, version) is None]
 
 
 def test_rows_of_one_thing_do_not_overlap() -> None:

@@ -141,7 +141,8 @@ def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
 def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     channel, mirror = "https://conda.example.org/c", tmp_path / "mirror"
     archive = CondaArchive(f"{channel}/noarch/x-1-0.conda", put(mirror / "noarch/x-1-0.conda", b"x"))
-    site = Site(tmp_path / "store", (), ((channel, ((tmp_path / "no").as_uri(), mirror.as_uri())),))
+    mirrors = {channel: ((tmp_path / "no").as_uri(), mirror.as_uri())}
+    site = Site(store=tmp_path / "store", mirrors=mirrors)
     store = Store(tmp_path / "store")
 
     def fetch() -> dict[CondaArchive, Path]:

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 
-from envbuild.doctor import batch, connectivity, fabric, hardware, host_names, kernel, launch_trials, storage
-from envbuild.doctor.artifacts import judge
-from envbuild.doctor.model import Host, HostFinding, HostProbe, Status
-from envbuild.doctor.probe import run_probe
-from envbuild.doctor.registry import CHECKS, this_host
-from envbuild.doctor.run import facts_of, run_checks
+from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage
+from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status, facts_of, run_checks, run_probe
+from envbuild.doctor.registry import CHECKS, judge, this_host
 from envbuild.errors import HostError
 from envbuild.image.squashfs.read import open_squashfs
 from envbuild.jobs.schedulers.base import Queue
@@ -105,11 +102,11 @@ def test_what_cannot_be_run_is_no_error(command: list[str]) -> None:
     assert code is None and why
 
 
-@pytest.mark.parametrize("compressor", launch_trials.COMPRESSORS)
+@pytest.mark.parametrize("compressor", kernel.COMPRESSORS)
 def test_tiny_images_are_squashfs(compressor: str) -> None:
-    data = launch_trials.tiny_image(compressor)
+    data = kernel.tiny_image(compressor)
     assert len(data) == 4096
-    assert int.from_bytes(data[20:22], "little") == launch_trials.COMPRESSORS[compressor]
+    assert int.from_bytes(data[20:22], "little") == kernel.COMPRESSORS[compressor]
     if compressor == "lzo":  # our own reader has none
         return
     image = open_squashfs(io.BytesIO(data), 0, "tiny")
@@ -121,9 +118,9 @@ def test_the_kernel_s_configuration_is_read_where_nothing_may_be_mounted(tmp_pat
 
     text = "CONFIG_SQUASHFS=m\nCONFIG_SQUASHFS_ZLIB=y\n# CONFIG_SQUASHFS_LZ4 is not set\nCONFIG_SQUASHFS_ZSTD=y\n"
     root = write(tmp_path, {f"boot/config-{platform.release()}": text})
-    (found,) = kernel._configured(host(root), "why")
+    found = kernel._configured(host(root), "why")
     assert found.facts["kernel"] == ["gzip", "zstd"]
-    (unknown,) = kernel._configured(host(tmp_path / "empty"), "why")
+    unknown = kernel._configured(host(tmp_path / "empty"), "why")
     assert unknown.status == "info"
 
 
@@ -191,7 +188,7 @@ def test_debian_s_hosts_entry_is_named(tmp_path: Path, text: str, status: str | 
     import socket
 
     name = socket.gethostname()
-    (found,) = host_names.own_name(host(write(tmp_path, {"etc/hosts": text.format(name=name)})))
+    (found,) = machine.own_name(host(write(tmp_path, {"etc/hosts": text.format(name=name)})))
     assert ("/etc/hosts gives" in found.what) == (status is not None)
     assert status is None or (found.status == status and name in found.hint)
 
@@ -246,7 +243,7 @@ def test_gpus_and_the_cuda_that_their_driver_runs(tmp_path: Path) -> None:
     ldconfig = "; ".join(f"printf '{cached.format(arch)}\n'" for arch in ("x86-64", "AArch64"))
     program(tmp_path / "bin", "ldconfig", ldconfig)
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
-    (found,) = hardware.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))
+    (found,) = machine.gpus(host(root, PATH=f"{folder}:/usr/bin:/bin"))
     assert found.status == "ok" and found.what.startswith("2 × NVIDIA GH200 120GB, driver 570.86.15 (CUDA 11, 12)")
     assert found.facts["cuda"] == ["11", "12"] and found.facts["libcuda"] == "/usr/lib/libcuda.so.1"
 
@@ -254,10 +251,10 @@ def test_gpus_and_the_cuda_that_their_driver_runs(tmp_path: Path) -> None:
 def test_a_driver_whose_tool_fails_is_told_with_its_words(tmp_path: Path) -> None:
     words = "NVIDIA-SMI has failed because it couldnt communicate with the NVIDIA driver."
     folder = program(tmp_path / "bin", "nvidia-smi", f"echo '{words}'; exit 9")
-    (found,) = hardware.gpus(host(tmp_path, PATH=f"{folder}:/usr/bin:/bin"))
+    (found,) = machine.gpus(host(tmp_path, PATH=f"{folder}:/usr/bin:/bin"))
     assert found.status == "warn" and words in found.what
     root = write(tmp_path, {"proc/driver/nvidia/version": VERSION})
-    (found,) = hardware.gpus(host(root, PATH="/usr/bin:/bin"))
+    (found,) = machine.gpus(host(root, PATH="/usr/bin:/bin"))
     assert found.status == "warn" and "--gpus all" in found.hint and "570.86.15" in found.what
 
 

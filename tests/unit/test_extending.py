@@ -13,7 +13,7 @@ import pytest
 
 from envbuild.artifacts import venv
 from envbuild.artifacts.state import FILE, State, read_state, state_of
-from envbuild.doctor.artifacts import judge
+from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
@@ -33,8 +33,9 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.schedulers import LAUNCHERS, TITLES
+from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import load_site
 from envbuild.verify.model import PASS, Check, Settings, Verdict
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -70,7 +71,7 @@ def environment(tmp_path: Path) -> Environment:
 
 def site_of(folder: Path, text: str) -> JobSite:
     (folder / "lab.toml").write_text(text)
-    return load_job_site(str(folder / "lab.toml"), {"HOME": str(folder), "USER": "ada"})
+    return load_site({"HOME": str(folder), "USER": "ada"}, str(folder / "lab.toml"))
 
 
 def built(

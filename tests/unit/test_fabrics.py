@@ -17,7 +17,7 @@ from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.doctor.fabric import adapters
-from envbuild.doctor.model import Host
+from envbuild.doctor.probe import Host
 from envbuild.errors import RecipeError, UsageError
 from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
 from envbuild.jobs.lint_kubernetes import lint_manifest

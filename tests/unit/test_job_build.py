@@ -22,8 +22,8 @@ from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
 from envbuild.jobs.model import JobRequest
 from envbuild.recipe.targets import ARCHES, host_arch
-from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
+from envbuild.site.settings import Site as JobSite
 
 GOLDEN = Path(__file__).parent / "data" / "builds"
 SITE = JobSite(

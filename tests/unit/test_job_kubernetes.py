@@ -33,9 +33,8 @@ from envbuild.jobs.kubernetes_pod import job_name, seconds
 from envbuild.jobs.kubernetes_yaml import dump
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
-from envbuild.site.job_site import JobSite
-from envbuild.site.jobs import NodeTable, SchedulerTable
-from envbuild.site.kubernetes import KubernetesTable
+from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
+from envbuild.site.settings import Site as JobSite
 
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 DIGEST = "sha256:" + "8e1884d0" * 8

@@ -20,15 +20,16 @@ from envbuild.jobs.model import JobArtifact, JobRequest
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.render import explained, render
-from envbuild.site.job_site import JobSite, load_job_site
 from envbuild.site.jobs import LAUNCHERS
+from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import load_site
 
 DIGEST = "sha256:" + "ab" * 32
 
 
 def _site(tmp_path: Path, text: str) -> JobSite:
     (tmp_path / "lab.toml").write_text(text)
-    return load_job_site(str(tmp_path / "lab.toml"), {"HOME": str(tmp_path), "USER": "ada"})
+    return load_site({"HOME": str(tmp_path), "USER": "ada"}, str(tmp_path / "lab.toml"))
 
 
 def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> JobInputs:
@@ -252,7 +253,7 @@ HERE = {
 
 @pytest.mark.parametrize("kind", HERE)
 def test_without_a_scheduler_the_command_for_this_host_is_said(tmp_path: Path, kind: str) -> None:
-    site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
+    site = load_site({"HOME": str(tmp_path), "USER": "ada"}, "local")
     error = no_scheduler_error(JobRequest(current=tmp_path), _opened(kind), site)
     assert error.message.startswith("site local names no scheduler")
     assert f"`{HERE[kind].format(tmp_path)}`" in (error.hint or "")
@@ -272,7 +273,7 @@ def test_the_command_for_this_host_is_what_the_job_would_run(
     tmp_path: Path, request_: JobRequest, target: str, words: str
 ) -> None:
     (tmp_path / "a b.py").write_text("")
-    site = load_job_site("local", {"HOME": str(tmp_path), "USER": "ada"})
+    site = load_site({"HOME": str(tmp_path), "USER": "ada"}, "local")
     error = no_scheduler_error(replace(request_, current=tmp_path), _opened(target=target), site)
     assert words.format(tmp_path) in (error.hint or "")
 

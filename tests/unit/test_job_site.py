@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.site import site_command
-from envbuild.doctor.model import HostFinding
+from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.site_check import check_site
 from envbuild.doctor.site_init import site_file
 from envbuild.doctor.site_rules import contradictions, duration
 from envbuild.errors import RecipeError, UsageError
 from envbuild.site.effective import EffectiveSetting, effective_settings
-from envbuild.site.job_site import JobSite, find_site, load_job_site
-from envbuild.site.settings import SiteFile
+from envbuild.site.settings import Site, SiteFile, find_site, load_site
 from envbuild.toml import Document, decode
 
 
@@ -30,9 +29,9 @@ def put(path: Path, text: str) -> Path:
     return path
 
 
-def load(tmp_path: Path, text: str, **env: str) -> JobSite:
+def load(tmp_path: Path, text: str, **env: str) -> Site:
     file = put(tmp_path / "one.toml", text)
-    return load_job_site(str(file), {"HOME": str(tmp_path), "USER": "ada", **env})
+    return load_site({"HOME": str(tmp_path), "USER": "ada", **env}, str(file))
 
 
 def rules(tmp_path: Path, text: str) -> list[HostFinding]:
@@ -68,7 +67,7 @@ def test_the_user_s_tables_replace_the_system_s_and_origins_follow(tmp_path: Pat
     )
     own = put(tmp_path / "home/.config/envbuild/site.toml", '[scheduler]\nkind = "pbs"\n[environment]\nB = "2"\n')
     env = {"HOME": str(tmp_path / "home")}
-    site = load_job_site(None, env, etc=tmp_path / "etc")
+    site = load_site(env, etc=tmp_path / "etc")
     assert (site.scheduler.kind, site.scheduler.partition, site.node.gpus) == ("pbs", "", 4)
     assert dict(site.environment) == {"A": "1", "B": "2"}
     assert site.origin("scheduler", "kind") == f"[scheduler] kind of {own}"
@@ -76,7 +75,7 @@ def test_the_user_s_tables_replace_the_system_s_and_origins_follow(tmp_path: Pat
     assert site.origin("node", "gpus") == f"[node] gpus of {etc}"
     assert site.origin("environment", "B").endswith(str(own))
     chosen = put(tmp_path / "chosen.toml", "[node]\ngpus = 1\n")
-    site = load_job_site(None, {**env, "ENVBUILD_SITE": str(chosen)}, etc=tmp_path / "etc")
+    site = load_site({**env, "ENVBUILD_SITE": str(chosen)}, etc=tmp_path / "etc")
     assert (site.scheduler.kind, site.node.gpus, site.files) == ("none", 1, (chosen,))
 
 

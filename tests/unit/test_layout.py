@@ -13,7 +13,7 @@ import termios
 import pytest
 
 from envbuild.cli import doctor, layout
-from envbuild.doctor.artifacts import StepVerdict
+from envbuild.doctor.registry import StepVerdict
 
 LONG = StepVerdict("warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5)
 

@@ -18,9 +18,9 @@ from envbuild.layers.compose import WheelFile
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.nccl import check_override, nccl_override
+from envbuild.recipe.accelerators import torch_builds
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target
-from envbuild.recipe.torch_build import torch_builds
 from envbuild.verify.accelerator_checks import check_accelerator as check_artifact
 
 

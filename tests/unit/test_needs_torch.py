@@ -21,9 +21,8 @@ from envbuild.lock.conda_format import render as render_conda
 from envbuild.lock.format import Lock, LockedPackage, render
 from envbuild.plan.plan import Plan
 from envbuild.recipe.find import shipped_folder
-from envbuild.recipe.image import ImageTable
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.model import VerifyTable
+from envbuild.recipe.model import ImageTable, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.verify.needs_torch import check_built_torch
 

@@ -14,7 +14,7 @@ from unit.job_plans import PLAN, Stage, executable, recorder
 
 from envbuild.cli.job import job_command
 from envbuild.doctor import batch
-from envbuild.doctor.model import Host
+from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
 from envbuild.jobs.lint import lint
 from envbuild.jobs.lint_script import read_script
@@ -24,9 +24,9 @@ from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import minutes
 from envbuild.jobs.submit import default_script, submit
-from envbuild.site.job_site import JobSite
 from envbuild.site.jobs import NodeTable, SchedulerTable
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
+from envbuild.site.settings import Site as JobSite
 
 TOP = Path(__file__).parents[2]
 

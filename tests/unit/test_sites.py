@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from envbuild.cli.site import site_command
 from envbuild.doctor.site_rules import contradictions
-from envbuild.site.job_site import load_job_site, shipped_sites
-from envbuild.site.settings import SiteFile
+from envbuild.files import shipped
+from envbuild.site.settings import SiteFile, load_site
 
 TOP = Path(__file__).parents[2]
 SHIPPED = sorted((TOP / "sites").glob("*.toml"))
@@ -42,7 +42,7 @@ def test_a_shipped_site_is_right(file: Path) -> None:
     jsonschema.validate(tomllib.loads(text), json.loads(SCHEMA.read_text()))
     named = re.match(r"#:schema (\S+)\n# \S", text)
     assert named and (file.parent / named[1]).resolve() == SCHEMA
-    site = load_job_site(file.stem, ENV)
+    site = load_site(ENV, file.stem)
     assert site.name == file.stem
     assert list(contradictions(site)) == []
     assert file.stem == "local" or re.search(r"Never run on", text), "say what hardware it was run on"
@@ -51,7 +51,7 @@ def test_a_shipped_site_is_right(file: Path) -> None:
 def test_the_example_of_the_page_is_a_right_site(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "example.toml").write_text(block)
-    site = load_job_site(str(tmp_path / "example.toml"), ENV)
+    site = load_site(ENV, str(tmp_path / "example.toml"))
     assert list(contradictions(site)) == []
     assert site.container.mounts == ("/scratch", "/data:/data")
 
@@ -66,7 +66,7 @@ def test_what_a_shipped_site_offers_in_comments_can_be_switched_on(file: Path, t
     data = tomllib.loads(on)
     jsonschema.validate(data, json.loads(SCHEMA.read_text()))
     (tmp_path / "on.toml").write_text(on)
-    found = contradictions(load_job_site(str(tmp_path / "on.toml"), ENV))
+    found = contradictions(load_site(ENV, str(tmp_path / "on.toml")))
     assert [one for one in found if one.status == "fail"] == []
 
 
@@ -74,7 +74,7 @@ def test_huge_pages_without_cpus_or_memory_are_a_fault_of_the_site(tmp_path: Pat
     text = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\nresources = {"hugepages-2Mi" = "1Gi"}\n'
     for more, count in (("", 1), ('[node]\nmemory = "8G"\n', 0)):
         (tmp_path / "pages.toml").write_text(text + more)
-        found = list(contradictions(load_job_site(str(tmp_path / "pages.toml"), ENV)))
+        found = list(contradictions(load_site(ENV, str(tmp_path / "pages.toml"))))
         assert [one.status for one in found] == ["fail"] * count
 
 
@@ -83,7 +83,7 @@ def test_the_shipped_sites_are_those_of_the_guides() -> None:
         "aws-eks", "aws-parallelcluster", "local", "pbs-gh200", "slurm-modules",
     }  # fmt: skip
     eks, aws, pbs, modules = (
-        load_job_site(name, ENV) for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
+        load_site(ENV, name) for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
     )
     assert (eks.scheduler.kind, eks.kubernetes.claim, eks.kubernetes.mount) == ("kubernetes", "fsx-pv", "/fsx")
     assert (aws.scheduler.kind, aws.container.runtime, aws.container.mounts) == ("slurm", "pyxis", ("/fsx:/fsx",))
@@ -98,7 +98,7 @@ def test_the_shipped_sites_are_those_of_the_guides() -> None:
 def test_they_are_bundled_and_listed() -> None:
     bundled = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert bundled["force-include"]["sites"] == "envbuild/_bundled/sites"
-    assert shipped_sites() == TOP / "sites"
+    assert shipped("sites") == TOP / "sites"
     listed = json.loads(CliRunner().invoke(site_command, ["list", "--json"]).output)["sites"]
     assert {file.stem for file in SHIPPED} <= {row["name"] for row in listed}
 

@@ -57,7 +57,7 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
         extra_index_urls=("file:///tree", "https://recipe"),
         find_links=("https://links", str(tmp_path / "folder"), (tmp_path / "folder").as_uri()),
     )
-    site = Site(tmp_path, (), (("https://recipe", ("https://mirror",)),))
+    site = Site(store=tmp_path, mirrors={"https://recipe": ("https://mirror",)})
 
     def urls(pip: PipConfig, offline: bool = False) -> list[str]:
         found = remote_sources(pip, site, ["https://recipe"], offline, lambda: "https://default")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.toml import Document, decode, json_schema, read
+from envbuild.toml import Document, decode, form, json_schema, key, read
 
 # --- positions -----------------------------------------------------------------------------------
 
@@ -337,6 +337,21 @@ def test_pattern_is_of_the_whole_value() -> None:
 def test_check_of_the_whole_joins_the_others_in_order() -> None:
     found = complaints("gears = [0]\n" + GOOD + "weight = 'x'\n", check=lambda document: [(("name",), "is taken")])
     assert [line.split(": ")[0] for line in found] == ["b.toml:1:10", "b.toml:2:1", "b.toml:4:1"]
+
+
+def test_keys_with_defaults_and_forms_of_values() -> None:
+    @dataclass(frozen=True)
+    class Rack:
+        names: dict[str, str] = key({}, "Names.", key_check=form("[a-z]+", "is no name"))
+        bags: tuple[str, ...] = key((), "Bags.", pattern="^[a-z]*$", min_items=1)
+
+    first, second = Rack(), Rack()
+    assert first == second and first.names is not second.names
+    with pytest.raises(RecipeError) as caught:
+        decode(Document(Path("r.toml"), text := "bags = []\n[names]\nA = 'x'\n", tomllib.loads(text)), Rack)
+    assert caught.value.message.splitlines() == [
+        "r.toml:1:1: 'bags': expected at least 1, got 0", "r.toml:3:1: 'A' in [names]: 'A' is no name",
+    ]  # fmt: skip
 
 
 def test_another_error_class(tmp_path: Path) -> None:
