@@ -1,4 +1,4 @@
-"""HTTP client for indexes, archives, channels and registries: single requests, and readable errors.
+"""HTTP client for indexes, archives, channels and registries: settings, single requests, and readable errors.
 
 No message holds credentials. The client uses requests, which reads netrc, proxies and certificates as pip does.
 Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's retries cannot resume a download.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
-from envbuild.cache.transport import Transport
-from envbuild.site.pip_config import redact
+from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:
     import requests
@@ -23,6 +22,53 @@ if TYPE_CHECKING:
 BLOCK = 1 << 18
 # Bodies up to this size are read at once, so that the connection can serve the next request.
 _SMALL = 1 << 16
+_TIMEOUT_S = 15.0
+_RETRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Settings of connections, from the site's settings and pip's.
+
+    `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or
+    without port) whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies`
+    override those of the environment. `timeout_s` limits the time to connect and the time between two reads.
+    `retries` counts attempts that deliver no new data.
+    """
+
+    verify: bool | str = True
+    proxies: dict[str, str] | None = field(default=None, repr=False)
+    client_cert: str | None = None
+    timeout_s: float = _TIMEOUT_S
+    retries: int = _RETRIES
+    insecure: frozenset[str] = frozenset()
+    unverified: frozenset[str] = frozenset()
+
+    def is_insecure(self, netloc: str) -> bool:
+        """Return whether the site allows plain HTTP to this host."""
+        return _listed(netloc, self.insecure)
+
+    def verify_of(self, url: str) -> bool | str:
+        """Return requests' `verify` setting for the server of `url`."""
+        if not _listed(urlsplit(url).netloc, self.unverified):
+            return self.verify
+        import urllib3
+
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        return False
+
+
+def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()) -> Transport:
+    """Return the transport that pip's configuration and the environment describe."""
+    return Transport(
+        verify=ca_bundle(pip, env) or True,
+        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
+        client_cert=pip.client_cert,
+        timeout_s=pip.timeout_s or _TIMEOUT_S,
+        retries=_RETRIES if pip.retries is None else pip.retries,
+        insecure=insecure,
+        unverified=frozenset(pip.trusted_hosts),
+    )
 
 
 class Body(Protocol):
@@ -71,7 +117,7 @@ class HttpClient:
             raise RequestFailed("it names an address that is neither http nor https")
         if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
             raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
-        answered = False
+        response = None
         try:
             response = self._opened().request(
                 method,
@@ -86,12 +132,11 @@ class HttpClient:
                 cert=self.transport.client_cert if own else None,
                 proxies=self._proxies(url),
             )
-            answered = True
             if _is_small(response):
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
             transient = _passing(error, parts.netloc in self._alive)
-            raise RequestFailed(reason_of(error), transient=transient, answered=answered) from None
+            raise RequestFailed(reason_of(error), transient=transient, answered=response is not None) from None
         self._alive.add(parts.netloc)
         return response
 
@@ -102,8 +147,7 @@ class HttpClient:
 
     def _opened(self) -> requests.Session:
         with self._lock:
-            if self._session is None:
-                self._session = _new_session(self.transport, self.as_pip)
+            self._session = self._session or _new_session(self.transport, self.as_pip)
             return self._session
 
     def _proxies(self, url: str) -> dict[str, str] | None:
@@ -178,14 +222,12 @@ def read_all(response: requests.Response, limit: int, stop: threading.Event) -> 
 
 def failure(response: requests.Response, advice: str = "") -> RequestFailed:
     """Return the error for a response with an error status, with `advice` for errors of authorization (401, 403)."""
-    code = response.status_code
-    text = f"HTTP {code} {response.reason or ''}".strip()
-    if said := _said(response):
-        text += f": {said}"
+    code, said = response.status_code, _said(response)
+    text = f"HTTP {code} {response.reason or ''}".strip() + (f": {said}" if said else "")
     if code in (401, 403):
         text += advice
-    wait = retry_after(response.headers.get("Retry-After"))
     kind = NotFound if code in (404, 410) else RequestFailed
+    wait = retry_after(response.headers.get("Retry-After"))
     return kind(text, status=code, transient=code in TRANSIENT, wait_s=wait)
 
 
@@ -208,21 +250,15 @@ def origin(url: str) -> tuple[str, str, int]:
 def reason_of(error: BaseException) -> str:
     """Return the innermost cause of a requests error, in one line."""
     cause = error
-    while isinstance(
-        inner := getattr(cause, "reason", None) or cause.__context__, BaseException
-    ):  # fmt: skip
+    while isinstance(inner := getattr(cause, "reason", None) or cause.__context__, BaseException):
         cause = inner
-    text = str(cause).partition("\n")[0] or type(cause).__name__
-    return redact(text)
+    return redact(str(cause).partition("\n")[0] or type(cause).__name__)
 
 
 def _is_small(response: requests.Response) -> bool:
     length = response.headers.get("Content-Length", "")
-    return (
-        response.status_code == 204
-        or (length.isdecimal() and int(length) <= _SMALL)
-        or (response.request.method == "HEAD")
-    )
+    short = length.isdecimal() and int(length) <= _SMALL
+    return short or response.status_code == 204 or response.request.method == "HEAD"
 
 
 def _passing(error: BaseException, alive: bool) -> bool:
@@ -249,5 +285,10 @@ def _said(response: requests.Response) -> str:
             parts.append(first["detail"])
     except (RequestFailed, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    text = " ".join(": ".join(map(str, parts)).split())[:300]
-    return redact(text)
+    return redact(" ".join(": ".join(map(str, parts)).split())[:300])
+
+
+def _listed(netloc: str, hosts: Iterable[str]) -> bool:
+    netloc = netloc.rpartition("@")[2].lower()
+    hostname = (urlsplit(f"//{netloc}").hostname or "") if netloc else ""
+    return any(host.lower() in (netloc, hostname, f"[{hostname}]") for host in hosts)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.recipe.targets import Target
-
-_PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class CondaPackage:
     md5: str
     sha256: str
     depends: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> list[str]:
+        """Names of the packages that it depends on."""
+        return [spec.partition(" ")[0] for spec in self.depends]
 
     @property
     def file_name(self) -> str:
@@ -62,39 +69,23 @@ class CondaLock:
     @property
     def digest(self) -> str:
         """sha256 of the packages to install, independent of the file's layout and of their source."""
-        content = [
-            self.target,
-            [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages],
-            self.pip.digest,
-        ]
+        packages = [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages]
+        content = [self.target, packages, self.pip.digest]
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
-    def python_version(self) -> str:
-        """Exact version of Python."""
-        return next(p.version for p in self.packages if p.name == "python")
+    def versions(self) -> dict[str, str]:
+        """Version of each package by its name; a conda package overrides pip's of the same name."""
+        return self.pip.versions | {package.name: package.version for package in self.packages}
 
 
 def conda_platform(target: Target) -> str:
     """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
-    return _PLATFORMS[target.arch]
+    return {"x86_64": "linux-64", "aarch64": "linux-aarch64"}[target.arch]
 
 
-def conda_lock_name(target: Target) -> str:
-    """Return the name of the file, beside the recipe, with the conda packages of all targets of one accelerator.
-
-    conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
-    requires the suffix `conda-lock.yml`.
-    """
-    return f"{target.accelerator}.conda-lock.yml"
-
-
-def pip_lock_name(target: Target) -> str:
-    """Return the name of the file, beside the recipe, with the packages that pip adds to `target`'s conda packages."""
-    return f"{target.name}.conda.requirements.txt"
-
-
-def no_pip(recipe: str, target: str, python: str, platform: str, recipe_digest: str) -> Lock:
-    """Return an empty pip lock, for a recipe without pip requirements."""
-    packages: tuple[LockedPackage, ...] = ()
-    return Lock(recipe, target, python, platform, recipe_digest, packages)
+@functools.cache
+def conda_data() -> dict[str, Any]:
+    """Return the contents of data/conda.toml."""
+    text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)

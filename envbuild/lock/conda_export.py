@@ -12,7 +12,7 @@ from typing import Any
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
 from envbuild.lock.conda_format import CondaPart, render
-from envbuild.lock.export import without_credentials
+from envbuild.lock.format import without_credentials
 from envbuild.names import normalise
 from envbuild.recipe.targets import Target
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
 from envbuild.lock.conda_yaml import load, package_line
-from envbuild.lock.state import read_lock_file
+from envbuild.lock.lifecycle import read_lock_file
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"

@@ -21,8 +21,7 @@ from envbuild.lock.conda import CondaLock, CondaPackage, conda_lock_name, no_pip
 from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_format import CondaPart, part_of, read, render
 from envbuild.lock.format import Lock, changes
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
-from envbuild.lock.state import package_changes, write_lock_file
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, write_lock_file
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target

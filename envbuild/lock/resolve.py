@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
-from envbuild.lock.nccl import check_override, free_of, nccl_override
-from envbuild.lock.offers import Offers, tag_set
-from envbuild.lock.skipped import skipped_releases, warnings_of
-from envbuild.lock.unresolved import FailedResolution, without_wheel
-from envbuild.lock.uv_compile import UvCompile
+from envbuild.lock.offers import Offers, skipped_releases, tag_set, warnings_of
+from envbuild.lock.uv_compile import FailedResolution, UvCompile, without_wheel
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -51,30 +51,6 @@ class ResolveRequest:
 
 
 def resolve(
-    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Lock | None = None, offline: bool = False
-) -> Resolution:
-    """Resolve `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
-
-    Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no
-    fitting wheel with a sha256, when the result is for another accelerator than the target's, or when
-    [layers.nccl] cannot replace torch's NCCL.
-    """
-    table = recipe.recipe.targets[target.name]
-    wanted = ResolveRequest(
-        (*recipe.recipe.requirements, *table.requirements), recipe.recipe.constraints, recipe.resolution_digest(target)
-    )
-    override = nccl_override(recipe, target)
-    if override is not None:
-        # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
-        before = free_of(keep, target)
-        pinned = resolve_wanted(wanted, recipe, target, environment, keep=before, offline=offline)
-        check_override(recipe, target, pinned.lock)
-        wanted = replace(wanted, overrides=(override,))
-        keep = free_of(pinned.lock, target)
-    return resolve_wanted(wanted, recipe, target, environment, keep=keep, offline=offline)
-
-
-def resolve_wanted(
     wanted: ResolveRequest,
     recipe: LoadedRecipe,
     target: Target,
@@ -83,7 +59,11 @@ def resolve_wanted(
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolution:
-    """Resolve `wanted` for `target` as `resolve` does, with the target's indexes."""
+    """Resolve `wanted` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
+
+    Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no
+    fitting wheel with a sha256, or when the result is for another accelerator than the target's.
+    """
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, notes = _reachable(table.indexes, environment, offline)
@@ -98,7 +78,7 @@ def resolve_wanted(
             done = uv.run(wanted.requirements, pins, preferred)
             if done.returncode == 0:
                 break
-        if done.returncode != 0:
+        else:
             failed = FailedResolution(
                 python, platform, offers, f"{recipe.recipe.name} --target {target.name}",
                 wanted.requirements, table.requirements, bool(notes), offline,
@@ -109,27 +89,16 @@ def resolve_wanted(
                 failed.hint(done.stderr),
             )
         text = uv.pylock.read_text(encoding="utf-8")
-        resolved = tomllib.loads(text)
-        resolved["packages"] = [
-            package for package in resolved.get("packages", [])
-            if normalise(package["name"]) not in wanted.provided
-        ]  # fmt: skip
+        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in wanted.provided]
         skipped = skipped_releases(
-            wanted.requirements, wanted.constraints,
-            {normalise(package["name"]): package["version"] for package in resolved["packages"]},
+            wanted.requirements, wanted.constraints, {normalise(row["name"]): row["version"] for row in rows},
             offers, python, platform, lambda line: without_wheel(uv.run([line]).stderr),
         )  # fmt: skip
-    files = list(_fitting_files(resolved, python, platform, str(recipe.path)))
-    lock = Lock(
-        recipe=recipe.recipe.name,
-        target=target.name,
-        python=python,
-        platform=platform,
-        recipe_digest=wanted.digest,
-        packages=tuple(files),
-        warnings=warnings_of(skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}"),
-    )
-    check_accelerator(target, lock.packages, str(recipe.path))
+    rows.sort(key=lambda row: str(row["name"]))
+    packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
+    warnings = warnings_of(skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}")
+    check_accelerator(target, packages, str(recipe.path))
+    lock = Lock(recipe.recipe.name, target.name, python, platform, wanted.digest, packages, warnings)
     return Resolution(lock, text, tuple(notes))
 
 
@@ -156,8 +125,7 @@ def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) 
     """
     if offline:
         return [], [f"offline: {index} was not asked" for index in indexes]
-    answering: list[str] = []
-    notes: list[str] = []
+    answering, notes = list[str](), list[str]()
     for index in indexes:
         refusals: list[str] = []
         for candidate in environment.site.mirrored(index):
@@ -182,35 +150,25 @@ def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackag
     return [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), ([], ())]
 
 
-def _fitting_files(pylock: Mapping[str, Any], python: str, platform: str, source: str) -> Iterator[LockedPackage]:
-    """Yield each package of a PEP 751 file with the hashes of the wheels that install on the target.
+def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
+    """Return a package of a PEP 751 file with the hashes of the wheels that install on the target.
 
-    Raises LockError for a package without such a wheel.
+    Raises LockError without such a wheel.
     """
     from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-    tags = tag_set(python, platform)
-    for package in sorted(pylock.get("packages", []), key=lambda entry: str(entry["name"])):
-        hashes: set[str] = set()
-        for wheel in package.get("wheels", []):
-            file_name = str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rsplit("/", 1)[-1]
-            try:
-                fits = bool(parse_wheel_filename(_unquote(file_name))[3] & tags)
-            except InvalidWheelFilename:
-                fits = False
+    hashes: set[str] = set()
+    for wheel in row.get("wheels", []):
+        file_name = unquote(str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rpartition("/")[2])
+        with contextlib.suppress(InvalidWheelFilename):
+            fits = parse_wheel_filename(re.split("[#?]", file_name)[0])[3] & tag_set(python, platform)
             digest = wheel.get("hashes", {}).get("sha256")
             if fits and digest:
                 hashes.add(str(digest))
-        if not hashes:
-            raise LockError(
-                f"{source}: {package['name']}=={package.get('version', '?')} has no wheel with a sha256"
-                f" for python {python} on {platform}",
-                "pin a version that publishes such a wheel, or serve one from your index or find-links",
-            )
-        yield LockedPackage(normalise(package["name"]), str(package["version"]), tuple(sorted(hashes)))
-
-
-def _unquote(name: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(name).split("#", 1)[0].split("?", 1)[0]
+    if not hashes:
+        raise LockError(
+            f"{source}: {row['name']}=={row.get('version', '?')} has no wheel with a sha256"
+            f" for python {python} on {platform}",
+            "pin a version that publishes such a wheel, or serve one from your index or find-links",
+        )
+    return LockedPackage(normalise(row["name"]), str(row["version"]), tuple(sorted(hashes)))
