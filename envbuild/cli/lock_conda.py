@@ -54,14 +54,14 @@ def upgrades_of_wheels(loaded: LoadedRecipe, target: Target, old: Lock | None, n
 
     if not has_conda(loaded) or not names:
         return list(names)
-    from envbuild.lock.conda_kind import conda_lock, knows
+    from envbuild.lock.conda_kind import conda_lock
     from envbuild.names import normalise
 
     conda = conda_lock(loaded, target).inspect().lock
     wheels = {package.name for package in old.packages} if old else set()
     return [
         name for name in names
-        if normalise(name) in wheels or conda is None or not knows(conda, name)
+        if normalise(name) in wheels or conda is None or not conda.knows(name)
     ]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def lock_conda(loaded: LoadedRecipe, target: Target, environment: Environment, w
 
     Raises LockError when it cannot be made.
     """
-    from envbuild.lock.conda_kind import conda_lock, knows
+    from envbuild.lock.conda_kind import conda_lock
     from envbuild.lock.lifecycle import update
     from envbuild.locks import has_wheels
 
@@ -79,7 +79,7 @@ def lock_conda(loaded: LoadedRecipe, target: Target, environment: Environment, w
     upgrade = work.upgrade
     if upgrade and state.lock is not None and work.with_wheels and has_wheels(loaded, target):
         # The wheel lock takes the other names.
-        upgrade = [name for name in upgrade if knows(state.lock, name)]
+        upgrade = [name for name in upgrade if state.lock.knows(name)]
     lock = state.lock if state.fault is None else None
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
     if due:

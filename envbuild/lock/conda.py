@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
+from urllib.parse import unquote
 
 from envbuild.lock.format import Lock
+from envbuild.names import normalise
 from envbuild.recipe.targets import Target
+
+# A version, build or platform.
+WORD = re.compile(r"[^\s/#\"'\\]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,10 @@ class CondaLock:
         """Version of each package by its name; a conda package overrides pip's of the same name."""
         return self.pip.versions | {package.name: package.version for package in self.packages}
 
+    def knows(self, name: str) -> bool:
+        """Return whether `name` is a package of the lock, conda's or pip's."""
+        return not self.versions.keys().isdisjoint((name.lower(), normalise(name)))
+
 
 def conda_platform(target: Target) -> str:
     """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
@@ -87,5 +97,42 @@ def conda_platform(target: Target) -> str:
 @functools.cache
 def conda_data() -> dict[str, Any]:
     """Return the contents of data/conda.toml."""
+    from importlib import resources
+
     text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
+
+
+def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
+    """Return match specs in the form that the format can hold: one per name, sorted by name.
+
+    The versions of several specs for one name are joined; a spec that names a build is the most specific one and is
+    kept alone.
+    """
+    found: dict[str, str] = {}
+    for spec in specs:
+        name, _, rest = spec.strip().partition(" ")
+        name, rest = name.lower(), " ".join(rest.split())
+        before = found.get(name, "")
+        if " " in before or not rest or rest == before:
+            rest = before
+        elif before and " " not in rest and rest != "*" and before != "*":
+            rest = f"{before},{rest}"
+        found[name] = rest
+    return tuple(f"{name} {found[name]}".strip() for name in sorted(found))
+
+
+def file_parts(url: str, name: str, version: str) -> tuple[str, str]:
+    """Return (subdir, build) from a package file's URL, .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2.
+
+    Raises ValueError when the URL does not belong to `name` `version`.
+    """
+    folder, _, file = unquote(url).rpartition("/")
+    subdir = folder.rpartition("/")[2]
+    stem = file.removesuffix(".conda").removesuffix(".tar.bz2")
+    parts = stem.rsplit("-", 2)
+    if stem == file or len(parts) != 3 or (parts[0].lower(), parts[1]) != (name, version):
+        raise ValueError(f"the URL of {name} is not that of {name} {version}")
+    if not WORD.fullmatch(parts[2]):
+        raise ValueError(f"the URL of {name} names no build")
+    return subdir, parts[2]

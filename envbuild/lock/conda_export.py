@@ -11,7 +11,7 @@ from typing import Any
 
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
-from envbuild.lock.conda_format import CondaPart, render
+from envbuild.lock.conda_format import CondaPart, entry, render
 from envbuild.lock.format import without_credentials
 from envbuild.names import normalise
 from envbuild.recipe.targets import Target
@@ -36,58 +36,42 @@ def pip_files(lock: CondaLock, pylock: str) -> tuple[PipFile, ...]:
     listed = {normalise(row["name"]): row for row in tomllib.loads(pylock).get("packages", [])}
     files = []
     for package in lock.pip.packages:
-        wheels = sorted(
-            (wheel for wheel in listed.get(package.name, {}).get("wheels", [])
-             if wheel.get("hashes", {}).get("sha256") in package.hashes),
-            key=lambda wheel: ("none-any" in _address(wheel), _address(wheel)),
-        )  # fmt: skip
+        wheels = [
+            (_address(wheel), wheel["hashes"]["sha256"])
+            for wheel in listed.get(package.name, {}).get("wheels", [])
+            if wheel.get("hashes", {}).get("sha256") in package.hashes
+        ]
         if not wheels:
             raise LockError(f"{package.name}=={package.version}: its resolution names no wheel")
-        wheel = wheels[0]
-        files.append(PipFile(package.name, package.version, _address(wheel), wheel["hashes"]["sha256"]))
+        url, sha256 = min(wheels, key=lambda wheel: ("none-any" in wheel[0], wheel[0]))
+        files.append(PipFile(package.name, package.version, url, sha256))
     return tuple(files)
 
 
 def _address(wheel: Mapping[str, Any]) -> str:
-    url = wheel.get("url")
-    if url is None:
-        url = Path(str(wheel.get("path"))).absolute().as_uri()
-    return without_credentials(str(url))
+    return without_credentials(wheel.get("url") or Path(str(wheel.get("path"))).absolute().as_uri())
 
 
 def conda_lock_text(parts: Sequence[CondaPart], pip: Mapping[str, Sequence[PipFile]]) -> str:
-    """Return the text of conda-lock.yml with all packages.
-
-    `pip` maps a target to its wheels, which conda-lock lists with `manager: pip`.
-    """
-    lines = []
-    for part in parts:
-        for file in pip.get(part.target, ()):
-            lines += [
-                f"- name: {_text(file.name)}",
-                f"  version: {_text(file.version)}",
-                '  manager: "pip"',
-                f"  platform: {_text(conda_platform(Target.parse(part.target)))}",
-                "  dependencies: {}",
-                f"  url: {_text(file.url)}",
-                "  hash:",
-                f"    sha256: {_text(file.sha256)}",
-                '  category: "main"',
-                "  optional: false",
-            ]
+    """Return the text of conda-lock.yml with all packages; `pip` maps a target to its wheels."""
+    files = [(part.platform, file) for part in parts for file in pip.get(part.target, ())]
+    lines = [
+        line
+        for platform, file in files
+        for line in entry(file.name, file.version, "pip", platform, (), file.url, {"sha256": file.sha256})
+    ]
     return render(parts) + "".join(f"{line}\n" for line in lines)
 
 
 def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
     """Return environment.yml (conda's documentation, "Managing environments") with exact versions and builds."""
-    lines = [f"name: {_text(lock.recipe)}", "channels:"]
-    lines += [f"- {_text(channel)}" for channel in channels]
-    lines += ["- nodefaults", "dependencies:"]
-    lines += [f"- {_text(f'{p.name}={p.version}={p.build}')}" for p in lock.packages]
+    names = [f"{p.name}={p.version}={p.build}" for p in lock.packages]
+    if lock.pip.packages and not any(p.name == "pip" for p in lock.packages):
+        names.append("pip")
+    lines = [f"name: {json.dumps(lock.recipe)}", "channels:", *(f"- {json.dumps(channel)}" for channel in channels)]
+    lines += ["- nodefaults", "dependencies:", *(f"- {json.dumps(name)}" for name in names)]
     if lock.pip.packages:
-        lines += ['- "pip"'] if not any(p.name == "pip" for p in lock.packages) else []
-        lines.append("- pip:")
-        lines += [f"  - {_text(f'{p.name}=={p.version}')}" for p in lock.pip.packages]
+        lines += ["- pip:", *(f"  - {json.dumps(f'{p.name}=={p.version}')}" for p in lock.pip.packages)]
     return "\n".join(lines) + "\n"
 
 
@@ -102,32 +86,27 @@ def explicit_text(lock: CondaLock) -> str:
         "@EXPLICIT",
     ]
     lines += [f"{package.url}#{package.md5}" for package in topological_order(lock.packages)]
-    for added in lock.pip.packages:
-        lines.append(f"# pip {added.name}=={added.version} --hash=sha256:{added.hashes[0]}")
+    lines += [f"# pip {added.name}=={added.version} --hash=sha256:{added.hashes[0]}" for added in lock.pip.packages]
     return "\n".join(lines) + "\n"
 
 
 def topological_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
     """Return `packages`, each after its dependencies; a dependency cycle is broken at an arbitrary package."""
     by_name = {package.name: package for package in packages}
-    done: dict[str, CondaPackage] = {}
-    for first in packages:
-        open_names = [(first.name, iter(_needs(first)))]
-        seen = {first.name}
-        while open_names:
-            name, needs = open_names[-1]
-            following = next((n for n in needs if n in by_name and n not in done and n not in seen), None)
-            if following is None:
-                done.setdefault(name, by_name[name])
-                open_names.pop()
-            else:
-                seen.add(following)
-                open_names.append((following, iter(_needs(by_name[following]))))
-    return list(done.values())
+    seen: set[str] = set()
+    ordered: list[CondaPackage] = []
 
+    def visit(package: CondaPackage) -> None:
+        if package.name not in seen:
+            seen.add(package.name)
+            for name in package.needs:
+                if name in by_name:
+                    visit(by_name[name])
+            ordered.append(package)
 
-def _needs(package: CondaPackage) -> list[str]:
-    return [spec.partition(" ")[0] for spec in package.depends]
+    for package in packages:
+        visit(package)
+    return ordered
 
 
 def file_name(kind: str, recipe: str, target: Target) -> str:
@@ -135,7 +114,3 @@ def file_name(kind: str, recipe: str, target: Target) -> str:
     if kind == "conda-lock":
         return f"{recipe}-{target.accelerator}.conda-lock.yml"
     return f"{recipe}-{target.name}." + {"environment": "yml", "explicit": "txt"}[kind]
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)

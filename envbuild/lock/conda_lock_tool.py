@@ -16,18 +16,9 @@ from pathlib import Path
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import HostError, LockError
-from envbuild.lock.conda import CondaPackage, conda_platform
-from envbuild.lock.conda_format import canonical_depends, parse_packages
-from envbuild.lock.conda_solve import (
-    Spec,
-    bad_spec,
-    canonical_url,
-    hide,
-    network_variables,
-    recipe_specs,
-    unsatisfiable,
-    virtual_packages,
-)
+from envbuild.lock import conda_solve
+from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform
+from envbuild.lock.conda_format import parse_packages
 from envbuild.recipe.conda import channel_url
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -51,14 +42,12 @@ def find_conda(environment: Environment) -> str:
             "--solver conda-lock: conda-lock is not installed",
             "pip install conda-lock, or leave the option away: envbuild solves by itself",
         )
-    path = environment.variables.get("PATH")
-    if named := environment.variables.get(_VARIABLE):
-        if found := shutil.which(named, path=path):
+    named = environment.variables.get(_VARIABLE)
+    for program in [named] if named else _PROGRAMS:
+        if found := shutil.which(program, path=environment.variables.get("PATH")):
             return found
+    if named:
         raise HostError(f"{_VARIABLE}={named} is no program", "set it to a conda, mamba or micromamba")
-    for program in _PROGRAMS:
-        if found := shutil.which(program, path=path):
-            return found
     raise HostError(
         f"--solver conda-lock needs one of {', '.join(_PROGRAMS)} on PATH",
         f"install one, set {_VARIABLE}, or leave the option away: envbuild solves by itself",
@@ -84,9 +73,8 @@ def solve_by_conda_lock(
         canonical = channel_url(name)
         first = split_credentials(environment.site.mirrored(canonical)[0].rstrip("/"))[0]
         channels[first] = canonical
-    asked = recipe_specs(recipe, target)
-    specs = [spec.text for spec in asked]
-    env = network_variables(environment)
+    asked = conda_solve.recipe_specs(recipe, target)
+    env = conda_solve.network_variables(environment)
     if offline:
         env["CONDA_OFFLINE"] = env["MAMBA_OFFLINE"] = "true"
     # conda-lock uses the last of several specs for one name: a pin replaces the recipe's own spec.
@@ -94,34 +82,36 @@ def solve_by_conda_lock(
     for more in [pins, []] if pins else [[]]:  # all kept packages pinned, then without pins
         with tempfile.TemporaryDirectory(prefix="envbuild-conda-lock-") as folder:
             work = Path(folder)
-            _write_inputs(work, recipe, target, [*specs, *more], list(channels))
-            done = process.run(
-                [
-                    sys.executable, "-P", "-m", "conda_lock", "lock", "--conda", program,
-                    "--file", work / "environment.yml", "--platform", conda_platform(target),
-                    "--virtual-package-spec", work / "virtual-packages.yml",
-                    "--lockfile", work / "conda-lock.yml",
-                ],
-                env=env,
-                cwd=work,
-                check=False,
-            )  # fmt: skip
+            _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], list(channels))
+            command = [
+                sys.executable, "-P", "-m", "conda_lock", "lock", "--conda", program,
+                "--file", work / "environment.yml", "--platform", conda_platform(target),
+                "--virtual-package-spec", work / "virtual-packages.yml", "--lockfile", work / "conda-lock.yml",
+            ]  # fmt: skip
+            done = process.run(command, env=env, cwd=work, check=False)
             if done.returncode == 0:
                 text = (work / "conda-lock.yml").read_text(encoding="utf-8")
-                packages = _packages(text, target, channels)
                 break
     else:
-        raise _failure(done, recipe, target, program)
+        raise _failure(done, recipe, target, program, asked)
+    packages = parse_packages(text, "conda-lock's result").get(conda_platform(target), ())
+    if not packages:
+        raise LockError("conda-lock's result has no packages")
     for package in packages:
         for spec in _missed(asked, package):
             raise LockError(
                 f"{spec.where}: conda-lock chose {package.stem}, which is not {spec.text!r}",
                 "it takes the last of several specs for one name: make them one",
             )
-    return packages
+    return tuple(
+        replace(
+            package, url=conda_solve.canonical_url(package.url, channels), depends=canonical_depends(package.depends)
+        )
+        for package in packages
+    )
 
 
-def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
+def _missed(specs: Sequence[conda_solve.Spec], package: CondaPackage) -> list[conda_solve.Spec]:
     """Return those of `specs` that `package` does not satisfy. Raises RecipeError for an invalid match spec."""
     from rattler import MatchSpec, PackageRecord
     from rattler.exceptions import InvalidMatchSpecError
@@ -134,14 +124,20 @@ def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
             if spec.name == package.name and not MatchSpec(spec.text, strict=True).matches(record):
                 missed.append(spec)
         except InvalidMatchSpecError as error:
-            raise bad_spec(spec, str(error)) from None
+            raise conda_solve.bad_spec(spec, str(error)) from None
     return missed
 
 
-def _failure(done: subprocess.CompletedProcess[str], recipe: LoadedRecipe, target: Target, program: str) -> LockError:
-    printed = hide(done.stderr)
+def _failure(
+    done: subprocess.CompletedProcess[str],
+    recipe: LoadedRecipe,
+    target: Target,
+    program: str,
+    asked: Sequence[conda_solve.Spec],
+) -> LockError:
+    printed = conda_solve.hide(done.stderr)
     if found := _REFUSAL.search(printed):
-        return unsatisfiable(recipe, target, found["text"].strip(), recipe_specs(recipe, target))
+        return conda_solve.unsatisfiable(recipe, target, found["text"].strip(), asked)
     last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
     return LockError(
         f"{recipe.path}: target {target.name}: conda-lock failed (exit {done.returncode}): {last}",
@@ -151,26 +147,14 @@ def _failure(done: subprocess.CompletedProcess[str], recipe: LoadedRecipe, targe
 
 def _write_inputs(folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]) -> None:
     """Write environment.yml and virtual-packages.yml as JSON, which is valid YAML."""
+    platform = conda_platform(target)
     environment = {
-        "name": recipe.recipe.name,
-        "channels": channels,
-        "dependencies": specs,
-        "platforms": [conda_platform(target)],
-    }
+        "name": recipe.recipe.name, "channels": channels, "dependencies": specs, "platforms": [platform],
+    }  # fmt: skip
     virtual = {
         name: f"{version} {build}" if name == "__archspec" else version
-        for name, version, build in virtual_packages(recipe, target)
+        for name, version, build in conda_solve.virtual_packages(recipe, target)
     }
-    known = {"subdirs": {conda_platform(target): {"packages": virtual}}}
+    known = {"subdirs": {platform: {"packages": virtual}}}
     (folder / "environment.yml").write_text(json.dumps(environment), encoding="utf-8")
     (folder / "virtual-packages.yml").write_text(json.dumps(known), encoding="utf-8")
-
-
-def _packages(text: str, target: Target, channels: dict[str, str]) -> tuple[CondaPackage, ...]:
-    packages = parse_packages(text, "conda-lock's result").get(conda_platform(target), ())
-    if not packages:
-        raise LockError("conda-lock's result has no packages")
-    return tuple(
-        replace(package, url=canonical_url(package.url, channels), depends=canonical_depends(package.depends))
-        for package in packages
-    )

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import base64
-import functools
+import contextlib
 import hashlib
 import tempfile
-import tomllib
 import zipfile
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.lock.conda import CondaPackage
+from envbuild.lock.conda import CondaPackage, conda_data
 from envbuild.lock.format import Lock
-from envbuild.lock.resolve import Resolution, ResolveRequest, resolve_wanted
+from envbuild.lock.resolve import Resolution, ResolveRequest, resolve
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 # In the local part of a version (PEP 440): no index has such a version, and uv's explanations name conda.
 _LOCAL = "conda"
-
-
-@functools.cache
-def conda_data() -> dict[str, Any]:
-    """Return the contents of data/conda.toml."""
-    text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
 
 
 def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
@@ -44,16 +34,11 @@ def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
     names = conda_data()["distributions"]
     found: dict[str, str] = {}
     for package in packages:
-        needs = {spec.partition(" ")[0] for spec in package.depends}
         distribution = normalise(names.get(package.name, package.name))
-        if not distribution or not needs & {"python", "python_abi"}:
-            continue
-        try:
-            version = Version(package.version)
-        except InvalidVersion:
-            continue
-        local = f"{version.local}.{_LOCAL}" if version.local else _LOCAL
-        found[distribution] = f"{version.public}+{local}"
+        if distribution and not {"python", "python_abi"}.isdisjoint(package.needs):
+            with contextlib.suppress(InvalidVersion):
+                version = Version(package.version)
+                found[distribution] = f"{version.public}+{version.local + '.' if version.local else ''}{_LOCAL}"
     return found
 
 
@@ -80,7 +65,7 @@ def resolve_pip(
             recipe.recipe.conda.requirements, recipe.recipe.constraints, recipe.conda_digest(target), there, stubs
         )
         try:
-            return resolve_wanted(wanted, recipe, target, environment, keep=keep, offline=offline)
+            return resolve(wanted, recipe, target, environment, keep=keep, offline=offline)
         except LockError as error:
             if f"+{_LOCAL}" not in error.message and f".{_LOCAL}" not in error.message:
                 raise
@@ -98,13 +83,11 @@ def _stub(folder: Path, name: str, version: str) -> None:
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    rows = [f"{path},sha256={_digest(text)},{len(text)}" for path, text in files.items()]
-    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,"]) + "\n"
+    rows = []
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        rows.append(f"{path},sha256={digest},{len(text)}\n")
+    files[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         for path, text in files.items():
             wheel.writestr(zipfile.ZipInfo(path), text)
-
-
-def _digest(text: str) -> str:
-    raw = hashlib.sha256(text.encode()).digest()
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
