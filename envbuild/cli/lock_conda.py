@@ -17,7 +17,6 @@ from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
-    from envbuild.lock.conda_export import PipFile
     from envbuild.lock.conda_kind import Solver
     from envbuild.lock.format import Lock
 
@@ -27,11 +26,11 @@ SOLVERS = ("rattler", "conda-lock")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One target's part of an exported file."""
+    """One target's part of an exported file; `pip` are conda-lock.yml's entries for the packages that pip adds."""
 
     lock: CondaLock
     channels: tuple[str, ...]
-    pip: tuple[PipFile, ...]
+    pip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,11 @@ def _export(loaded: LoadedRecipe, target: Target, environment: Environment, lock
     from envbuild.lock import conda_export
     from envbuild.lock.conda_pip import resolve_pip
 
-    pip: tuple[PipFile, ...] = ()
+    pip = ""
     if lock.pip.packages and work.export == "conda-lock":
         # The lock contains no URLs, so uv resolves the locked packages again.
         again = resolve_pip(loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline)
-        pip = conda_export.pip_files(lock, again.pylock)
+        pip = conda_export.pip_entries(lock, again.pylock)
     path = work.folder / conda_export.file_name(work.export or "", lock.recipe, target)
     work.exports.setdefault(path, []).append(Exported(lock, loaded.recipe.conda.channels, pip))
 
@@ -115,7 +114,7 @@ def write_exports(work: CondaWork) -> None:
     """Write the exported files and print their paths."""
     from envbuild.atomic import write_atomically, writing
     from envbuild.lock import conda_export
-    from envbuild.lock.conda_format import part_of
+    from envbuild.lock.conda_format import part_of, render
 
     for path, shares in work.exports.items():
         first = shares[0]
@@ -124,10 +123,8 @@ def write_exports(work: CondaWork) -> None:
         elif work.export == "explicit":
             text = conda_export.explicit_text(first.lock)
         else:
-            text = conda_export.conda_lock_text(
-                [part_of(share.lock, share.channels) for share in shares],
-                {share.lock.target: share.pip for share in shares},
-            )
+            text = render([part_of(share.lock, share.channels) for share in shares])
+            text += "".join(share.pip for share in shares)
         with writing(work.folder, LockError):
             write_atomically(path, text)
         click.echo(path)

@@ -1,40 +1,31 @@
-"""Export of conda locks for other tools: conda-lock.yml with pip's packages, environment.yml, explicit lists."""
+"""Export of conda locks for other tools: pip's packages for conda-lock.yml, environment.yml, explicit lists."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
-from envbuild.lock.conda_format import CondaPart, entry, render
+from envbuild.lock.conda_format import entry
 from envbuild.lock.format import without_credentials
 from envbuild.names import normalise
 from envbuild.recipe.targets import Target
 
 
-@dataclass(frozen=True, slots=True)
-class PipFile:
-    """One wheel in conda-lock's form: `url` without credentials, `sha256` hexadecimal."""
+def pip_entries(lock: CondaLock, pylock: str) -> str:
+    """Return the packages that pip adds as entries of conda-lock.yml, after those that `conda_format.render` writes.
 
-    name: str
-    version: str
-    url: str
-    sha256: str
-
-
-def pip_files(lock: CondaLock, pylock: str) -> tuple[PipFile, ...]:
-    """Return one locked wheel for each package that pip adds: a platform wheel before a `none-any` one.
-
-    Among equals the first by URL is chosen. `pylock` is the resolution (PEP 751) with the URLs. Raises LockError
-    for a package without a locked wheel in it.
+    conda-lock lists them with `manager: pip`, each with one locked wheel: a platform wheel before a `none-any` one,
+    among equals the first by URL. `pylock` is the resolution (PEP 751) with the URLs. Raises LockError for a package
+    without a locked wheel in it.
     """
     listed = {normalise(row["name"]): row for row in tomllib.loads(pylock).get("packages", [])}
-    files = []
+    platform = conda_platform(Target.parse(lock.target))
+    lines: list[str] = []
     for package in lock.pip.packages:
         wheels = [
             (_address(wheel), wheel["hashes"]["sha256"])
@@ -44,23 +35,12 @@ def pip_files(lock: CondaLock, pylock: str) -> tuple[PipFile, ...]:
         if not wheels:
             raise LockError(f"{package.name}=={package.version}: its resolution names no wheel")
         url, sha256 = min(wheels, key=lambda wheel: ("none-any" in wheel[0], wheel[0]))
-        files.append(PipFile(package.name, package.version, url, sha256))
-    return tuple(files)
+        lines += entry(package.name, package.version, "pip", platform, (), url, {"sha256": sha256})
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _address(wheel: Mapping[str, Any]) -> str:
     return without_credentials(wheel.get("url") or Path(str(wheel.get("path"))).absolute().as_uri())
-
-
-def conda_lock_text(parts: Sequence[CondaPart], pip: Mapping[str, Sequence[PipFile]]) -> str:
-    """Return the text of conda-lock.yml with all packages; `pip` maps a target to its wheels."""
-    files = [(part.platform, file) for part in parts for file in pip.get(part.target, ())]
-    lines = [
-        line
-        for platform, file in files
-        for line in entry(file.name, file.version, "pip", platform, (), file.url, {"sha256": file.sha256})
-    ]
-    return render(parts) + "".join(f"{line}\n" for line in lines)
 
 
 def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:

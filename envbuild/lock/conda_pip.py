@@ -14,7 +14,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaPackage, conda_data
 from envbuild.lock.format import Lock
-from envbuild.lock.resolve import Resolution, ResolveRequest, resolve
+from envbuild.lock.resolve import Resolution, resolve
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -61,11 +61,11 @@ def resolve_pip(
         stubs = Path(folder)
         for name, version in there.items():
             _stub(stubs, name, version)
-        wanted = ResolveRequest(
-            recipe.recipe.conda.requirements, recipe.recipe.constraints, recipe.conda_digest(target), there, stubs
-        )
         try:
-            return resolve(wanted, recipe, target, environment, keep=keep, offline=offline)
+            return resolve(
+                recipe, target, environment, recipe.recipe.conda.requirements, recipe.conda_digest(target),
+                provided=there, stubs=stubs, keep=keep, offline=offline,
+            )  # fmt: skip
         except LockError as error:
             if f"+{_LOCAL}" not in error.message and f".{_LOCAL}" not in error.message:
                 raise

@@ -7,7 +7,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -18,7 +18,7 @@ from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.offers import Offers, skipped_releases, tag_set, warnings_of
-from envbuild.lock.uv_compile import FailedResolution, UvCompile, without_wheel
+from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -33,72 +33,56 @@ class Resolution:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ResolveRequest:
-    """Input of a resolution: requirements, constraints, and `digest`, the recipe_digest of the new lock.
-
-    `provided` maps distributions that another installer provides to their versions; `stubs` is the folder with
-    stub wheels for them. They take part in the resolution but are not in the lock. `overrides` replace the
-    requirements of packages.
-    """
-
-    requirements: tuple[str, ...]
-    constraints: tuple[str, ...]
-    digest: str
-    provided: Mapping[str, str] = field(default_factory=dict)
-    stubs: Path | None = None
-    overrides: tuple[str, ...] = ()
-
-
 def resolve(
-    wanted: ResolveRequest,
     recipe: LoadedRecipe,
     target: Target,
     environment: Environment,
+    requirements: Sequence[str],
+    digest: str,
     *,
+    overrides: Sequence[str] = (),
+    provided: Mapping[str, str] = {},
+    stubs: Path | None = None,
     keep: Lock | None = None,
     offline: bool = False,
 ) -> Resolution:
-    """Resolve `wanted` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
+    """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
-    Raises LockError with uv's explanation when no packages satisfy the requirements, when a package has no
-    fitting wheel with a sha256, or when the result is for another accelerator than the target's.
+    `digest` is the recipe_digest of the new lock. `overrides` replace the requirements of packages. `provided` maps
+    distributions that another installer provides to their versions; `stubs` is the folder with stub wheels for them.
+    They take part in the resolution but are not in the lock. Raises LockError with uv's explanation when no packages
+    satisfy the requirements, when a package has no fitting wheel with a sha256, or when the result is for another
+    accelerator than the target's.
     """
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, notes = _reachable(table.indexes, environment, offline)
     offers = Offers(environment, indexes, offline)
-    fixed = [f"{name}=={version}" for name, version in wanted.provided.items()]
+    constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
     with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
-        uv = UvCompile(
-            Path(folder), environment, indexes, python, platform, [*wanted.constraints, *fixed],
-            wanted.overrides, wanted.stubs, offline,
-        )  # fmt: skip
+        uv = UvCompile(Path(folder), offers, python, platform, constraints, overrides, stubs)
         for pins, preferred in _ways_to_keep(keep):
-            done = uv.run(wanted.requirements, pins, preferred)
+            done = uv.run(requirements, pins, preferred)
             if done.returncode == 0:
                 break
         else:
-            failed = FailedResolution(
-                python, platform, offers, f"{recipe.recipe.name} --target {target.name}",
-                wanted.requirements, table.requirements, bool(notes), offline,
-            )  # fmt: skip
+            command = f"{recipe.recipe.name} --target {target.name}"
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
                 + "".join(f"\n  note: {note}" for note in notes),
-                failed.hint(done.stderr),
+                uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
             )
         text = uv.pylock.read_text(encoding="utf-8")
-        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in wanted.provided]
+        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
         skipped = skipped_releases(
-            wanted.requirements, wanted.constraints, {normalise(row["name"]): row["version"] for row in rows},
+            requirements, recipe.recipe.constraints, {normalise(row["name"]): row["version"] for row in rows},
             offers, python, platform, lambda line: without_wheel(uv.run([line]).stderr),
         )  # fmt: skip
     rows.sort(key=lambda row: str(row["name"]))
     packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
     warnings = warnings_of(skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}")
     check_accelerator(target, packages, str(recipe.path))
-    lock = Lock(recipe.recipe.name, target.name, python, platform, wanted.digest, packages, warnings)
+    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
     return Resolution(lock, text, tuple(notes))
 
 

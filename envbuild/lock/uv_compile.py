@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild import process
-from envbuild.environment import Environment
 from envbuild.lock.format import LockedPackage
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
 from envbuild.names import normalise
@@ -33,17 +32,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class UvCompile:
-    """Runs of uv that share indexes, platform and constraints; their files are in the folder `work`."""
+    """Runs of uv that share `offers`' sources, platform and constraints; their files are in the folder `work`."""
 
     work: Path
-    environment: Environment
-    indexes: Sequence[str]
+    offers: Offers
     python: str
     platform: str
-    constraints: Sequence[str]
+    constraints: Sequence[str] = ()
     overrides: Sequence[str] = ()
     stubs: Path | None = None
-    offline: bool = False
 
     @property
     def pylock(self) -> Path:
@@ -54,8 +51,8 @@ class UvCompile:
         self, requirements: Iterable[str], pins: Iterable[str] = (), preferred: Iterable[LockedPackage] = ()
     ) -> subprocess.CompletedProcess[str]:
         """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
-        work, environment = self.work, self.environment
-        environment.write_uv_settings(work / "uv.toml", self.indexes)
+        work, environment = self.work, self.offers.environment
+        environment.write_uv_settings(work / "uv.toml", self.offers.indexes)
         (work / "requirements.in").write_text("\n".join(requirements) + "\n")
         (work / "constraints.txt").write_text("\n".join([*self.constraints, *pins]) + "\n")
         # uv prefers the versions in its existing output file.
@@ -65,8 +62,7 @@ class UvCompile:
         command: list[str | Path] = [
             environment.uv, "pip", "compile", work / "requirements.in",
             "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
-            # Nothing is built, so any interpreter will do; otherwise uv searches the host for one of
-            # --python-version.
+            # Nothing is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
             "--python", sys.executable, "--python-version", self.python, "--python-platform", self.platform,
             "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", self.pylock,
             "--no-header", "--no-annotate", "--quiet",
@@ -76,70 +72,58 @@ class UvCompile:
         if self.overrides:
             (work / "overrides.txt").write_text("\n".join(self.overrides) + "\n")
             command += ["--overrides", work / "overrides.txt"]
-        if self.offline:
+        if self.offers.offline:
             command.append("--offline")
         return process.run(command, env=environment.uv_environment(), cwd=work, check=False)
 
+    def hint(
+        self, stderr: str, requirements: Sequence[str], of_target: Sequence[str], command: str, *, unreached: bool
+    ) -> str:
+        """Return the advice that usually cures the failure that uv explains in `stderr`.
 
-@dataclass(frozen=True, slots=True)
-class FailedResolution:
-    """Inputs of a hint in addition to uv's text: target, package sources, and the `command` that locks it.
-
-    `unreached` is true when an index of the recipe was left out; `of_target` holds the target's own requirements.
-    """
-
-    python: str
-    platform: str
-    offers: Offers
-    command: str
-    direct: Sequence[str]
-    of_target: Sequence[str]
-    unreached: bool
-    offline: bool
-
-    def hint(self, stderr: str) -> str:
-        """Return the advice that usually cures the failure that uv explains in `stderr`."""
-        if self.offline:
+        `of_target` are those of `requirements` that the target itself has, `command` are the recipe and target for
+        `envbuild lock`, and `unreached` is whether an index of the recipe was left out.
+        """
+        if self.offers.offline:
             return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
         if _NETWORK.search(stderr):
             return (
                 "check the network, pip's index-url, proxy and cert (envbuild reads pip's configuration and "
                 "SSL_CERT_FILE), or name a mirror in site.toml"
             )
-        cause = _cause(stderr, _names(self.direct))
+        cause = _cause(stderr, _names(requirements))
         if cause is None:
             return "loosen or correct the requirement that uv names above"
         kind, name, specifier = cause
-        elsewhere = self.unreached and (name in _names(self.of_target) or "+" in specifier)
+        elsewhere = unreached and (name in _names(of_target) or "+" in specifier)
         if elsewhere and (kind == "unknown" or (kind == "version" and "+" in specifier)):
             return (
-                f"run `envbuild lock {self.command}` where the index in the note is reached, or name a mirror of it in "
+                f"run `envbuild lock {command}` where the index in the note is reached, or name a mirror of it in "
                 "site.toml, and commit the lock: it holds everywhere. Wheels that only that index has may also lie in "
                 "pip's find-links"
             )
-        advice = self._advice(kind, name, specifier)
+        advice = (
+            f"check the spelling of {name}; if it is on another index, name that in pip's extra-index-url or in "
+            "`indexes` of the target"
+        )
+        if kind != "unknown":
+            advice = self._advice(kind, name, [*requirements, name + specifier])
         return f"{advice}; the index in the note may have more" if elsewhere else advice
 
-    def _advice(self, kind: str, name: str, specifier: str) -> str:
-        if kind == "unknown":
-            return (
-                f"check the spelling of {name}; if it is on another index, name that in pip's extra-index-url or in "
-                "`indexes` of the target"
-            )
+    def _advice(self, kind: str, name: str, requirements: Sequence[str]) -> str:
         releases = self.offers.releases([name])[name]
         usable = [str(one.version) for one in releases if one.fits(self.python, self.platform)]
         newest = ", ".join(usable[: -_SHOWN - 1 : -1]) or "none"
         more = f" (the newest of {len(usable)})" if len(usable) > _SHOWN else ""
         change = f"change the requirement of {name}"
-        advice = change if kind in ("version", "range") else self._other_python(name, specifier, releases) or change
+        advice = change if kind in ("version", "range") else self._other_python(name, requirements, releases) or change
         return f"{advice}; releases of {name} with a wheel for Python {self.python} on {self.platform}: {newest}{more}"
 
-    def _other_python(self, name: str, specifier: str, releases: Sequence[ProjectRelease]) -> str | None:
+    def _other_python(self, name: str, requirements: Sequence[str], releases: Sequence[ProjectRelease]) -> str | None:
         """Return advice on the Pythons for which the newest requested release has wheels, None without a release."""
         from packaging.requirements import Requirement
 
-        required = [Requirement(text) for text in (*self.direct, name + specifier)]
-        lines = [line for line in required if normalise(line.name) == name]
+        lines = [line for line in map(Requirement, requirements) if normalise(line.name) == name]
         asked = [one for python in (self.python, *PYTHONS) for one in allowed_releases(releases, lines, python)]
         if not asked:
             return None

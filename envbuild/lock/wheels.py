@@ -14,7 +14,7 @@ from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, changes, lock_file_name, read, render
 from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
-from envbuild.lock.resolve import Resolution, ResolveRequest, resolve, without
+from envbuild.lock.resolve import Resolution, resolve, without
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -56,19 +56,15 @@ def _resolve(
 
     Also raises LockError when [layers.nccl] cannot replace torch's NCCL.
     """
-    wanted = ResolveRequest(
-        (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements),
-        recipe.recipe.constraints,
-        recipe.resolution_digest(target),
-    )
-    override = nccl_override(recipe, target)
-    if override is not None:
+    requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
+    digest, overrides = recipe.resolution_digest(target), []
+    if (override := nccl_override(recipe, target)) is not None:
         # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
         before = keep and _without_nccl(keep, target)
-        pinned = resolve(wanted, recipe, target, environment, keep=before, offline=offline).lock
+        pinned = resolve(recipe, target, environment, requirements, digest, keep=before, offline=offline).lock
         check_override(recipe, target, pinned)
-        wanted, keep = replace(wanted, overrides=(override,)), _without_nccl(pinned, target)
-    return resolve(wanted, recipe, target, environment, keep=keep, offline=offline)
+        overrides, keep = [override], _without_nccl(pinned, target)
+    return resolve(recipe, target, environment, requirements, digest, overrides=overrides, keep=keep, offline=offline)
 
 
 def nccl_package(target: Target) -> str:
