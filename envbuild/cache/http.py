@@ -30,10 +30,9 @@ _RETRIES = 5
 class Transport:
     """Settings of connections, from the site's settings and pip's.
 
-    `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or
-    without port) whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies`
-    override those of the environment. `timeout_s` limits the time to connect and the time between two reads.
-    `retries` counts attempts that deliver no new data.
+    `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or without port)
+    whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies` override those of the
+    environment. `timeout_s` limits connecting and each read. `retries` counts attempts that deliver no new data.
     """
 
     verify: bool | str = True
@@ -85,11 +84,10 @@ class HttpClient:
     A registry needs a separate authorization for each request. Requests to one therefore carry only the given
     credentials, and the caller follows redirects: requests would take credentials from netrc for any host and
     overwrite a token with them. `as_pip` is for all other servers: requests follows redirects, keeps cookies and
-    reads netrc, and pip's proxy applies even to hosts in no_proxy.
+    reads netrc, and pip's proxy applies even to hosts in no_proxy. With `plain`, URLs may use plain HTTP.
     """
 
     transport: Transport
-    # Whether URLs and redirects may use plain HTTP.
     plain: bool = False
     as_pip: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -112,12 +110,16 @@ class HttpClient:
         `own` is whether `url` is on the server itself; only that server receives a client certificate. Raises
         RequestFailed when there is no response.
         """
+        from requests.utils import should_bypass_proxies
+
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestFailed("it names an address that is neither http nor https")
         if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
             raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
-        response = None
+        proxies, response = self.transport.proxies, None
+        if proxies and not self.as_pip and should_bypass_proxies(url, no_proxy=None):
+            proxies = None
         try:
             response = self._opened().request(
                 method,
@@ -130,9 +132,11 @@ class HttpClient:
                 allow_redirects=self.as_pip,
                 timeout=self.transport.timeout_s,
                 cert=self.transport.client_cert if own else None,
-                proxies=self._proxies(url),
+                proxies=proxies,
             )
-            if _is_small(response):
+            length = response.headers.get("Content-Length", "")
+            small = response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
+            if small or method == "HEAD":
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
             transient = _passing(error, parts.netloc in self._alive)
@@ -150,14 +154,6 @@ class HttpClient:
             self._session = self._session or _new_session(self.transport, self.as_pip)
             return self._session
 
-    def _proxies(self, url: str) -> dict[str, str] | None:
-        from requests.utils import should_bypass_proxies
-
-        given = self.transport.proxies
-        if given is None or (not self.as_pip and should_bypass_proxies(url, no_proxy=None)):
-            return None
-        return given
-
 
 def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from http.cookiejar import DefaultCookiePolicy
@@ -166,10 +162,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from requests.adapters import HTTPAdapter
 
     class Adapter(HTTPAdapter):
-        """Adapter that verifies each hop by its own host, so that trust does not follow a redirect to another host.
-
-        It sends bodies in large blocks.
-        """
+        """Adapter that verifies each hop by its own host: trust does not follow a redirect. It sends large blocks."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
             super().init_poolmanager(*arguments, **options, blocksize=BLOCK)
@@ -255,22 +248,14 @@ def reason_of(error: BaseException) -> str:
     return redact(str(cause).partition("\n")[0] or type(cause).__name__)
 
 
-def _is_small(response: requests.Response) -> bool:
-    length = response.headers.get("Content-Length", "")
-    short = length.isdecimal() and int(length) <= _SMALL
-    return short or response.status_code == 204 or response.request.method == "HEAD"
-
-
 def _passing(error: BaseException, alive: bool) -> bool:
     """Return whether a retry may help. A server that answered before may be restarting."""
     from requests import exceptions as known
 
     if isinstance(error, known.SSLError | known.ProxyError | ValueError):
         return False
-    if isinstance(error, known.ConnectTimeout):
-        return alive
-    text = repr(error)
-    if any(sign in text for sign in ("NameResolution", "Name or service", "refused")):
+    signs = ("NameResolution", "Name or service", "refused")
+    if isinstance(error, known.ConnectTimeout) or any(sign in repr(error) for sign in signs):
         return alive
     return isinstance(error, known.RequestException)
 

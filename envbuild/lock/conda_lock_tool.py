@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -93,7 +92,14 @@ def solve_by_conda_lock(
                 text = (work / "conda-lock.yml").read_text(encoding="utf-8")
                 break
     else:
-        raise _failure(done, recipe, target, program, asked)
+        printed = conda_solve.hide(done.stderr)
+        if found := _REFUSAL.search(printed):
+            raise conda_solve.unsatisfiable(recipe, target, found["text"].strip(), asked)
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+        raise LockError(
+            f"{recipe.path}: target {target.name}: conda-lock failed (exit {done.returncode}): {last}",
+            f"does it work with {program}? leave --solver away to let envbuild solve by itself",
+        )
     packages = parse_packages(text, "conda-lock's result").get(conda_platform(target), ())
     if not packages:
         raise LockError("conda-lock's result has no packages")
@@ -103,11 +109,10 @@ def solve_by_conda_lock(
                 f"{spec.where}: conda-lock chose {package.stem}, which is not {spec.text!r}",
                 "it takes the last of several specs for one name: make them one",
             )
+    urls = [conda_solve.canonical_url(package.url, channels) for package in packages]
     return tuple(
-        replace(
-            package, url=conda_solve.canonical_url(package.url, channels), depends=canonical_depends(package.depends)
-        )
-        for package in packages
+        replace(package, url=url, depends=canonical_depends(package.depends))
+        for package, url in zip(packages, urls, strict=True)
     )
 
 
@@ -126,23 +131,6 @@ def _missed(specs: Sequence[conda_solve.Spec], package: CondaPackage) -> list[co
         except InvalidMatchSpecError as error:
             raise conda_solve.bad_spec(spec, str(error)) from None
     return missed
-
-
-def _failure(
-    done: subprocess.CompletedProcess[str],
-    recipe: LoadedRecipe,
-    target: Target,
-    program: str,
-    asked: Sequence[conda_solve.Spec],
-) -> LockError:
-    printed = conda_solve.hide(done.stderr)
-    if found := _REFUSAL.search(printed):
-        return conda_solve.unsatisfiable(recipe, target, found["text"].strip(), asked)
-    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-    return LockError(
-        f"{recipe.path}: target {target.name}: conda-lock failed (exit {done.returncode}): {last}",
-        f"does it work with {program}? leave --solver away to let envbuild solve by itself",
-    )
 
 
 def _write_inputs(folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]) -> None:

@@ -90,7 +90,18 @@ def solve(
         "cache": str(environment.store.folder("conda", "repodata", key)),
         "offline": offline,
     }
-    answer = _run(request, environment)
+    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
+        path = Path(folder, "request.json")
+        path.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]
+        done = process.run(command, env=network_variables(environment), check=False)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise HostError(
+            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
+            "is py-rattler whole? pip install --force-reinstall py-rattler",
+        ) from None
     if "fault" in answer:
         raise _error(answer, recipe, target, specs, offline)
     serving = dict(zip(answer["used"], channels, strict=True))
@@ -115,25 +126,6 @@ def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
         return None
     return (found[0], found[2]) if found else None
-
-
-def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
-    from envbuild.lock import conda_solver
-
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
-        path = Path(folder, "request.json")
-        path.write_text(json.dumps(request), encoding="utf-8")
-        done = process.run(
-            [sys.executable, "-P", conda_solver.__file__, path], env=network_variables(environment), check=False
-        )
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise HostError(
-            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
-            "is py-rattler whole? pip install --force-reinstall py-rattler",
-        ) from None
-    return answer
 
 
 def network_variables(environment: Environment) -> dict[str, str]:
@@ -190,18 +182,34 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
 def _error(
     answer: Mapping[str, Any], recipe: LoadedRecipe, target: Target, specs: Sequence[Spec], offline: bool
 ) -> LockError | RecipeError:
-    text = hide(str(answer.get("text", ""))).strip()
-    match answer["fault"]:
-        case "spec":
-            return bad_spec(specs[answer["index"]], text)
-        case "unsatisfiable":
-            return unsatisfiable(recipe, target, text, specs)
-        case "unreachable":
-            return _unreachable(answer, recipe, offline)
-    return LockError(
-        f"{recipe.path}: target {target.name}: the channels cannot be read:\n{_indented(text)}",
-        "try again; if it stays so, the channel's index is damaged: index it again",
-    )
+    text = hide(answer.get("text", "")).strip()
+    if answer["fault"] == "spec":
+        return bad_spec(specs[answer["index"]], text)
+    if answer["fault"] == "unsatisfiable":
+        return unsatisfiable(recipe, target, text, specs)
+    if answer["fault"] == "channel":
+        return LockError(
+            f"{recipe.path}: target {target.name}: the channels cannot be read:\n{_indented(text)}",
+            "try again; if it stays so, the channel's index is damaged: index it again",
+        )
+    channel = answer["channel"]
+    text = "\n".join(f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"])
+    if offline:
+        hint = "its index is not in the store: run it once without --offline"
+    elif re.search(r"\b40[137]\b", text):
+        hint = (
+            "credentials? they are read from netrc, and from user:password@ or /t/TOKEN/ in a mirror's URL"
+            " in site.toml: [mirrors]"
+        )
+    elif re.search(r"\b404\b|could not find subdir|No such file", text):
+        hint = "is the channel's name right? a channel has noarch/repodata.json, even if it is empty"
+    else:
+        hint = (
+            "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"
+            f' [mirrors] "{channel}" = ["https://…"]'
+        )
+    where = recipe.where("conda", "channels", list(map(channel_url, recipe.recipe.conda.channels)).index(channel))
+    return LockError(f"{where}: channel {channel} cannot be read:\n{text}", hint)
 
 
 def bad_spec(spec: Spec, why: str) -> RecipeError:
@@ -220,27 +228,6 @@ def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs:
         f"{recipe.path}: target {target.name} cannot be solved:\n" + "\n".join([_indented(explanation), *lines]),
         "loosen one of these, or add a channel that has the missing package",
     )
-
-
-def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool) -> LockError:
-    channel = str(answer["channel"])
-    text = "\n".join(f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"])
-    if offline:
-        hint = "its index is not in the store: run it once without --offline"
-    elif re.search(r"\b40[137]\b", text):
-        hint = (
-            "credentials? they are read from netrc, and from user:password@ or /t/TOKEN/ in a mirror's URL"
-            " in site.toml: [mirrors]"
-        )
-    elif re.search(r"\b404\b|could not find subdir|No such file", text):
-        hint = "is the channel's name right? a channel has noarch/repodata.json, even if it is empty"
-    else:
-        hint = (
-            "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"
-            f' [mirrors] "{channel}" = ["https://…"]'
-        )
-    where = recipe.where("conda", "channels", list(map(channel_url, recipe.recipe.conda.channels)).index(channel))
-    return LockError(f"{where}: channel {channel} cannot be read:\n{text}", hint)
 
 
 def _indented(text: str) -> str:

@@ -26,11 +26,7 @@ _INDEX = ".shards-cache-v1"
 
 
 class SolveFailed(Exception):
-    """Failure of a solve; `answer` is the JSON answer, with the kind of failure as `fault`."""
-
-    def __init__(self, kind: str, **more: Any) -> None:
-        super().__init__(kind)
-        self.answer = {"fault": kind, **more}
+    """Failure of a solve; its argument is the JSON answer, with the kind of failure as `fault`."""
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +41,7 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             specs.append(MatchSpec(text, strict=True))
         except InvalidMatchSpecError as error:
-            raise SolveFailed("spec", index=index, text=str(error)) from None
+            raise SolveFailed({"fault": "spec", "index": index, "text": str(error)}) from None
     gateway, channels, used = await _open(request)
     platforms = [request["platform"], "noarch"]
     kept = await _kept(gateway, channels, platforms, request["keep"])
@@ -64,9 +60,9 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
             channel_relations="disabled",
         )
     except SolverError as error:
-        raise SolveFailed("unsatisfiable", text=str(error)) from None
+        raise SolveFailed({"fault": "unsatisfiable", "text": str(error)}) from None
     except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
-        raise SolveFailed("channel", text=str(error)) from None
+        raise SolveFailed({"fault": "channel", "text": str(error)}) from None
     return {"records": [_row(record) for record in records], "used": used}
 
 
@@ -94,7 +90,7 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
             used.append(url)
             break
         else:
-            raise SolveFailed("unreachable", channel=asked["url"], refusals=refusals)
+            raise SolveFailed({"fault": "unreachable", "channel": asked["url"], "refusals": refusals})
     return _gateway(request, serving), channels, used
 
 
@@ -135,12 +131,10 @@ def _reach(url: str, offline: bool) -> None:
     parts = urlsplit(url)
     if offline or parts.scheme not in ("http", "https") or parts.hostname is None:
         return
-    proxies = urllib.request.getproxies()
-    proxied = parts.scheme in proxies or "all" in proxies
-    if proxied and not urllib.request.proxy_bypass(parts.hostname):
-        return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
+    proxied = {parts.scheme, "all"} & urllib.request.getproxies().keys()
+    if not proxied or urllib.request.proxy_bypass(parts.hostname):
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
 
 
 async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]) -> list[Any]:
@@ -199,15 +193,14 @@ def main(path: str) -> None:
     try:
         result = asyncio.run(answer(request))
     except SolveFailed as fault:
-        result = fault.answer
+        result = fault.args[0]
         for aside, place in moved:  # --offline needs the old indexes
             with contextlib.suppress(OSError):
                 aside.replace(place)
     for aside, _ in moved:
         with contextlib.suppress(OSError):
             aside.unlink()
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

@@ -128,11 +128,6 @@ class LockKind(Generic[L]):
         except LockError as error:
             return error.message
 
-    def log_warnings(self, lock: L, log: Log) -> None:
-        """Report the warnings of the resolution of `lock`, one line each."""
-        for warning in self.warnings(lock):
-            log(f"warning: {lock.target}: {warning}")
-
     @property
     def _command(self) -> str:
         return f"envbuild lock {command_word(self.recipe)} --target {self.target.name} --{self.part}"
@@ -157,7 +152,8 @@ def ensure(
     state = kind.inspect()
     if state.fault is None and state.lock is not None:
         kind.judge(state.lock, str(state.path), log)
-        kind.log_warnings(state.lock, log)
+        for warning in kind.warnings(state.lock):
+            log(f"warning: {kind.target.name}: {warning}")
         return state.lock
     if locked or (offline and kind.part == "image"):  # the store does not have what a base is resolved from
         why = "" if locked else " and --offline forbids to resolve it"
@@ -176,7 +172,8 @@ def update(
     """
     old = kind.inspect().lock
     new = kind.resolve(environment, old, upgrade, offline, log)
-    kind.log_warnings(new.lock, log)
+    for warning in kind.warnings(new.lock):
+        log(f"warning: {kind.target.name}: {warning}")
     path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     differences = kind.changes(old, new.lock)
     for line in differences if old or kind.part != "image" else ():
@@ -237,13 +234,9 @@ def package_changes(
 
 def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
     """Return the folders to search for locks: the recipe's; for a read-only recipe also its own under build/."""
-    beside = Path("build") / recipe.recipe.name / target.name
-    return [recipe.folder] if _writable(recipe) else [recipe.folder, beside]
-
-
-def _writable(recipe: LoadedRecipe) -> bool:
     # Recipes inside an installed wheel belong to the installer, even if the file system permits writes.
     installed = shipped_folder().resolve()  # lib64 may be a link to lib
-    if installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents:
-        return False
-    return os.access(recipe.folder, os.W_OK)
+    bundled = installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents
+    if os.access(recipe.folder, os.W_OK) and not bundled:
+        return [recipe.folder]
+    return [recipe.folder, Path("build") / recipe.recipe.name / target.name]
