@@ -99,7 +99,7 @@ def _solver(name: str) -> Solver | None:
 def _export(loaded: LoadedRecipe, target: Target, environment: Environment, lock: CondaLock, work: CondaWork) -> None:
     """Collect one target's part of the file that `write_exports` writes."""
     from envbuild.lock import conda_export
-    from envbuild.lock.conda_pip import resolve_pip
+    from envbuild.lock.conda_kind import resolve_pip
 
     pip = ""
     if lock.pip.packages and work.export == "conda-lock":

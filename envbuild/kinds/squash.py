@@ -24,7 +24,7 @@ from envbuild.kinds.commit import Result
 from envbuild.kinds.image import PreparedImage, source_date
 from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
 from envbuild.layers.segments import SegmentCache
-from envbuild.lock.base_oci import pull
+from envbuild.lock.base import pull
 from envbuild.progress import human_size, transfer
 from envbuild.recipe.targets import Target
 from envbuild.verify.image_file import ENROOT

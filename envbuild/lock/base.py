@@ -1,6 +1,6 @@
-"""The locks of the base of a target's images, and of the image in which the target's source layers are built.
+"""The base of a target's images, and the builder image, in which the target's source layers are built: their locks.
 
-Both have the same format: Debian packages, or the digest of an existing image. The builder's file is
+Both have the same format: Debian packages, or the digest of an existing image. The builder's lock is
 `<target>.build.toml` beside the image lock. It holds the image's Debian packages and compilers, or the digest of
 `build_base`, an existing image with compilers.
 """
@@ -13,16 +13,23 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from envbuild.cache.http import transport_of
 from envbuild.debian.base import resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError
-from envbuild.image.model import digest_of
-from envbuild.lock.base_oci import resolve_digest
+from envbuild.errors import BuildError, LockError, UsageError
+from envbuild.image.archive import read_archive, read_daemon
+from envbuild.image.blobs import Blobs
+from envbuild.image.layout import read_layout
+from envbuild.image.model import ImageIndex, ImageManifest, choose, digest_of, parse, parse_config
+from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.reference import parse_reference
+from envbuild.image.registry import Registry, open_registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
+from envbuild.progress import transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer
@@ -90,7 +97,7 @@ def _base_lock(
             base = _resolve_debian(recipe, target, environment)
             summary = f"{len(base.packages)} Debian packages of {base.suite}"
         else:
-            base = OciLock(reference, resolve_digest(reference, target, environment, loaded.folder))
+            base = OciLock(reference, _resolve_digest(reference, target, environment, loaded.folder))
             summary = f"{reference} is {base.digest}"
         return Resolved(ImageLock(recipe.name, target.name, digest, base), summary)
 
@@ -133,3 +140,108 @@ def site_archives(suite: str, date: str, environment: Environment) -> list[Debia
     """Return this site's sources for the packages of `suite`, in order; snapshots of `date` come last."""
     site = environment.site.debian
     return archives(suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None)
+
+
+def _resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
+    """Return the digest of the manifest that `base` has for `target`'s architecture.
+
+    Relative paths are relative to `folder`. Raises LockError.
+    """
+    try:
+        if _is_local(base):
+            return _local(base, target.arch, environment, folder).manifest.digest
+        registry = registry_of(base, environment)
+        manifest = _manifest(registry, None, target.arch)
+        # Without an index, only the image's configuration names its architecture.
+        blobs = environment.store.blobs
+        registry.fetch_blob(manifest.config, blobs, lambda _: None)
+        config = parse_config(blobs.read(manifest.config.digest), base)
+        check_image(manifest, config, target.arch, base)
+        return manifest.digest
+    except BuildError as error:
+        raise LockError(error.message, error.hint) from error
+
+
+def pull(base: str, digest: str | None, arch: str, environment: Environment, folder: Path) -> Pulled:
+    """Return the image `base` for `arch` (x86_64, aarch64), as locked or as it is now, with its blobs in the store.
+
+    `base` is an image name in a registry, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative paths are
+    relative to `folder`. Raises BuildError when the image does not exist, is for another architecture, or has another
+    digest than the locked `digest`.
+    """
+    blobs = environment.store.blobs
+    if digest is not None and (known := _stored(digest, blobs)) is not None:
+        return known
+    if _is_local(base):
+        pulled = _local(base, arch, environment, folder)
+        if digest not in (None, pulled.manifest.digest):
+            raise BuildError(
+                f"{base} is {pulled.manifest.digest}, locked is {digest}",
+                "lock the recipe again, or bring the image back that was locked",
+            )
+        return pulled
+    registry = registry_of(base, environment)
+    manifest = _manifest(registry, digest, arch)
+    wanted = [manifest.config, *manifest.layers]
+    if not all(map(blobs.has, wanted)):
+        with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
+            registry.fetch_blobs(wanted, blobs, on_progress)
+    config = parse_config(blobs.read(manifest.config.digest), base)
+    check_image(manifest, config, arch, base)
+    blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
+    return Pulled(manifest, config, blobs)
+
+
+def registry_of(image: str, environment: Environment) -> Registry:
+    """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
+    site = environment.site
+    reference = parse_reference(image)
+    insecure = frozenset(host for host, table in site.registries if table.insecure)
+    transport = transport_of(environment.pip, environment.variables, insecure)
+    mirrors = site.registry(reference.registry).mirrors
+    return open_registry(reference, transport, environment.variables, mirrors)
+
+
+def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifest:
+    where = str(registry.reference)
+    raw, media_type = registry.manifest(digest)
+    found = parse(raw, where, media_type)
+    if isinstance(found, ImageIndex):
+        raw, media_type = registry.manifest(choose(found, arch, where).digest)
+        found = parse(raw, where, media_type)
+    if not isinstance(found, ImageManifest):
+        raise BuildError(f"{where}: an index inside of an index")
+    return found
+
+
+def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled:
+    kind, _, rest = base.partition(":")
+    blobs = environment.store.blobs
+    try:
+        if kind == "docker-daemon":
+            from envbuild.image.daemon import connect
+
+            with connect(environment.variables) as client:
+                pulled = read_daemon(rest, blobs, client, arch)
+        elif kind == "oci":
+            path, _, tag = rest.partition(":")
+            pulled = read_layout(folder / path, blobs, tag or None, arch)
+        else:
+            pulled = read_archive(folder / rest, blobs, None, arch)
+        blobs.add(pulled.manifest.raw)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    return pulled
+
+
+def _stored(digest: str, blobs: Blobs) -> Pulled | None:
+    if not blobs.path(digest).is_file():
+        return None
+    manifest = parse(blobs.read(digest), digest)
+    if not isinstance(manifest, ImageManifest) or not all(map(blobs.has, (manifest.config, *manifest.layers))):
+        return None
+    return Pulled(manifest, parse_config(blobs.read(manifest.config.digest), digest), blobs)
+
+
+def _is_local(base: str) -> bool:
+    return base.partition(":")[0] in ("oci", "docker-archive", "docker-daemon")

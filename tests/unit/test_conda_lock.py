@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from envbuild.lock.conda_accelerator import check_conda_accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe
@@ -15,11 +16,9 @@ from envbuild.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
 from envbuild.lock.conda import CondaLock, CondaPackage
-from envbuild.lock.conda_accelerator import check_conda_accelerator
 from envbuild.lock.conda_export import conda_lock_text, environment_text, explicit_text, pip_files, topological_order
 from envbuild.lock.conda_format import part_of, render
-from envbuild.lock.conda_kind import conda_changes, conda_lock, without_conda
-from envbuild.lock.conda_pip import provided
+from envbuild.lock.conda_kind import conda_changes, conda_lock, provided, without_conda
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.recipe.load import LoadedRecipe, load_recipe
