@@ -48,10 +48,7 @@ def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:
 
 
 def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the image in which `sources` are built.
-
-    Raises UsageError when no image is configured in which they can be built.
-    """
+    """Return the kind of lock that holds the image in which `sources` are built. Raises UsageError if there is none."""
     image = recipe.recipe.image
     debian = image.base == "debian"
     if not debian and not image.build_base:
@@ -83,11 +80,7 @@ def _base_lock(
     title: str,
     subject: str,
 ) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the base `reference`; the other arguments are those of LockKind.
-
-    `reference` is "debian", for the Debian packages of `recipe`, or names an existing image; paths are relative to
-    the folder of `loaded`.
-    """
+    """Return the kind of lock that holds the base `reference`: "debian" (`recipe`'s packages) or an existing image."""
 
     def resolved(
         environment: Environment, _old: ImageLock | None, _upgrade: Upgrade, _offline: bool, _: Log
@@ -110,10 +103,7 @@ def _base_lock(
 
 
 def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
-    """Resolve the Debian packages of `recipe` for `target`. Raises LockError.
-
-    With conda packages, Debian's Python is left out; if no suite has the recipe's Python, the newest suite is used.
-    """
+    """Resolve the Debian packages of `recipe`, without Debian's Python if it has conda packages. Raises LockError."""
     known, conda = suites_by_python(), recipe.environment == "conda"
     suite = recipe.image.suite or known.get(recipe.python, newest_suite() if conda else "")
     if not suite:
@@ -143,10 +133,7 @@ def site_archives(suite: str, date: str, environment: Environment) -> list[Debia
 
 
 def _resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
-    """Return the digest of the manifest that `base` has for `target`'s architecture.
-
-    Relative paths are relative to `folder`. Raises LockError.
-    """
+    """Return the digest of the manifest that `base` has for the target's architecture. Raises LockError."""
     try:
         if _is_local(base):
             return _local(base, target.arch, environment, folder).manifest.digest

@@ -123,10 +123,7 @@ def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
 
 
 def file_parts(url: str, name: str, version: str) -> tuple[str, str]:
-    """Return (subdir, build) from a package file's URL, .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2.
-
-    Raises ValueError when the URL does not belong to `name` `version`.
-    """
+    """Return (subdir, build) from a URL .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2. Raises ValueError else."""
     folder, _, file = unquote(url).rpartition("/")
     subdir = folder.rpartition("/")[2]
     stem = file.removesuffix(".conda").removesuffix(".tar.bz2")

@@ -56,10 +56,7 @@ def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
 
 
 def explicit_text(lock: CondaLock) -> str:
-    """Return conda's explicit list: URLs with md5, each package after its dependencies.
-
-    The format has no pip packages; they are listed in comments, as conda-lock does.
-    """
+    """Return conda's explicit list: URLs with md5, each after its dependencies, and pip's packages in comments."""
     lines = [
         f"# {lock.recipe}, {lock.target}; install with: conda create --name NAME --file THIS",
         f"# platform: {conda_platform(Target.parse(lock.target))}",

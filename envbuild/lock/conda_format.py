@@ -228,10 +228,7 @@ def _load(text: str, source: str) -> dict[str, Any]:
 
 
 def read_lines(text: str) -> dict[str, Any] | None:
-    """Return the contents of `text` if it has the form that `render` writes, else None.
-
-    That form has two spaces per level, lists at the level of their key, and strings in double quotes without escapes.
-    """
+    """Return the contents of `text` if it has the form that `render` writes (no strings with escapes), else None."""
     rows: list[_Row] = []
     for line in text.split("\n"):
         if line and line[0] != "#":

@@ -32,10 +32,7 @@ _REFUSAL = re.compile(
 
 
 def find_conda(environment: Environment) -> str:
-    """Return the conda, mamba or micromamba to solve with: $ENVBUILD_CONDA, else the first on PATH.
-
-    Raises HostError when there is none, or when conda-lock is not installed.
-    """
+    """Return the conda to solve with: $ENVBUILD_CONDA, else the first of its kinds on PATH. Raises HostError."""
     if importlib.util.find_spec("conda_lock") is None:
         raise HostError(
             "--solver conda-lock: conda-lock is not installed",

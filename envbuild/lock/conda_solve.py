@@ -51,10 +51,7 @@ def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
 
 
 def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, str, str]]:
-    """Return (name, version, build) of the virtual packages of the target's hosts, independent of this host.
-
-    conda's documentation, "Managing virtual packages", defines them.
-    """
+    """Return (name, version, build) of the target's virtual packages (conda's docs, "Managing virtual packages")."""
     glibc = recipe.recipe.targets[target.name].glibc
     rows = [("__unix", "0", "0"), ("__linux", "0", "0"), ("__glibc", glibc, "0"), ("__archspec", "1", target.arch)]
     virtual = target.family.conda_virtual
@@ -144,10 +141,7 @@ def hide(text: str) -> str:
 
 
 def canonical_url(url: str, serving: Mapping[str, str]) -> str:
-    """Return a package file's URL at its channel, whichever mirror served it.
-
-    Raises LockError for a URL that holds a token.
-    """
+    """Return a package file's URL at its channel, whichever mirror served it. Raises LockError if it holds a token."""
     plain = split_credentials(url)[0]
     for address, channel in serving.items():
         if plain.startswith(address + "/"):

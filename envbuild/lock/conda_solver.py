@@ -95,10 +95,7 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
 
 
 def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any:
-    """Return a gateway that sends each channel's requests to the address that serves it, with its credentials.
-
-    The channel's own URL is the cache key, so credentials never get into the cache.
-    """
+    """Return a gateway that sends each channel's requests to its address, with credentials that it does not cache."""
     from rattler import Gateway, SourceConfig, networking
 
     mirrors = {

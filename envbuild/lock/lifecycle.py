@@ -37,8 +37,8 @@ T = TypeVar("T")
 class LockUse(TypedDict):
     """Handling of a missing or stale lock in a build.
 
-    With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`, and reported
-    through `log`; without `write` it is created in memory only.
+    With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`; without `write`, in
+    memory only.
     """
 
     locked: bool
@@ -96,10 +96,7 @@ class LockKind(Generic[L]):
     warnings: Callable[[L], Sequence[str]] = lambda _lock: ()
 
     def inspect(self) -> LockState[L]:
-        """Return the state of the best lock file: a current one, else one that exists, without changing anything.
-
-        Raises LockError when a file is not readable.
-        """
+        """Return the state of the lock file: a current one, else an existing one. Raises LockError if unreadable."""
         states = [self._state(folder / self.file) for folder in lock_folders(self.recipe, self.target)]
         current = [state for state in states if state.fault is None]
         existing = [state for state in states if state.lock is not None]
@@ -187,10 +184,7 @@ def update(
 
 
 def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
-    """Return `parse` applied to the text and the name of `path`, or None when the file does not exist.
-
-    Raises LockError when the file is not readable.
-    """
+    """Return `parse` applied to the text and name of `path`, None without a file. Raises LockError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

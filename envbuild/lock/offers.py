@@ -163,10 +163,7 @@ def tag_set(python: str, platform: str) -> frozenset[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRelease:
-    """A newer release that was skipped: `chosen` is locked although `newest` is allowed.
-
-    `without_wheel` is the requirement without a wheel: `newest` itself or a dependency of it.
-    """
+    """A newer release `newest` that was skipped for `chosen`: it or its dependency `without_wheel` has no wheel."""
 
     name: str
     chosen: ProjectRelease
@@ -237,10 +234,7 @@ def skipped_releases(
 
 
 def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> tuple[str, ...]:
-    """Return a warning for each of `skipped`; `source` is the recipe and target in the message.
-
-    Raises LockError when a locked release is over two years older than the newest one.
-    """
+    """Return a warning for each of `skipped`. Raises LockError when a locked release is over two years older."""
     old = [one for one in skipped if one.too_old]
     if old:
         hints = [one.hint for one in old]

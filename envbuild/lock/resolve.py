@@ -87,10 +87,7 @@ def resolve(
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:
-    """Return `lock` without `names`: the remaining versions are preferred, the named packages may change.
-
-    Raises LockError when a name is not in the lock.
-    """
+    """Return `lock` without `names`, whose versions may change. Raises LockError when a name is not in the lock."""
     moving = {normalise(name) for name in names}
     unknown = moving - {package.name for package in lock.packages}
     if unknown:
@@ -103,10 +100,7 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
 
 
 def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
-    """Return the URLs of the indexes that answer, and a note for each index that does not.
-
-    The URL is that of the index's first mirror that answers. When `offline`, no index is probed.
-    """
+    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not."""
     if offline:
         return [], [f"offline: {index} was not asked" for index in indexes]
     answering, notes = list[str](), list[str]()
@@ -135,10 +129,7 @@ def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackag
 
 
 def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
-    """Return a package of a PEP 751 file with the hashes of the wheels that install on the target.
-
-    Raises LockError without such a wheel.
-    """
+    """Return a package of a PEP 751 file with the hashes of its wheels that fit. Raises LockError without one."""
     from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
     hashes: set[str] = set()

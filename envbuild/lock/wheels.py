@@ -52,10 +52,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
 def _resolve(
     recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool
 ) -> Resolution:
-    """Resolve `target` of `recipe` as `resolve` does.
-
-    Also raises LockError when [layers.nccl] cannot replace torch's NCCL.
-    """
+    """Resolve `target` as `resolve` does. Also raises LockError when [layers.nccl] cannot replace torch's NCCL."""
     requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
     digest, overrides = recipe.resolution_digest(target), []
     if (override := nccl_override(recipe, target)) is not None:

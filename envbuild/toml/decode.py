@@ -179,10 +179,7 @@ def nearest(word: Any, accepted: Iterable[Any]) -> str:
 
 
 def json_schema(cls: type[DataclassInstance], *, id: str, title: str) -> dict[str, Any]:
-    """Return a JSON Schema (draft 2020-12) of the files that `decode` turns into `cls`.
-
-    JSON Schema cannot express `check` functions, so it accepts more than `decode` does.
-    """
+    """Return a JSON Schema (draft 2020-12) for `cls`. It has no `check` functions, so it accepts more than `decode`."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": id, "title": title}
     return {**head, **_schema(cls, {})}
 

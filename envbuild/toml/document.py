@@ -44,10 +44,7 @@ class Document:
 
 
 def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
-    """Parse the TOML file at `path`.
-
-    Raises `error` when the file cannot be read, is not UTF-8, or is not TOML.
-    """
+    """Parse the TOML file at `path`. Raises `error` when it cannot be read, is not UTF-8, or is not TOML."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
