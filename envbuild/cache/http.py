@@ -219,9 +219,9 @@ def failure(response: requests.Response, advice: str = "") -> RequestFailed:
     text = f"HTTP {code} {response.reason or ''}".strip() + (f": {said}" if said else "")
     if code in (401, 403):
         text += advice
-    kind = NotFound if code in (404, 410) else RequestFailed
-    wait = retry_after(response.headers.get("Retry-After"))
-    return kind(text, status=code, transient=code in TRANSIENT, wait_s=wait)
+    error = (NotFound if code in (404, 410) else RequestFailed)(text, status=code, transient=code in TRANSIENT)
+    error.wait_s = retry_after(response.headers.get("Retry-After"))
+    return error
 
 
 def split(url: str) -> SplitResult:

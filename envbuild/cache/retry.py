@@ -23,17 +23,13 @@ class RequestFailed(Exception):
     not `answered` before another failure), or it does not accept the credentials.
     """
 
+    wait_s: float | None = None
+
     def __init__(
-        self,
-        reason: str,
-        *,
-        status: int | None = None,
-        transient: bool = False,
-        wait_s: float | None = None,
-        answered: bool = False,
+        self, reason: str, *, status: int | None = None, transient: bool = False, answered: bool = False
     ) -> None:
         super().__init__(reason)
-        self.status, self.transient, self.wait_s = status, transient, wait_s
+        self.status, self.transient = status, transient
         self.is_down = not answered and status in (None, 401, 407)
 
 

@@ -51,12 +51,7 @@ def find_conda(environment: Environment) -> str:
 
 
 def solve_by_conda_lock(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    keep: Collection[CondaPackage] = (),
-    offline: bool = False,
+    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
 ) -> tuple[CondaPackage, ...]:
     """Solve with conda-lock and return what `conda_solve.solve` returns.
 

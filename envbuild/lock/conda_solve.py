@@ -59,12 +59,7 @@ def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, st
 
 
 def solve(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    keep: Collection[CondaPackage] = (),
-    offline: bool = False,
+    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
 ) -> tuple[CondaPackage, ...]:
     """Return the conda packages of `target`, sorted by name; those in `keep` are kept while they fit.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -161,44 +161,7 @@ def tag_set(python: str, platform: str) -> frozenset[Any]:
     return frozenset([*tags.cpython_tags(version, platforms=platforms), *pure])
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedRelease:
-    """A newer release `newest` that was skipped for `chosen`: it or its dependency `without_wheel` has no wheel."""
-
-    name: str
-    chosen: ProjectRelease
-    newest: ProjectRelease
-    without_wheel: str
-
-    @property
-    def own(self) -> bool:
-        """Whether `newest` itself has no wheel, rather than a dependency of it."""
-        return self.without_wheel == _pin(self.name, self.newest)
-
-    @property
-    def too_old(self) -> bool:
-        """Whether the locked release is over two years older; False if an upload time is unknown."""
-        chosen, newest = self.chosen.uploaded, self.newest.uploaded
-        return chosen is not None and newest is not None and newest - chosen > _TOO_OLD
-
-    def text(self, where: str) -> str:
-        """Return a description of the skipped release and the reason; `where` is the target's Python and platform."""
-        subject = self.newest.version if self.own else f"it needs {self.without_wheel}, which"
-        return (
-            f"{self.name} {self.chosen} is locked instead of {self.newest}: {subject} has no wheel"
-            f" for {where}, and envbuild locks wheels only"
-        )
-
-    @property
-    def hint(self) -> str:
-        """Advice for the user."""
-        return (
-            f"pin {self.name} to the version that you want ({_pin(self.name, self.chosen)} keeps the locked one), or "
-            f"run `pip wheel --no-deps '{self.without_wheel}'` and name the folder in pip's find-links"
-        )
-
-
-def skipped_releases(
+def skipped_warnings(
     requirements: Iterable[str],
     constraints: Iterable[str],
     locked: Mapping[str, str],
@@ -206,11 +169,13 @@ def skipped_releases(
     python: str,
     platform: str,
     without_wheel: Callable[[str], str | None],
-) -> list[SkippedRelease]:
-    """Return the direct requirements whose newest allowed release is not `locked` because of a missing wheel.
+    source: str,
+) -> tuple[str, ...]:
+    """Return a warning for each direct requirement whose newest allowed release is not `locked` for lack of a wheel.
 
     `locked` maps names to versions. `without_wheel` resolves one requirement alone and returns the requirement
-    that has no wheel, or None: a release with a wheel may depend on one that has none.
+    that has no wheel, or None: a release with a wheel may depend on one that has none. Raises LockError, which names
+    `source`, when a locked release is over two years older than the newest one.
     """
     from packaging.version import Version
 
@@ -218,7 +183,7 @@ def skipped_releases(
     wanted = {name: [*lines, *limits.get(name, ())] for name, lines in wanted.items() if name in locked}
     open_ended = {name: lines for name, lines in wanted.items() if not any(map(_is_pin, lines))}
     releases = offers.releases(open_ended)
-    found = []
+    young, old, any_own = [], [], False
     for name, lines in open_ended.items():
         version = Version(locked[name])
         newer = [one for one in allowed_releases(releases[name], lines, python) if one.version > version]
@@ -226,26 +191,35 @@ def skipped_releases(
             continue
         fitting = [one for one in newer if one.fits(python, platform)]
         newest = (fitting or newer)[-1]
-        cause = without_wheel(_pin(name, newest, lines[0].extras)) if fitting else _pin(name, newest)
-        if cause is not None:
-            chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
-            found.append(SkippedRelease(name, chosen, newest, cause))
-    return found
-
-
-def warnings_of(skipped: Sequence[SkippedRelease], source: str, where: str) -> tuple[str, ...]:
-    """Return a warning for each of `skipped`. Raises LockError when a locked release is over two years older."""
-    old = [one for one in skipped if one.too_old]
+        own = f"{name}=={newest.version}"
+        extras = f"[{','.join(sorted(lines[0].extras))}]" if lines[0].extras else ""
+        cause = without_wheel(f"{name}{extras}=={newest.version}") if fitting else own
+        if cause is None:
+            continue
+        chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
+        subject = newest.version if cause == own else f"it needs {cause}, which"
+        text = (
+            f"{name} {chosen} is locked instead of {newest}: {subject} has no wheel"
+            f" for Python {python} on {platform}, and envbuild locks wheels only"
+        )
+        hint = (
+            f"pin {name} to the version that you want ({name}=={chosen.version} keeps the locked one), or "
+            f"run `pip wheel --no-deps '{cause}'` and name the folder in pip's find-links"
+        )
+        if chosen.uploaded and newest.uploaded and newest.uploaded - chosen.uploaded > _TOO_OLD:
+            old.append((text, hint))
+            any_own = any_own or cause == own
+        else:
+            young.append(f"{text}; {hint}")
     if old:
-        hints = [one.hint for one in old]
-        if any(one.own for one in old):
-            hints.append('or build it from source as a layer ([layers], system = "wheel")')
+        ways = [hint for _, hint in old]
+        ways += ['or build it from source as a layer ([layers], system = "wheel")'] if any_own else []
         raise LockError(
             f"{source}: releases without wheels would be replaced by ones over two years older:"
-            + "".join(f"\n  {one.text(where)}" for one in old),
-            "; ".join(hints),
+            + "".join(f"\n  {text}" for text, _ in old),
+            "; ".join(ways),
         )
-    return tuple(f"{one.text(where)}; {one.hint}" for one in skipped)
+    return tuple(young)
 
 
 def allowed_releases(
@@ -284,8 +258,3 @@ def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list
 def _is_pin(line: Requirement) -> bool:
     """Return whether `line` allows only one version: there is no newer release to look for."""
     return any(one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier)
-
-
-def _pin(name: str, release: ProjectRelease, extras: Collection[str] = ()) -> str:
-    chosen = f"[{','.join(sorted(extras))}]" if extras else ""
-    return f"{name}{chosen}=={release.version}"

@@ -17,7 +17,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
-from envbuild.lock.offers import Offers, skipped_releases, tag_set, warnings_of
+from envbuild.lock.offers import Offers, skipped_warnings, tag_set
 from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
@@ -74,13 +74,12 @@ def resolve(
             )
         text = uv.pylock.read_text(encoding="utf-8")
         rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
-        skipped = skipped_releases(
-            requirements, recipe.recipe.constraints, {normalise(row["name"]): row["version"] for row in rows},
-            offers, python, platform, lambda line: without_wheel(uv.run([line]).stderr),
+        rows.sort(key=lambda row: str(row["name"]))
+        packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
+        warnings = skipped_warnings(
+            requirements, recipe.recipe.constraints, {package.name: package.version for package in packages}, offers,
+            python, platform, lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
         )  # fmt: skip
-    rows.sort(key=lambda row: str(row["name"]))
-    packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
-    warnings = warnings_of(skipped, f"{recipe.path}: target {target.name}", f"Python {python} on {platform}")
     check_accelerator(target, packages, str(recipe.path))
     lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
     return Resolution(lock, text, tuple(notes))
