@@ -45,7 +45,9 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
     )
     if not gpu and not named:
         raise LockError(f"{source}: target {target.name} needs {wanted.title}, but {torch} is a CPU-only build", pin)
-    tag = local if named else _cuda_tag(versions)
+    # torch's wheel on the default index pins the runtime: 12.6.77 is that of cu126.
+    runtime = next((v for name, v in versions.items() if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name)), None)
+    tag = local if named else runtime and "cu" + "".join(runtime.split(".")[:2])
     own = tag is not None or any(re.fullmatch(wanted.wheels, name) for name in versions)
     if not own or tag not in (None, target.accelerator):
         same = own and (accelerator_of(tag or "") or wanted) is wanted
@@ -54,14 +56,6 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
             f"{wanted.title if same else 'accelerator'}{f' ({tag})' if tag else ''}",
             pin + (f", or make it a target of {tag}" if tag else ""),
         )
-
-
-def _cuda_tag(versions: dict[str, str]) -> str | None:
-    """Return `cu126` when torch's wheel from the default index pins the runtime of CUDA 12.6, None without CUDA's."""
-    for name, version in versions.items():
-        if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name):
-            return "cu" + "".join(version.split(".")[:2])
-    return None
 
 
 def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], source: str) -> None:

@@ -41,10 +41,8 @@ _COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgc
 
 def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:
     """Return the kind of lock that holds the base of the target's images."""
-    return _base_lock(
-        recipe, target, recipe.recipe, recipe.recipe.image.base, image_lock_name(target.name),
-        recipe.image_digest(target), name="image", title="image lock", subject="the recipe's base",
-    )  # fmt: skip
+    digest, file = recipe.image_digest(target), image_lock_name(target.name)
+    return _base_lock("image", recipe, target, recipe.recipe, recipe.recipe.image.base, file, digest)
 
 
 def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
@@ -61,24 +59,12 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
     content = ["builder", recipe.image_digest(target), added if debian else image.build_base]
     packages = tuple(dict.fromkeys((*image.packages, *added)))
     own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=packages))
-    return _base_lock(
-        recipe, target, own, "debian" if debian else image.build_base,
-        f"{target.name}.build.toml", digest_of(json.dumps(content).encode()),
-        name="builder", title="lock of the builder", subject="what the layers need to be built",
-    )  # fmt: skip
+    digest, file = digest_of(json.dumps(content).encode()), f"{target.name}.build.toml"
+    return _base_lock("builder", recipe, target, own, "debian" if debian else image.build_base, file, digest)
 
 
 def _base_lock(
-    loaded: LoadedRecipe,
-    target: Target,
-    recipe: Recipe,
-    reference: str,
-    file: str,
-    digest: str,
-    *,
-    name: str,
-    title: str,
-    subject: str,
+    name: str, loaded: LoadedRecipe, target: Target, recipe: Recipe, reference: str, file: str, digest: str
 ) -> LockKind[ImageLock]:
     """Return the kind of lock that holds the base `reference`: "debian" (`recipe`'s packages) or an existing image."""
 
@@ -95,9 +81,7 @@ def _base_lock(
         return Resolved(ImageLock(recipe.name, target.name, digest, base), summary)
 
     return LockKind(
-        loaded, target, part="image", name=name, title=title, subject=subject,
-        task=f"resolving the {'base' if name == 'image' else name} of {target.name}", file=file, digest=digest,
-        read=read_image, resolve=resolved, changes=image_changes,
+        loaded, target, name, file, digest, read=read_image, resolve=resolved, changes=image_changes,
         write=lambda path, lock: write_lock_file(path, render_image(lock)),
     )  # fmt: skip
 
@@ -135,8 +119,8 @@ def site_archives(suite: str, date: str, environment: Environment) -> list[Debia
 def _resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
     """Return the digest of the manifest that `base` has for the target's architecture. Raises LockError."""
     try:
-        if _is_local(base):
-            return _local(base, target.arch, environment, folder).manifest.digest
+        if (pulled := _local(base, target.arch, environment, folder)) is not None:
+            return pulled.manifest.digest
         registry = registry_of(base, environment)
         manifest = _manifest(registry, None, target.arch)
         # Without an index, only the image's configuration names its architecture.
@@ -159,8 +143,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     blobs = environment.store.blobs
     if digest is not None and (known := _stored(digest, blobs)) is not None:
         return known
-    if _is_local(base):
-        pulled = _local(base, arch, environment, folder)
+    if (pulled := _local(base, arch, environment, folder)) is not None:
         if digest not in (None, pulled.manifest.digest):
             raise BuildError(
                 f"{base} is {pulled.manifest.digest}, locked is {digest}",
@@ -181,12 +164,10 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
 
 def registry_of(image: str, environment: Environment) -> Registry:
     """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
-    site = environment.site
-    reference = parse_reference(image)
+    site, reference = environment.site, parse_reference(image)
     insecure = frozenset(host for host, table in site.registries if table.insecure)
     transport = transport_of(environment.pip, environment.variables, insecure)
-    mirrors = site.registry(reference.registry).mirrors
-    return open_registry(reference, transport, environment.variables, mirrors)
+    return open_registry(reference, transport, environment.variables, site.registry(reference.registry).mirrors)
 
 
 def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifest:
@@ -201,7 +182,8 @@ def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifes
     return found
 
 
-def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled:
+def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:
+    """Return the image in a daemon, layout or archive, or None when `base` is in a registry."""
     kind, _, rest = base.partition(":")
     blobs = environment.store.blobs
     try:
@@ -213,8 +195,10 @@ def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pull
         elif kind == "oci":
             path, _, tag = rest.partition(":")
             pulled = read_layout(folder / path, blobs, tag or None, arch)
-        else:
+        elif kind == "docker-archive":
             pulled = read_archive(folder / rest, blobs, None, arch)
+        else:
+            return None
         blobs.add(pulled.manifest.raw)
     except OSError as error:
         raise environment.store.unwritable(error) from error
@@ -228,7 +212,3 @@ def _stored(digest: str, blobs: Blobs) -> Pulled | None:
     if not isinstance(manifest, ImageManifest) or not all(map(blobs.has, (manifest.config, *manifest.layers))):
         return None
     return Pulled(manifest, parse_config(blobs.read(manifest.config.digest), digest), blobs)
-
-
-def _is_local(base: str) -> bool:
-    return base.partition(":")[0] in ("oci", "docker-archive", "docker-daemon")

@@ -100,12 +100,11 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
                 with contextlib.suppress(OSError):
                     beside.unlink()
 
+    # conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
+    # requires the suffix `conda-lock.yml`.
     return LockKind(
-        recipe, target, part="conda", name="conda", title="conda lock", subject="the recipe or what pip adds",
-        # conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
-        # requires the suffix `conda-lock.yml`.
-        task=f"solving {target.name}", file=f"{target.accelerator}.conda-lock.yml", digest=digest, read=read_target,
-        resolve=resolved, changes=conda_changes, write=write, judge=judge, warnings=lambda lock: lock.pip.warnings,
+        recipe, target, "conda", f"{target.accelerator}.conda-lock.yml", digest, read=read_target, resolve=resolved,
+        changes=conda_changes, write=write, judge=judge, warnings=lambda lock: lock.pip.warnings,
     )  # fmt: skip
 
 

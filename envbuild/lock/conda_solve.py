@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -178,7 +179,7 @@ def _error(
         return unsatisfiable(recipe, target, text, specs)
     if answer["fault"] == "channel":
         return LockError(
-            f"{recipe.path}: target {target.name}: the channels cannot be read:\n{_indented(text)}",
+            f"{recipe.path}: target {target.name}: the channels cannot be read:\n{indent(text, '  ', bool)}",
             "try again; if it stays so, the channel's index is damaged: index it again",
         )
     channel = answer["channel"]
@@ -214,10 +215,7 @@ def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs:
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     return LockError(
-        f"{recipe.path}: target {target.name} cannot be solved:\n" + "\n".join([_indented(explanation), *lines]),
+        f"{recipe.path}: target {target.name} cannot be solved:\n"
+        + "\n".join([indent(explanation, "  ", bool), *lines]),
         "loosen one of these, or add a channel that has the missing package",
     )
-
-
-def _indented(text: str) -> str:
-    return "\n".join("  " + line for line in text.splitlines())

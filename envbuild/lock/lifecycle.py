@@ -19,6 +19,14 @@ from envbuild.recipe.targets import Target
 Log = Callable[[str], None]
 # Names of packages that may change; None for all of them.
 Upgrade = Collection[str] | None
+# Name of a lock in lists → option of `envbuild lock` that makes it, and for messages: its name, the part of the recipe
+# that it depends on, the work of making it.
+_KINDS = {
+    "wheels": ("wheels", "lock", "the recipe", "resolving"),
+    "image": ("image", "image lock", "the recipe's base", "resolving the base of"),
+    "builder": ("image", "lock of the builder", "what the layers need to be built", "resolving the builder of"),
+    "conda": ("conda", "conda lock", "the recipe or what pip adds", "solving"),
+}
 
 
 class _OfRecipe(Protocol):
@@ -69,9 +77,8 @@ class Resolved(Generic[L]):
 class LockKind(Generic[L]):
     """The lock of one kind for one target of a recipe.
 
-    `part` is the option of `envbuild lock` that makes it (wheels, image or conda), `name` its name in lists of locks.
-    For messages, `title` is its name, `subject` the part of the recipe that it depends on, `task` the work of making
-    it. `file` is its name in the recipe's folder, and a lock for another `digest` is stale.
+    `name` is its name in lists: wheels, image, builder or conda. `file` is its name in the recipe's folder, and
+    a lock for another `digest` is stale.
 
     `read` returns the lock in a file, None without one. `resolve` is called with the environment, the old lock, the
     packages that may change, whether it may use only the store, and the log. `changes` describes the changes of
@@ -81,11 +88,7 @@ class LockKind(Generic[L]):
 
     recipe: LoadedRecipe
     target: Target
-    part: str
     name: str
-    title: str
-    subject: str
-    task: str
     file: str
     digest: str
     read: Callable[[Path], L | None]
@@ -95,6 +98,11 @@ class LockKind(Generic[L]):
     judge: Callable[[L, str, Log], None] = lambda _lock, _source, _log: None
     warnings: Callable[[L], Sequence[str]] = lambda _lock: ()
 
+    @property
+    def part(self) -> str:
+        """Option of `envbuild lock` that makes the lock: wheels, image or conda."""
+        return _KINDS[self.name][0]
+
     def inspect(self) -> LockState[L]:
         """Return the state of the lock file: a current one, else an existing one. Raises LockError if unreadable."""
         states = [self._state(folder / self.file) for folder in lock_folders(self.recipe, self.target)]
@@ -103,20 +111,21 @@ class LockKind(Generic[L]):
         return (current or existing or states)[0]
 
     def _state(self, path: Path) -> LockState[L]:
+        _, title, subject, _ = _KINDS[self.name]
         try:
             lock = self.read(path)
         except LockError as error:
             if error.hint is None:  # the file could not even be opened
                 raise
-            command = f"mv {quote(str(path))} {quote(f'{path}.old')} && {self._command}"
+            command = f"mv {quote(str(path))} {quote(f'{path}.old')} && {self.command}"
             hint = f"restore it from version control, or make it anew: `{command}`"
             raise LockError(error.message, hint) from None
         if lock is None:
-            return LockState(path, None, f"no {self.title} for this target yet")
+            return LockState(path, None, f"no {title} for this target yet")
         if lock.target != self.target.name or lock.recipe != self.recipe.recipe.name:
             return LockState(path, None, f"locks {lock.recipe} ({lock.target}) instead")
         stale = lock.recipe_digest != self.digest
-        return LockState(path, lock, f"stale: {self.subject} changed since it was made" if stale else None)
+        return LockState(path, lock, f"stale: {subject} changed since it was made" if stale else None)
 
     def fault(self) -> str | None:
         """Return why the lock is not current ("no image lock for this target yet"), None if it is."""
@@ -126,15 +135,9 @@ class LockKind(Generic[L]):
             return error.message
 
     @property
-    def _command(self) -> str:
+    def command(self) -> str:
+        """The command that makes the lock."""
         return f"envbuild lock {command_word(self.recipe)} --target {self.target.name} --{self.part}"
-
-    @property
-    def hint(self) -> str:
-        """The hint for a missing or stale lock that may not be created."""
-        indexes = self.recipe.recipe.targets[self.target.name].indexes if self.part == "wheels" else ()
-        where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
-        return f"make it with `{self._command}`{where} and commit it"
 
 
 def ensure(
@@ -154,8 +157,11 @@ def ensure(
         return state.lock
     if locked or (offline and kind.part == "image"):  # the store does not have what a base is resolved from
         why = "" if locked else " and --offline forbids to resolve it"
-        raise LockError(f"{state.path}: {state.fault}{why}", kind.hint)
-    log(f"{state.path}: {state.fault}; {kind.task} …")
+        indexes = kind.recipe.recipe.targets[kind.target.name].indexes if kind.part == "wheels" else ()
+        where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
+        hint = f"make it with `{kind.command}`{where} and commit it"
+        raise LockError(f"{state.path}: {state.fault}{why}", hint)
+    log(f"{state.path}: {state.fault}; {_KINDS[kind.name][3]} {kind.target.name} …")
     return update(kind, environment, upgrade=(), offline=offline, log=log, write=write).lock
 
 

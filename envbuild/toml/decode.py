@@ -29,6 +29,7 @@ _KINDS: dict[type, tuple[str, str]] = {
     list: ("an array", "array"),
     dict: ("a table", "object"),
 }
+_hints = lru_cache(maxsize=64)(get_type_hints)
 _CONTAINERS = {tuple: ("array", "items", "minItems"), dict: ("object", "additionalProperties", "minProperties")}
 
 
@@ -140,11 +141,6 @@ def _shape(hint: Any) -> tuple[Any, Any]:
 def _expected(hint: Any) -> str:
     base, inner = _shape(hint)
     return f"an array of {_expected(inner).split(' ', 1)[1]}s" if base is tuple else _KINDS.get(base, _KINDS[dict])[0]
-
-
-@lru_cache(maxsize=64)
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
