@@ -171,18 +171,14 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             options["verify"] = transport.verify_of(request.url)
             return super().send(request, *args, **options)
 
-    class Session(requests.Session):
-        """Session that leaves redirects to the caller; requests would read ahead even without following them."""
-
-        def get_redirect_target(self, resp: requests.Response) -> str | None:
-            return super().get_redirect_target(resp) if as_pip else None
-
-    session = Session()
+    session = requests.Session()
     session.mount("https://", Adapter())
     session.mount("http://", Adapter())
     session.headers["User-Agent"] = "envbuild"
     if not as_pip:
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+        # The caller follows redirects; requests would read ahead even without following them.
+        session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     return session
 
 
@@ -263,8 +259,7 @@ def _passing(error: BaseException, alive: bool) -> bool:
 def _said(response: requests.Response) -> str:
     """Return the first error in the body (format: OCI distribution specification), in one line, or "" if none."""
     try:
-        data = json.loads(read_all(response, _SMALL, threading.Event()))
-        first = data["errors"][0]
+        first = json.loads(read_all(response, _SMALL, threading.Event()))["errors"][0]
         parts = [part for part in (first.get("code"), first.get("message")) if part]
         if isinstance(first.get("detail"), str):
             parts.append(first["detail"])

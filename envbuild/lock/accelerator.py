@@ -1,7 +1,6 @@
 """Checks of torch's build, in wheels and in conda packages, against the target's accelerator.
 
-The most reported failure of PyTorch locks is a CPU target that resolves to a CUDA build, or a CUDA target that
-resolves to a CPU build.
+The most reported failure of PyTorch locks is a target that resolves to a build for another accelerator.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
 def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], source: str) -> None:
     """Raise LockError when the PyTorch build in `packages` does not match `target`'s accelerator.
 
-    A build is a CUDA build when its build string begins with `cuda`, or when it depends on CUDA packages and its
-    build string does not begin with `cpu`.
+    A CUDA build's string begins with `cuda`, or it depends on CUDA packages and its string does not begin with `cpu`.
     """
     data, wanted = conda_data()["accelerator"], target.family
     for package in packages:

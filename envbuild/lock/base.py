@@ -21,7 +21,6 @@ from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, LockError, UsageError
 from envbuild.image.archive import read_archive, read_daemon
-from envbuild.image.blobs import Blobs
 from envbuild.image.layout import read_layout
 from envbuild.image.model import ImageIndex, ImageManifest, choose, digest_of, parse, parse_config
 from envbuild.image.pulled import Pulled, check_image
@@ -141,8 +140,10 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     digest than the locked `digest`.
     """
     blobs = environment.store.blobs
-    if digest is not None and (known := _stored(digest, blobs)) is not None:
-        return known
+    if digest is not None and blobs.path(digest).is_file():
+        known = parse(blobs.read(digest), digest)
+        if isinstance(known, ImageManifest) and all(map(blobs.has, (known.config, *known.layers))):
+            return Pulled(known, parse_config(blobs.read(known.config.digest), digest), blobs)
     if (pulled := _local(base, arch, environment, folder)) is not None:
         if digest not in (None, pulled.manifest.digest):
             raise BuildError(
@@ -203,12 +204,3 @@ def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pull
     except OSError as error:
         raise environment.store.unwritable(error) from error
     return pulled
-
-
-def _stored(digest: str, blobs: Blobs) -> Pulled | None:
-    if not blobs.path(digest).is_file():
-        return None
-    manifest = parse(blobs.read(digest), digest)
-    if not isinstance(manifest, ImageManifest) or not all(map(blobs.has, (manifest.config, *manifest.layers))):
-        return None
-    return Pulled(manifest, parse_config(blobs.read(manifest.config.digest), digest), blobs)

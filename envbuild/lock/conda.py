@@ -62,8 +62,7 @@ class CondaPackage:
 class CondaLock:
     """Contents of a target's conda environment.
 
-    `recipe_digest` covers every part of the recipe that affects the lock. `packages` are sorted by name. `pip`
-    holds the packages that uv adds; it has none if the recipe requests none.
+    `recipe_digest` covers what affects the lock in the recipe, `packages` are sorted by name, `pip` is what uv adds.
     """
 
     recipe: str
@@ -106,8 +105,7 @@ def conda_data() -> dict[str, Any]:
 def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
     """Return match specs in the form that the format can hold: one per name, sorted by name.
 
-    The versions of several specs for one name are joined; a spec that names a build is the most specific one and is
-    kept alone.
+    Versions of several specs for one name are joined; a spec that names a build is the most specific and kept alone.
     """
     found: dict[str, str] = {}
     for spec in specs:

@@ -38,8 +38,7 @@ _FIRST = re.compile(r"^\s*- (?:name|version|manager|platform|url|category)\b", r
 class CondaPart:
     """Conda packages of one target in the lock file: a CondaLock without the packages that pip adds.
 
-    `channels` are spelled as in the recipe. `pip_digest` is the digest of the pip lock that was resolved against
-    exactly these packages, or "" without one.
+    `channels` are as in the recipe; `pip_digest` is that of the pip lock resolved against these packages, or "".
     """
 
     recipe: str
@@ -153,8 +152,7 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
 def parse_packages(text: str, source: str) -> dict[str, tuple[CondaPackage, ...]]:
     """Parse any conda-lock.yml of version 1, written by any tool, and return its packages by platform.
 
-    Raises LockError when the text is not such a file, and for entries that envbuild does not install: pip packages,
-    and categories other than main.
+    Raises LockError for any other text, and for entries that envbuild does not install: of pip, or not of `main`.
     """
     return _packages(_load(text, source), source, text)
 

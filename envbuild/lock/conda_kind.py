@@ -26,7 +26,7 @@ from envbuild.lock.accelerator import check_conda_accelerator
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_data
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
-from envbuild.lock.resolve import Resolution, resolve
+from envbuild.lock.resolve import resolve
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -39,8 +39,7 @@ Solver = Callable[..., tuple[CondaPackage, ...]]
 def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = None) -> LockKind[CondaLock]:
     """Return the kind of lock that holds the target's conda packages and the packages that pip adds.
 
-    `solver` is `conda_solve.solve` (the default) or a function with its signature. Raises UsageError for a recipe
-    without conda packages.
+    `solver` has the signature of `conda_solve.solve`, the default. Raises UsageError without conda packages.
     """
     check_has_conda(recipe)
     name, digest = recipe.recipe.name, recipe.conda_digest(target)
@@ -118,11 +117,7 @@ def check_has_conda(recipe: LoadedRecipe) -> None:
 
 
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
-    """Return `lock` without the conda and pip packages in `names`.
-
-    A solve prefers the remaining versions; the named packages may change. Raises LockError when a name is not in
-    the lock.
-    """
+    """Return `lock` without the conda and pip packages `names`, which may change. Raises LockError for unknown names."""
     unknown = sorted(name for name in names if not lock.knows(name))
     if unknown:
         raise LockError(
@@ -173,7 +168,7 @@ def resolve_pip(
     *,
     keep: Lock | None = None,
     offline: bool = False,
-) -> Resolution:
+) -> Resolved[Lock]:
     """Return the packages that pip adds to `packages` for the requirements in [conda].
 
     Versions in `keep` are kept while they fit. A distribution in a conda package is never taken from an index.

@@ -40,8 +40,7 @@ class LockedPackage:
 class Lock:
     """Resolution of one target.
 
-    `recipe_digest` covers every part of the recipe that affects the resolution. `warnings` come from the resolution,
-    and every build that uses the lock repeats them.
+    `recipe_digest` covers what affects it in the recipe; every build that uses the lock repeats its `warnings`.
     """
 
     recipe: str

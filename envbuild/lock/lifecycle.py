@@ -66,11 +66,12 @@ class LockState(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[L]):
-    """A new lock. `summary` describes it in messages; `pylock` is a wheel lock's resolution as PEP 751 text."""
+    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and notes for the user."""
 
     lock: L
     summary: str
     pylock: str = ""
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,7 @@ def package_changes(
 ) -> list[str]:
     """Return the changes of an update, one line per package, sorted by name.
 
-    `version` describes a package; if a package's version is unchanged, `other` describes the remaining
-    difference as the end of the line, or returns "" when there is none.
+    `version` describes a package; `other` describes another difference, as the end of the line, or returns "".
     """
     lines: list[str] = []
     for name in sorted(before.keys() | after.keys()):

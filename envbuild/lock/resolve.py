@@ -7,7 +7,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -17,20 +17,12 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.lifecycle import Resolved
 from envbuild.lock.offers import Offers, skipped_warnings, tag_set
 from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """New lock, the same resolution as PEP 751 text, and notes for the user."""
-
-    lock: Lock
-    pylock: str
-    notes: tuple[str, ...]
 
 
 def resolve(
@@ -45,7 +37,7 @@ def resolve(
     stubs: Path | None = None,
     keep: Lock | None = None,
     offline: bool = False,
-) -> Resolution:
+) -> Resolved[Lock]:
     """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
 
     `digest` is the recipe_digest of the new lock. `overrides` replace the requirements of packages. `provided` maps
@@ -59,9 +51,14 @@ def resolve(
     indexes, notes = _reachable(table.indexes, environment, offline)
     offers = Offers(environment, indexes, offline)
     constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
+    # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
+    # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
+    ways: list[tuple[list[str], tuple[LockedPackage, ...]]] = [([], ())]
+    if keep is not None:
+        ways = [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), *ways]
     with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
         uv = UvCompile(Path(folder), offers, python, platform, constraints, overrides, stubs)
-        for pins, preferred in _ways_to_keep(keep):
+        for pins, preferred in ways:
             done = uv.run(requirements, pins, preferred)
             if done.returncode == 0:
                 break
@@ -82,7 +79,7 @@ def resolve(
         )  # fmt: skip
     check_accelerator(target, packages, str(recipe.path))
     lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
-    return Resolution(lock, text, tuple(notes))
+    return Resolved(lock, f"{len(packages)} packages", text, notes)
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:
@@ -114,17 +111,6 @@ def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) 
         else:
             notes.append(f"index {index} cannot be reached and was left out: {'; '.join(refusals)}")
     return answering, notes
-
-
-def _ways_to_keep(keep: Lock | None) -> list[tuple[list[str], tuple[LockedPackage, ...]]]:
-    """Return (constraints, preferences) to try in turn: every package pinned, every package preferred, no limits.
-
-    Preferences alone would suffice, but uv 0.13 takes a preferred version from the first index that has it, even
-    when only another index has a wheel of it that fits the target.
-    """
-    if keep is None:
-        return [([], ())]
-    return [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), ([], ())]
 
 
 def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:

@@ -7,6 +7,7 @@ therefore does not select another NCCL, but another wheel of the same distributi
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
@@ -14,7 +15,7 @@ from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, changes, lock_file_name, read, render
 from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
-from envbuild.lock.resolve import Resolution, resolve, without
+from envbuild.lock.resolve import resolve, without
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -35,7 +36,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         check_stack(recipe, target, found.lock.versions, log)
         for note in found.notes:
             log(f"note: {note}")
-        return Resolved(found.lock, f"{len(found.lock.packages)} packages", found.pylock)
+        return found
 
     def judge(lock: Lock, source: str, log: Log) -> None:
         check_accelerator(target, lock.packages, source)
@@ -50,17 +51,17 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
 
 def _resolve(
     recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool
-) -> Resolution:
+) -> Resolved[Lock]:
     """Resolve `target` as `resolve` does. Also raises LockError when [layers.nccl] cannot replace torch's NCCL."""
     requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
-    digest, overrides = recipe.resolution_digest(target), []
-    if (override := nccl_override(recipe, target)) is not None:
-        # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
-        before = keep and _without_nccl(keep, target)
-        pinned = resolve(recipe, target, environment, requirements, digest, keep=before, offline=offline).lock
-        check_override(recipe, target, pinned)
-        overrides, keep = [override], _without_nccl(pinned, target)
-    return resolve(recipe, target, environment, requirements, digest, overrides=overrides, keep=keep, offline=offline)
+    resolve_it = partial(resolve, recipe, target, environment, requirements, recipe.resolution_digest(target))
+    override = nccl_override(recipe, target)
+    if override is None:
+        return resolve_it(keep=keep, offline=offline)
+    # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
+    pinned = resolve_it(keep=keep and _without_nccl(keep, target), offline=offline).lock
+    check_override(recipe, target, pinned)
+    return resolve_it(overrides=[override], keep=_without_nccl(pinned, target), offline=offline)
 
 
 def nccl_package(target: Target) -> str:
