@@ -171,12 +171,10 @@ class Download:
 
 def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Return (start, total size) of the content of a response, in bytes; None for a value that it does not state."""
-    if status == 416:
-        return None, None
-    if status != 206:
+    if status not in (206, 416):
         length = headers.get("Content-Length", "")
         return 0, int(length) if length.isdecimal() else None
     match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
-    if match is None:
+    if match is None or status == 416:
         return None, None
     return int(match[1]), int(match[2]) if match[2] != "*" else None

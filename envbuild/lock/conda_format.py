@@ -1,9 +1,8 @@
 """conda-lock.yml: the conda packages of all targets of one accelerator, in one file.
 
-The format is conda-lock's unified lock file, version 1 (conda-lock's documentation, "File Formats"; field names
-from the published schema https://schemas.conda.org/conda-lock-v1.schema.json), so conda-lock, micromamba and pixi
-read the file unchanged. envbuild's own data is in `custom_metadata`, which the format reserves for such data. All
-strings are double-quoted: the file is valid YAML, and `read_lines` needs a tenth of a YAML parser's time.
+The format is conda-lock's unified lock file, version 1 (https://schemas.conda.org/conda-lock-v1.schema.json), so
+conda-lock, micromamba and pixi read the file unchanged. envbuild's own data is in `custom_metadata`, which the format
+reserves for such data. All strings are double-quoted, so `read_lines` needs a tenth of a YAML parser's time.
 """
 
 from __future__ import annotations

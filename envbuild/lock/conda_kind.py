@@ -117,7 +117,7 @@ def check_has_conda(recipe: LoadedRecipe) -> None:
 
 
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
-    """Return `lock` without the conda and pip packages `names`, which may change. Raises LockError for unknown names."""
+    """Return `lock` without the conda and pip packages `names`, which may change. Raises LockError for unknown ones."""
     unknown = sorted(name for name in names if not lock.knows(name))
     if unknown:
         raise LockError(

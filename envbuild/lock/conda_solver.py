@@ -1,9 +1,8 @@
 """Separate process that solves one conda environment: `python -P conda_solver.py REQUEST`.
 
-rattler runs in its own process for two reasons: its network threads outlive a failed request and can crash the
-interpreter at exit, and the process gets the site's certificates and proxies in its environment. REQUEST is a
-private JSON file that `conda_solve.solve` describes; the answer is one line of JSON on standard output:
-{"records": …} or {"fault": KIND, "text": …}. This module imports nothing from envbuild.
+rattler's network threads outlive a failed request and can crash the interpreter at exit; a process of its own also gets
+the site's certificates and proxies in its environment. REQUEST is a private JSON file of `conda_solve.solve`;
+the answer is a line of JSON: {"records": …} or {"fault": KIND, …}. This module imports nothing from envbuild.
 """
 
 from __future__ import annotations
