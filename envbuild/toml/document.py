@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import re
 import tomllib
@@ -46,7 +47,7 @@ class Document:
 def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
     """Parse the TOML file at `path`. Raises `error` when it cannot be read, is not UTF-8, or is not TOML."""
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -54,9 +55,9 @@ def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
     try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = raw.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as problem:
-        good = raw[: problem.start].decode("utf-8-sig")
+        good = raw[: problem.start].decode()
         line, column = _line_column(good, len(good))
         raise error(f"{path}:{line}:{column}: byte 0x{raw[problem.start]:02x} is not UTF-8") from None
     try:
