@@ -98,30 +98,30 @@ def _solver(name: str) -> Solver | None:
 
 def _export(loaded: LoadedRecipe, target: Target, environment: Environment, lock: CondaLock, work: CondaWork) -> None:
     """Collect one target's part of the file that `write_exports` writes."""
-    from envbuild.lock import conda_export
+    from envbuild.lock.conda import export_name, pip_entries
     from envbuild.lock.conda_kind import resolve_pip
 
     pip = ""
     if lock.pip.packages and work.export == "conda-lock":
         # The lock contains no URLs, so uv resolves the locked packages again.
         again = resolve_pip(loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline)
-        pip = conda_export.pip_entries(lock, again.pylock)
-    path = work.folder / conda_export.file_name(work.export or "", lock.recipe, target)
+        pip = pip_entries(lock, again.pylock)
+    path = work.folder / export_name(work.export or "", lock.recipe, target)
     work.exports.setdefault(path, []).append(Exported(lock, loaded.recipe.conda.channels, pip))
 
 
 def write_exports(work: CondaWork) -> None:
     """Write the exported files and print their paths."""
     from envbuild.atomic import write_atomically, writing
-    from envbuild.lock import conda_export
+    from envbuild.lock.conda import environment_text, explicit_text
     from envbuild.lock.conda_format import part_of, render
 
     for path, shares in work.exports.items():
         first = shares[0]
         if work.export == "environment":
-            text = conda_export.environment_text(first.lock, first.channels)
+            text = environment_text(first.lock, first.channels)
         elif work.export == "explicit":
-            text = conda_export.explicit_text(first.lock)
+            text = explicit_text(first.lock)
         else:
             text = render([part_of(share.lock, share.channels) for share in shares])
             text += "".join(share.pip for share in shares)

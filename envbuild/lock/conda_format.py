@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from envbuild.errors import LockError
-from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, file_parts
+from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, entry, file_parts
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"
@@ -82,26 +82,6 @@ def render(parts: Iterable[CondaPart]) -> str:
         hashes = {"md5": package.md5, "sha256": package.sha256}
         lines += entry(name, package.version, "conda", platform, package.depends, package.url, hashes)
     return "\n".join(lines) + "\n"
-
-
-def entry(
-    name: str, version: str, manager: str, platform: str, depends: Sequence[str], url: str, hashes: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield the lines of one package; `manager` is conda or pip."""
-    yield f"- name: {_text(name)}"
-    yield f"  version: {_text(version)}"
-    yield f"  manager: {_text(manager)}"
-    yield f"  platform: {_text(platform)}"
-    yield "  dependencies:" if depends else "  dependencies: {}"
-    for spec in depends:
-        needed, _, rest = spec.partition(" ")
-        yield f"    {_text(needed)}: {_text(rest)}"
-    yield f"  url: {_text(url)}"
-    yield "  hash:"
-    for kind, digest in hashes.items():
-        yield f"    {kind}: {_text(digest)}"
-    yield '  category: "main"'
-    yield "  optional: false"
 
 
 def parse(text: str, source: str) -> dict[str, CondaPart]:

@@ -133,12 +133,10 @@ def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
     """Return the changes of an update, one line each, sorted by name."""
     was, now = old.base if old else None, new.base
     if isinstance(now, OciLock):
-        if was == now:
-            return []
-        before = was.digest if isinstance(was, OciLock) else _kind(was)
-        if isinstance(was, OciLock) and was.reference != now.reference:
-            before = f"{was.reference} {before}"
-        return [f"~ {now.reference} {before} -> {now.digest}"]
+        before = _kind(was)
+        if isinstance(was, OciLock):
+            before = was.digest if was.reference == now.reference else f"{was.reference} {was.digest}"
+        return [] if was == now else [f"~ {now.reference} {before} -> {now.digest}"]
     moved = [f"~ base {_kind(was)} -> {_kind(now)}"] if was is not None and _kind(was) != _kind(now) else []
     return moved + package_changes(
         {p.name: p for p in was.packages} if isinstance(was, DebianLock) else {},
@@ -149,6 +147,6 @@ def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
 
 
 def _kind(base: DebianLock | OciLock | None) -> str:
-    if base is None:
-        return "nothing"
-    return base.reference if isinstance(base, OciLock) else f"debian:{base.suite}"
+    if isinstance(base, OciLock):
+        return base.reference
+    return f"debian:{base.suite}" if base else "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections import defaultdict
@@ -102,38 +103,27 @@ class Offers:
 
 def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
     """Return the releases of the project `name` in `links`, oldest version first; other projects are left out."""
+    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
+
     files: defaultdict[Version, list[OfferedFile]] = defaultdict(list)
     times: dict[Version, datetime] = {}
     for link in links:
-        parsed = None if link.yanked else _parse(link.filename)
-        if parsed is None or parsed[0] != name:
+        tags: frozenset[Any] = frozenset()
+        try:
+            if link.filename.endswith(".whl"):
+                project, version, _, tags = parse_wheel_filename(link.filename)
+            else:
+                project, version = parse_sdist_filename(link.filename)
+        except (InvalidWheelFilename, InvalidSdistFilename):
             continue
-        _, version, tags = parsed
+        if project != name or link.yanked:
+            continue
         files[version].append(OfferedFile(tags, link.requires_python))
-        if (time := _time(link.uploaded)) is not None:
+        with contextlib.suppress(ValueError):  # the page states no time
+            time = datetime.fromisoformat(link.uploaded)
+            time = time if time.tzinfo else time.replace(tzinfo=UTC)
             times[version] = min(time, times.get(version, time))
     return [ProjectRelease(version, tuple(files[version]), times.get(version)) for version in sorted(files)]
-
-
-def _parse(filename: str) -> tuple[str, Version, frozenset[Any]] | None:
-    """Return (normalised name, version, tags) of a wheel or sdist, None for any other file."""
-    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
-
-    try:
-        if filename.endswith(".whl"):
-            name, version, _, tags = parse_wheel_filename(filename)
-            return name, version, tags
-        return (*parse_sdist_filename(filename), frozenset())
-    except (InvalidWheelFilename, InvalidSdistFilename):
-        return None
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @functools.cache

@@ -75,10 +75,10 @@ def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problem
         _add(problems, keys, f"expected at least {rules['min_items']}, got {len(value)}")
     if base is tuple:
         return tuple(_decode(inner, rules, v, (*keys, i), problems) for i, v in enumerate(value))
-    for key in value if "key_check" in rules else ():
-        _add(problems, (*keys, key), rules["key_check"](key))
-    for key, v in value.items() if "entry_check" in rules else ():
-        if type(v) is inner:
+    for key, v in value.items():
+        if "key_check" in rules:
+            _add(problems, (*keys, key), rules["key_check"](key))
+        if "entry_check" in rules and type(v) is inner:
             _add(problems, (*keys, key), rules["entry_check"](key, v))
     return {key: _decode(inner, rules, v, (*keys, key), problems) for key, v in value.items()}
 

@@ -15,8 +15,7 @@ from envbuild.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
 from envbuild.lock.accelerator import check_conda_accelerator
-from envbuild.lock.conda import CondaLock, CondaPackage
-from envbuild.lock.conda_export import environment_text, explicit_text, pip_entries, topological_order
+from envbuild.lock.conda import CondaLock, CondaPackage, environment_text, explicit_text, pip_entries, topological_order
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import conda_changes, conda_lock, provided, without_conda
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
