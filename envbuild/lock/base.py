@@ -1,8 +1,7 @@
 """The base of a target's images, and the builder image, in which the target's source layers are built: their locks.
 
-Both have the same format: Debian packages, or the digest of an existing image. The builder's lock is
-`<target>.build.toml` beside the image lock. It holds the image's Debian packages and compilers, or the digest of
-`build_base`, an existing image with compilers.
+Both hold Debian packages or the digest of an existing image. The builder's (`<target>.build.toml` beside the image
+lock) are the image's packages and compilers, or `build_base`, an existing image with compilers.
 """
 
 from __future__ import annotations

@@ -197,11 +197,8 @@ def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
 
 def explicit_text(lock: CondaLock) -> str:
     """Return conda's explicit list: URLs with md5, each after its dependencies, and pip's packages in comments."""
-    lines = [
-        f"# {lock.recipe}, {lock.target}; install with: conda create --name NAME --file THIS",
-        f"# platform: {conda_platform(Target.parse(lock.target))}",
-        "@EXPLICIT",
-    ]
+    lines = [f"# {lock.recipe}, {lock.target}; install with: conda create --name NAME --file THIS"]
+    lines += [f"# platform: {conda_platform(Target.parse(lock.target))}", "@EXPLICIT"]
     lines += [f"{package.url}#{package.md5}" for package in topological_order(lock.packages)]
     lines += [f"# pip {added.name}=={added.version} --hash=sha256:{added.hashes[0]}" for added in lock.pip.packages]
     return "\n".join(lines) + "\n"

@@ -182,7 +182,7 @@ def _package(row: object) -> tuple[str, CondaPackage]:
         isinstance(key, str) and key and " " not in key and isinstance(value, str) for key, value in depends.items()
     ):
         raise ValueError(f"the dependencies of {name} are no table of texts")
-    hashes = row.get("hash") if isinstance(row.get("hash"), dict) else {}
+    hashes: dict[str, Any] = row["hash"] if isinstance(row.get("hash"), dict) else {}
     for kind, form in _HEX.items():
         if not isinstance(hashes.get(kind), str) or not form.fullmatch(hashes[kind]):
             raise ValueError(f"{name} has no {kind}")

@@ -59,11 +59,8 @@ def solve_by_conda_lock(
     Raises HostError when conda-lock or conda is missing, and LockError with conda-lock's output when it fails.
     """
     program = find_conda(environment)
-    channels = {}
-    for name in recipe.recipe.conda.channels:
-        canonical = channel_url(name)
-        first = split_credentials(environment.site.mirrored(canonical)[0].rstrip("/"))[0]
-        channels[first] = canonical
+    canonical = [channel_url(name) for name in recipe.recipe.conda.channels]
+    channels = {split_credentials(environment.site.mirrored(one)[0].rstrip("/"))[0]: one for one in canonical}
     asked = conda_solve.recipe_specs(recipe, target)
     env = conda_solve.network_variables(environment)
     if offline:
@@ -74,7 +71,7 @@ def solve_by_conda_lock(
         with tempfile.TemporaryDirectory(prefix="envbuild-conda-lock-") as folder:
             work = Path(folder)
             _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], list(channels))
-            command = [
+            command: list[str | Path] = [
                 sys.executable, "-P", "-m", "conda_lock", "lock", "--conda", program,
                 "--file", work / "environment.yml", "--platform", conda_platform(target),
                 "--virtual-package-spec", work / "virtual-packages.yml", "--lockfile", work / "conda-lock.yml",

@@ -86,7 +86,7 @@ def solve(
     with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
         path = Path(folder, "request.json")
         path.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]
+        command: list[str | Path] = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]
         done = process.run(command, env=network_variables(environment), check=False)
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -213,9 +213,8 @@ def bad_spec(spec: Spec, why: str) -> RecipeError:
 def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
     """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
-    lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
+    lines = [f"\n  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     return LockError(
-        f"{recipe.path}: target {target.name} cannot be solved:\n"
-        + "\n".join([indent(explanation, "  ", bool), *lines]),
+        f"{recipe.path}: target {target.name} cannot be solved:\n{indent(explanation, '  ', bool)}{''.join(lines)}",
         "loosen one of these, or add a channel that has the missing package",
     )

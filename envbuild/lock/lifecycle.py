@@ -107,9 +107,7 @@ class LockKind(Generic[L]):
     def inspect(self) -> LockState[L]:
         """Return the state of the lock file: a current one, else an existing one. Raises LockError if unreadable."""
         states = [self._state(folder / self.file) for folder in lock_folders(self.recipe, self.target)]
-        current = [state for state in states if state.fault is None]
-        existing = [state for state in states if state.lock is not None]
-        return (current or existing or states)[0]
+        return min(states, key=lambda state: (state.fault is not None, state.lock is None))
 
     def _state(self, path: Path) -> LockState[L]:
         _, title, subject, _ = _KINDS[self.name]
@@ -146,9 +144,8 @@ def ensure(
 ) -> L:
     """Return the current lock; resolve a missing or stale one.
 
-    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when the lock is
-    missing or stale and `locked` is set (or `offline`, for the base of an image), when it cannot be resolved, or when
-    it is known not to work.
+    Without `write` no file is written. Raises LockError when the lock is missing or stale and `locked` is set (or
+    `offline`, for the base of an image), when it cannot be resolved, or when it is known not to work.
     """
     state = kind.inspect()
     if state.fault is None and state.lock is not None:

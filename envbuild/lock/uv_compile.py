@@ -149,11 +149,7 @@ def without_wheel(stderr: str) -> str | None:
 def _cause(stderr: str, direct: set[str]) -> tuple[str, str, str] | None:
     """Return (kind, normalised name, specifier) of the first cause, if possible one of a direct requirement."""
     text = " ".join(stderr.split())
-    found = [
-        (kind, normalise(match[1]), match[2] or "")
-        for kind, pattern in _CAUSES.items()
-        for match in pattern.finditer(text)
-    ]
+    found = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
     return min(found, key=lambda cause: cause[1] not in direct, default=None)
 
 
