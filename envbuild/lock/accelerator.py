@@ -38,10 +38,8 @@ def check_accelerator(target: Target, packages: Iterable[LockedPackage], source:
                 " releases whose plain wheel is CPU-only also do; see docs/reference/recipe.md)",
             )
         return
-    pin = (
-        f"pin torch==VERSION+{target.accelerator} in {target.table} and name the index "
-        f"{torch_index(target.accelerator)} there"
-    )
+    index = torch_index(target.accelerator)
+    pin = f"pin torch==VERSION+{target.accelerator} in {target.table} and name the index {index} there"
     if not gpu and not named:
         raise LockError(f"{source}: target {target.name} needs {wanted.title}, but {torch} is a CPU-only build", pin)
     # torch's wheel on the default index pins the runtime: 12.6.77 is that of cu126.
