@@ -7,7 +7,7 @@ from typing import Any
 
 from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
-from envbuild.lock.base import image_lock
+from envbuild.lock.base import builder_lock, image_lock
 from envbuild.lock.lifecycle import LockKind
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import command_word
@@ -30,8 +30,6 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
         found.append(wheel_lock(loaded, target))
     found.append(image_lock(loaded, target))
     if sources := builder_sources(loaded, target):
-        from envbuild.lock.builder import builder_lock
-
         found.append(builder_lock(loaded, target, sources))
     if has_conda(loaded):
         from envbuild.lock.conda_kind import conda_lock

@@ -26,7 +26,7 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.image.reference import parse_reference
-from envbuild.lock.base_oci import registry_of
+from envbuild.lock.base import registry_of
 from envbuild.progress import transfer
 
 if TYPE_CHECKING:

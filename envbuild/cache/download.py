@@ -1,7 +1,4 @@
-"""Download of one file with resume; its digest is checked while the data arrive.
-
-Source: RFC 9110 §14 (ranges).
-"""
+"""Download of one file with resume (RFC 9110 §14); its digest is checked while the data arrive."""
 
 from __future__ import annotations
 
@@ -77,7 +74,8 @@ class Download:
     """An unfinished download. `hashes` are the accepted sha256 digests (hex), `size` is in bytes, None if unknown.
 
     A response of more than `size` bytes is rejected. With `exact`, a shorter one is rejected as well, and a body
-    that ends early is retried; without it, only the digest decides.
+    that ends early is retried; without it, only the digest decides. `inherited` is whether some of the data came from
+    an earlier run or another source.
     """
 
     stream: BinaryIO
@@ -87,7 +85,6 @@ class Download:
     on_progress: OnProgress
     stop: threading.Event
     received: int = 0
-    # Whether some of the data came from an earlier run or another source.
     inherited: bool = False
     _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
 
@@ -136,30 +133,27 @@ class Download:
 
     def _receive(self, ask: Ask) -> bool:
         """Read one response; return False if it does not continue the existing data, which are then dropped."""
+        size = self.size
         with ask({"Range": f"bytes={self.received}-"} if self.received else {}) as answer:
             start, total = _extent(answer.status_code, answer.headers)
-            if start != self.received:
-                useless = self.received > 0
-                self._rewind()
-                if start != 0:
-                    if useless:
-                        return False
-                    raise RequestFailed("it does not send the rest of the file", transient=True, answered=True)
-            if (
-                self.size is not None
-                and total is not None
-                and (total > self.size or (self.exact and total < self.size))
-            ):
-                self._rewind()
-                raise RequestFailed(f"its file has {total} bytes, not {self.size}", status=200)
-            for block in blocks(answer, self.stop):
-                if self.size is not None and self.received + len(block) > self.size:
+            if start not in (0, self.received):
+                if self.received:
                     self._rewind()
-                    raise RequestFailed(f"it sent more than {self.size} bytes", status=200)
+                    return False
+                raise RequestFailed("it does not send the rest of the file", transient=True, answered=True)
+            if start == 0 and self.received:
+                self._rewind()
+            if size is not None and total is not None and (total > size or (self.exact and total < size)):
+                self._rewind()
+                raise RequestFailed(f"its file has {total} bytes, not {size}", status=200)
+            for block in blocks(answer, self.stop):
+                if size is not None and self.received + len(block) > size:
+                    self._rewind()
+                    raise RequestFailed(f"it sent more than {size} bytes", status=200)
                 self.stream.write(block)
                 self._note(block)
-        if self.exact and self.size is not None and self.received < self.size:
-            text = f"its answer ended after {self.received} of {self.size} bytes"
+        if self.exact and size is not None and self.received < size:
+            text = f"its answer ended after {self.received} of {size} bytes"
             raise RequestFailed(text, transient=True, answered=True)
         return True
 
@@ -177,12 +171,10 @@ class Download:
 
 def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Return (start, total size) of the content of a response, in bytes; None for a value that it does not state."""
-    if status == 416:
-        return None, None
-    if status != 206:
+    if status not in (206, 416):
         length = headers.get("Content-Length", "")
         return 0, int(length) if length.isdecimal() else None
     match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
-    if match is None:
+    if match is None or status == 416:
         return None, None
     return int(match[1]), int(match[2]) if match[2] != "*" else None

@@ -1,4 +1,4 @@
-"""HTTP client for indexes, archives, channels and registries: single requests, and readable errors.
+"""HTTP client for indexes, archives, channels and registries: settings, single requests, and readable errors.
 
 No message holds credentials. The client uses requests, which reads netrc, proxies and certificates as pip does.
 Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's retries cannot resume a download.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
-from envbuild.cache.transport import Transport
-from envbuild.site.pip_config import redact
+from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:
     import requests
@@ -23,6 +22,52 @@ if TYPE_CHECKING:
 BLOCK = 1 << 18
 # Bodies up to this size are read at once, so that the connection can serve the next request.
 _SMALL = 1 << 16
+_TIMEOUT_S = 15.0
+_RETRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Settings of connections, from the site's settings and pip's.
+
+    `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or without port)
+    whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies` override those of the
+    environment. `timeout_s` limits connecting and each read. `retries` counts attempts that deliver no new data.
+    """
+
+    verify: bool | str = True
+    proxies: dict[str, str] | None = field(default=None, repr=False)
+    client_cert: str | None = None
+    timeout_s: float = _TIMEOUT_S
+    retries: int = _RETRIES
+    insecure: frozenset[str] = frozenset()
+    unverified: frozenset[str] = frozenset()
+
+    def is_insecure(self, netloc: str) -> bool:
+        """Return whether the site allows plain HTTP to this host."""
+        return _listed(netloc, self.insecure)
+
+    def verify_of(self, url: str) -> bool | str:
+        """Return requests' `verify` setting for the server of `url`."""
+        if not _listed(urlsplit(url).netloc, self.unverified):
+            return self.verify
+        import urllib3
+
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        return False
+
+
+def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()) -> Transport:
+    """Return the transport that pip's configuration and the environment describe."""
+    return Transport(
+        verify=ca_bundle(pip, env) or True,
+        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
+        client_cert=pip.client_cert,
+        timeout_s=pip.timeout_s or _TIMEOUT_S,
+        retries=_RETRIES if pip.retries is None else pip.retries,
+        insecure=insecure,
+        unverified=frozenset(pip.trusted_hosts),
+    )
 
 
 class Body(Protocol):
@@ -39,11 +84,10 @@ class HttpClient:
     A registry needs a separate authorization for each request. Requests to one therefore carry only the given
     credentials, and the caller follows redirects: requests would take credentials from netrc for any host and
     overwrite a token with them. `as_pip` is for all other servers: requests follows redirects, keeps cookies and
-    reads netrc, and pip's proxy applies even to hosts in no_proxy.
+    reads netrc, and pip's proxy applies even to hosts in no_proxy. With `plain`, URLs may use plain HTTP.
     """
 
     transport: Transport
-    # Whether URLs and redirects may use plain HTTP.
     plain: bool = False
     as_pip: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -66,12 +110,16 @@ class HttpClient:
         `own` is whether `url` is on the server itself; only that server receives a client certificate. Raises
         RequestFailed when there is no response.
         """
+        from requests.utils import should_bypass_proxies
+
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestFailed("it names an address that is neither http nor https")
         if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
             raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
-        answered = False
+        proxies, response = self.transport.proxies, None
+        if proxies and not self.as_pip and should_bypass_proxies(url, no_proxy=None):
+            proxies = None
         try:
             response = self._opened().request(
                 method,
@@ -84,14 +132,15 @@ class HttpClient:
                 allow_redirects=self.as_pip,
                 timeout=self.transport.timeout_s,
                 cert=self.transport.client_cert if own else None,
-                proxies=self._proxies(url),
+                proxies=proxies,
             )
-            answered = True
-            if _is_small(response):
+            length = response.headers.get("Content-Length", "")
+            small = response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
+            if small or method == "HEAD":
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
             transient = _passing(error, parts.netloc in self._alive)
-            raise RequestFailed(reason_of(error), transient=transient, answered=answered) from None
+            raise RequestFailed(reason_of(error), transient=transient, answered=response is not None) from None
         self._alive.add(parts.netloc)
         return response
 
@@ -102,17 +151,8 @@ class HttpClient:
 
     def _opened(self) -> requests.Session:
         with self._lock:
-            if self._session is None:
-                self._session = _new_session(self.transport, self.as_pip)
+            self._session = self._session or _new_session(self.transport, self.as_pip)
             return self._session
-
-    def _proxies(self, url: str) -> dict[str, str] | None:
-        from requests.utils import should_bypass_proxies
-
-        given = self.transport.proxies
-        if given is None or (not self.as_pip and should_bypass_proxies(url, no_proxy=None)):
-            return None
-        return given
 
 
 def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
@@ -122,10 +162,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from requests.adapters import HTTPAdapter
 
     class Adapter(HTTPAdapter):
-        """Adapter that verifies each hop by its own host, so that trust does not follow a redirect to another host.
-
-        It sends bodies in large blocks.
-        """
+        """Adapter that verifies each hop by its own host: trust does not follow a redirect. It sends large blocks."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
             super().init_poolmanager(*arguments, **options, blocksize=BLOCK)
@@ -134,18 +171,14 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             options["verify"] = transport.verify_of(request.url)
             return super().send(request, *args, **options)
 
-    class Session(requests.Session):
-        """Session that leaves redirects to the caller; requests would read ahead even without following them."""
-
-        def get_redirect_target(self, resp: requests.Response) -> str | None:
-            return super().get_redirect_target(resp) if as_pip else None
-
-    session = Session()
+    session = requests.Session()
     session.mount("https://", Adapter())
     session.mount("http://", Adapter())
     session.headers["User-Agent"] = "envbuild"
     if not as_pip:
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
+        # The caller follows redirects; requests would read ahead even without following them.
+        session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     return session
 
 
@@ -178,15 +211,13 @@ def read_all(response: requests.Response, limit: int, stop: threading.Event) -> 
 
 def failure(response: requests.Response, advice: str = "") -> RequestFailed:
     """Return the error for a response with an error status, with `advice` for errors of authorization (401, 403)."""
-    code = response.status_code
-    text = f"HTTP {code} {response.reason or ''}".strip()
-    if said := _said(response):
-        text += f": {said}"
+    code, said = response.status_code, _said(response)
+    text = f"HTTP {code} {response.reason or ''}".strip() + (f": {said}" if said else "")
     if code in (401, 403):
         text += advice
-    wait = retry_after(response.headers.get("Retry-After"))
-    kind = NotFound if code in (404, 410) else RequestFailed
-    return kind(text, status=code, transient=code in TRANSIENT, wait_s=wait)
+    error = (NotFound if code in (404, 410) else RequestFailed)(text, status=code, transient=code in TRANSIENT)
+    error.wait_s = retry_after(response.headers.get("Retry-After"))
+    return error
 
 
 def split(url: str) -> SplitResult:
@@ -208,21 +239,9 @@ def origin(url: str) -> tuple[str, str, int]:
 def reason_of(error: BaseException) -> str:
     """Return the innermost cause of a requests error, in one line."""
     cause = error
-    while isinstance(
-        inner := getattr(cause, "reason", None) or cause.__context__, BaseException
-    ):  # fmt: skip
+    while isinstance(inner := getattr(cause, "reason", None) or cause.__context__, BaseException):
         cause = inner
-    text = str(cause).partition("\n")[0] or type(cause).__name__
-    return redact(text)
-
-
-def _is_small(response: requests.Response) -> bool:
-    length = response.headers.get("Content-Length", "")
-    return (
-        response.status_code == 204
-        or (length.isdecimal() and int(length) <= _SMALL)
-        or (response.request.method == "HEAD")
-    )
+    return redact(str(cause).partition("\n")[0] or type(cause).__name__)
 
 
 def _passing(error: BaseException, alive: bool) -> bool:
@@ -231,10 +250,8 @@ def _passing(error: BaseException, alive: bool) -> bool:
 
     if isinstance(error, known.SSLError | known.ProxyError | ValueError):
         return False
-    if isinstance(error, known.ConnectTimeout):
-        return alive
-    text = repr(error)
-    if any(sign in text for sign in ("NameResolution", "Name or service", "refused")):
+    signs = ("NameResolution", "Name or service", "refused")
+    if isinstance(error, known.ConnectTimeout) or any(sign in repr(error) for sign in signs):
         return alive
     return isinstance(error, known.RequestException)
 
@@ -242,12 +259,16 @@ def _passing(error: BaseException, alive: bool) -> bool:
 def _said(response: requests.Response) -> str:
     """Return the first error in the body (format: OCI distribution specification), in one line, or "" if none."""
     try:
-        data = json.loads(read_all(response, _SMALL, threading.Event()))
-        first = data["errors"][0]
+        first = json.loads(read_all(response, _SMALL, threading.Event()))["errors"][0]
         parts = [part for part in (first.get("code"), first.get("message")) if part]
         if isinstance(first.get("detail"), str):
             parts.append(first["detail"])
     except (RequestFailed, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    text = " ".join(": ".join(map(str, parts)).split())[:300]
-    return redact(text)
+    return redact(" ".join(": ".join(map(str, parts)).split())[:300])
+
+
+def _listed(netloc: str, hosts: Iterable[str]) -> bool:
+    netloc = netloc.rpartition("@")[2].lower()
+    hostname = (urlsplit(f"//{netloc}").hostname or "") if netloc else ""
+    return any(host.lower() in (netloc, hostname, f"[{hostname}]") for host in hosts)

@@ -18,24 +18,18 @@ _LONGEST_WAIT_S = 60.0
 class RequestFailed(Exception):
     """A failed request; the text states the reason, without credentials.
 
-    `status` is None when there was no response. `transient` is true when a retry may help, after `wait_s` seconds
-    if the server requested a delay. `is_down` is true when no request to this server can succeed: it cannot be
-    connected to (and has not `answered` before another failure), or it does not accept the credentials.
+    `status` is None without a response. A retry of a `transient` failure may help, after `wait_s` seconds if the server
+    requested a delay. `is_down` means that no request to this server can succeed: it cannot be connected to (and has
+    not `answered` before another failure), or it does not accept the credentials.
     """
 
+    wait_s: float | None = None
+
     def __init__(
-        self,
-        reason: str,
-        *,
-        status: int | None = None,
-        transient: bool = False,
-        wait_s: float | None = None,
-        answered: bool = False,
+        self, reason: str, *, status: int | None = None, transient: bool = False, answered: bool = False
     ) -> None:
         super().__init__(reason)
-        self.status = status
-        self.transient = transient
-        self.wait_s = wait_s
+        self.status, self.transient = status, transient
         self.is_down = not answered and status in (None, 401, 407)
 
 
@@ -70,22 +64,18 @@ def with_retries(action: Callable[[], T], retries: int, stop: threading.Event) -
 
 def pause(attempt: int, error: RequestFailed, stop: threading.Event) -> None:
     """Wait before a retry: as long as the server requested, else with exponential backoff and jitter."""
-    wait = error.wait_s
-    if wait is None:
-        wait = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
-    if stop.wait(min(wait, _LONGEST_WAIT_S)):
+    backoff = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
+    if stop.wait(min(backoff if error.wait_s is None else error.wait_s, _LONGEST_WAIT_S)):
         raise Stopped
 
 
 def retry_after(value: str | None) -> float | None:
     """Return the seconds of a Retry-After header (RFC 9110 §10.2.3), which is a number of seconds or a date."""
-    if value is None:
-        return None
-    text = value.strip()
-    if text.isascii() and text.isdecimal():
-        return float(text)
     from email.utils import parsedate_to_datetime
 
+    text = (value or "").strip()
+    if text.isascii() and text.isdecimal():
+        return float(text)
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, OverflowError):

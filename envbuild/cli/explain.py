@@ -78,11 +78,11 @@ def _locked(loaded: LoadedRecipe, target: Target, conda: bool) -> tuple[str, Map
 
     try:
         if conda:
-            from envbuild.lock.conda_kind import conda_lock, conda_versions
+            from envbuild.lock.conda_kind import conda_lock
 
             of_conda = conda_lock(loaded, target).inspect()
             if of_conda.fault is None and of_conda.lock is not None:
-                return "", conda_versions(of_conda.lock)
+                return "", of_conda.lock.versions
             return f"{of_conda.path.name}: {of_conda.fault}", None
         from envbuild.lock.wheels import wheel_lock
 

@@ -216,7 +216,7 @@ def _renew(kind: LockKind[ImageLock], environment: Environment, upgrade: bool, o
 def _export(pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment) -> Path:
     """Write a PEP 751 file. Unlike the lock, it contains the URLs to which this site resolved."""
     from envbuild.atomic import write_atomically, writing
-    from envbuild.lock.export import without_credentials
+    from envbuild.lock.format import without_credentials
 
     # PEP 751: pylock.NAME.toml, without dots in NAME.
     name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace("pylock-", "pylock.", 1)

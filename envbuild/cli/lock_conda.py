@@ -17,7 +17,6 @@ from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
-    from envbuild.lock.conda_export import PipFile
     from envbuild.lock.conda_kind import Solver
     from envbuild.lock.format import Lock
 
@@ -27,11 +26,11 @@ SOLVERS = ("rattler", "conda-lock")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One target's part of an exported file."""
+    """One target's part of an exported file; `pip` are conda-lock.yml's entries for the packages that pip adds."""
 
     lock: CondaLock
     channels: tuple[str, ...]
-    pip: tuple[PipFile, ...]
+    pip: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,14 @@ def upgrades_of_wheels(loaded: LoadedRecipe, target: Target, old: Lock | None, n
 
     if not has_conda(loaded) or not names:
         return list(names)
-    from envbuild.lock.conda_kind import conda_lock, knows
+    from envbuild.lock.conda_kind import conda_lock
     from envbuild.names import normalise
 
     conda = conda_lock(loaded, target).inspect().lock
     wheels = {package.name for package in old.packages} if old else set()
     return [
         name for name in names
-        if normalise(name) in wheels or conda is None or not knows(conda, name)
+        if normalise(name) in wheels or conda is None or not conda.knows(name)
     ]  # fmt: skip
 
 
@@ -70,7 +69,7 @@ def lock_conda(loaded: LoadedRecipe, target: Target, environment: Environment, w
 
     Raises LockError when it cannot be made.
     """
-    from envbuild.lock.conda_kind import conda_lock, knows
+    from envbuild.lock.conda_kind import conda_lock
     from envbuild.lock.lifecycle import update
     from envbuild.locks import has_wheels
 
@@ -79,7 +78,7 @@ def lock_conda(loaded: LoadedRecipe, target: Target, environment: Environment, w
     upgrade = work.upgrade
     if upgrade and state.lock is not None and work.with_wheels and has_wheels(loaded, target):
         # The wheel lock takes the other names.
-        upgrade = [name for name in upgrade if knows(state.lock, name)]
+        upgrade = [name for name in upgrade if state.lock.knows(name)]
     lock = state.lock if state.fault is None else None
     due = upgrade is None or bool(upgrade) or lock is None or work.solver != SOLVERS[0]
     if due:
@@ -99,35 +98,33 @@ def _solver(name: str) -> Solver | None:
 
 def _export(loaded: LoadedRecipe, target: Target, environment: Environment, lock: CondaLock, work: CondaWork) -> None:
     """Collect one target's part of the file that `write_exports` writes."""
-    from envbuild.lock import conda_export
-    from envbuild.lock.conda_pip import resolve_pip
+    from envbuild.lock.conda import export_name, pip_entries
+    from envbuild.lock.conda_kind import resolve_pip
 
-    pip: tuple[PipFile, ...] = ()
+    pip = ""
     if lock.pip.packages and work.export == "conda-lock":
         # The lock contains no URLs, so uv resolves the locked packages again.
         again = resolve_pip(loaded, target, environment, lock.packages, keep=lock.pip, offline=work.offline)
-        pip = conda_export.pip_files(lock, again.pylock)
-    path = work.folder / conda_export.file_name(work.export or "", lock.recipe, target)
+        pip = pip_entries(lock, again.pylock)
+    path = work.folder / export_name(work.export or "", lock.recipe, target)
     work.exports.setdefault(path, []).append(Exported(lock, loaded.recipe.conda.channels, pip))
 
 
 def write_exports(work: CondaWork) -> None:
     """Write the exported files and print their paths."""
     from envbuild.atomic import write_atomically, writing
-    from envbuild.lock import conda_export
-    from envbuild.lock.conda_format import part_of
+    from envbuild.lock.conda import environment_text, explicit_text
+    from envbuild.lock.conda_format import part_of, render
 
     for path, shares in work.exports.items():
         first = shares[0]
         if work.export == "environment":
-            text = conda_export.environment_text(first.lock, first.channels)
+            text = environment_text(first.lock, first.channels)
         elif work.export == "explicit":
-            text = conda_export.explicit_text(first.lock)
+            text = explicit_text(first.lock)
         else:
-            text = conda_export.conda_lock_text(
-                [part_of(share.lock, share.channels) for share in shares],
-                {share.lock.target: share.pip for share in shares},
-            )
+            text = render([part_of(share.lock, share.channels) for share in shares])
+            text += "".join(share.pip for share in shares)
         with writing(work.folder, LockError):
             write_atomically(path, text)
         click.echo(path)

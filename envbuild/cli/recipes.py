@@ -14,7 +14,7 @@ from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
     from envbuild.lock.conda import CondaLock
-    from envbuild.lock.state import LockState
+    from envbuild.lock.lifecycle import LockState
     from envbuild.recipe.layers import LayerTable
     from envbuild.recipe.load import LoadedRecipe
 

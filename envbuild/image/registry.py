@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from envbuild.cache.http import HttpClient
+from envbuild.cache.http import HttpClient, Transport
 from envbuild.cache.retry import RequestFailed
-from envbuild.cache.transport import Transport
 from envbuild.errors import UsageError
 from envbuild.image import registry_pull, registry_push, registry_upload
 from envbuild.image.blobs import Blobs

@@ -118,7 +118,7 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
 
 def open_registry_image(request: Request) -> OpenedImage:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
-    from envbuild.lock.base_oci import registry_of
+    from envbuild.lock.base import registry_of
     from envbuild.progress import transfer
 
     store = request.environment.store

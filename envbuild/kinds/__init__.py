@@ -15,7 +15,7 @@ from envbuild.kinds.venv import VENV
 
 if TYPE_CHECKING:
     from envbuild.environment import Environment
-    from envbuild.lock.state import LockUse
+    from envbuild.lock.lifecycle import LockUse
     from envbuild.plan.plan import Plan
     from envbuild.recipe.load import LoadedRecipe
     from envbuild.recipe.targets import Target

@@ -21,10 +21,9 @@ from envbuild.kinds.image import ImageOptions, PreparedImage, source_date, verif
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
-from envbuild.lock.base import image_lock
+from envbuild.lock.base import builder_lock, image_lock
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.lock.lifecycle import ensure
-from envbuild.lock.state import LockUse
+from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -225,8 +224,6 @@ def _layers(
                 "leave --builder dockerfile out, or build a venv on a node",
             )
     if loaded.recipe.image.build_base:
-        from envbuild.lock.builder import builder_lock
-
         builder = ensure(builder_lock(loaded, target, found.sources), environment, **use)
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)

@@ -18,7 +18,7 @@ from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.trainer import Trainer
-from envbuild.lock.state import LockUse
+from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
 from envbuild.recipe.find import command_word

@@ -27,8 +27,7 @@ from envbuild.layers.requested import RequestedLayers, check_here, for_image
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.base import image_lock
 from envbuild.lock.image import ImageLock
-from envbuild.lock.lifecycle import ensure
-from envbuild.lock.state import LockUse
+from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch

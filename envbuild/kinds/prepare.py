@@ -9,8 +9,7 @@ from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.lock.lifecycle import ensure
-from envbuild.lock.state import LockUse
+from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.lock.wheels import wheel_lock
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe

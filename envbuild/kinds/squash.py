@@ -24,7 +24,7 @@ from envbuild.kinds.commit import Result
 from envbuild.kinds.image import PreparedImage, source_date
 from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
 from envbuild.layers.segments import SegmentCache
-from envbuild.lock.base_oci import fetch_image
+from envbuild.lock.base import pull
 from envbuild.progress import human_size, transfer
 from envbuild.recipe.targets import Target
 from envbuild.verify.image_file import ENROOT
@@ -86,7 +86,7 @@ def make_from_image(
         _check_user(source, environment)
         made = ImageFileBuild(target.arch, time.monotonic())
         if wish.engine != "native":
-            pulled = fetch_image(source.name, target.arch, environment, Path())
+            pulled = pull(source.name, None, target.arch, environment, Path())
             manifest = pulled.manifest.descriptor
             return _by_engine(pulled.blobs, manifest, wish, made, environment, log)
         maker = _maker(wish, environment, log)
@@ -120,7 +120,7 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
         image = archive_at(Path(source.rest), arch)
         if image is not None:
             return image
-    return of_pulled(fetch_image(source.name, arch, environment, Path()))
+    return of_pulled(pull(source.name, None, arch, environment, Path()))
 
 
 def _check_user(source: ImageSource, environment: Environment) -> None:

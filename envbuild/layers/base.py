@@ -20,8 +20,7 @@ from envbuild.image.pulled import Pulled
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import PREFIX, LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M
-from envbuild.lock.base_debian import site_archives
-from envbuild.lock.base_oci import pull
+from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target

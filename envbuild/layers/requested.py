@@ -14,7 +14,7 @@ from envbuild.errors import HostError, UsageError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
-from envbuild.lock.state import LockUse
+from envbuild.lock.lifecycle import LockUse
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
@@ -108,7 +108,7 @@ def for_image(
     found = requested_layers(loaded, target)
     if not found.sources:
         return found
-    from envbuild.lock.builder import builder_lock
+    from envbuild.lock.base import builder_lock
     from envbuild.lock.lifecycle import ensure
 
     check_for_image(found)

@@ -1,69 +1,205 @@
-"""The lock of the base of a target's images."""
+"""The base of a target's images, and the builder image, in which the target's source layers are built: their locks.
+
+Both hold Debian packages or the digest of an existing image. The builder's (`<target>.build.toml` beside the image
+lock) are the image's packages and compilers, or `build_base`, an existing image with compilers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
+from envbuild.cache.http import transport_of
+from envbuild.debian.base import resolve_base
+from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
+from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
-from envbuild.lock.base_debian import resolve_debian
-from envbuild.lock.base_oci import resolve_digest
+from envbuild.errors import BuildError, LockError, UsageError
+from envbuild.image.archive import read_archive, read_daemon
+from envbuild.image.layout import read_layout
+from envbuild.image.model import ImageIndex, ImageManifest, choose, digest_of, parse, parse_config
+from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.reference import parse_reference
+from envbuild.image.registry import Registry, open_registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
-from envbuild.lock.state import write_lock_file
+from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
+from envbuild.progress import transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
+# Packages that nearly every build needs in addition to those of the image.
+_COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
 
 
 def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:
     """Return the kind of lock that holds the base of the target's images."""
-    return base_lock(
-        recipe, target, recipe.recipe, recipe.recipe.image.base, image_lock_name(target.name),
-        recipe.image_digest(target), name="image", title="image lock", subject="the recipe's base",
-    )  # fmt: skip
+    digest, file = recipe.image_digest(target), image_lock_name(target.name)
+    return _base_lock("image", recipe, target, recipe.recipe, recipe.recipe.image.base, file, digest)
 
 
-def base_lock(
-    loaded: LoadedRecipe,
-    target: Target,
-    recipe: Recipe,
-    reference: str,
-    file: str,
-    digest: str,
-    *,
-    name: str,
-    title: str,
-    subject: str,
+def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
+    """Return the kind of lock that holds the image in which `sources` are built. Raises UsageError if there is none."""
+    image = recipe.recipe.image
+    debian = image.base == "debian"
+    if not debian and not image.build_base:
+        raise UsageError(
+            f"{recipe.where('image')}: [image] builds on {image.base}, which need not have compilers: "
+            f"nothing says in which image to build {', '.join(layer.name for layer in sources)}",
+            "name an image of the same distribution with compilers as `build_base` in [image]",
+        )
+    added = sorted({*_COMPILERS, *image.build_packages, *(package for layer in sources for package in layer.packages)})
+    content = ["builder", recipe.image_digest(target), added if debian else image.build_base]
+    packages = tuple(dict.fromkeys((*image.packages, *added)))
+    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=packages))
+    digest, file = digest_of(json.dumps(content).encode()), f"{target.name}.build.toml"
+    return _base_lock("builder", recipe, target, own, "debian" if debian else image.build_base, file, digest)
+
+
+def _base_lock(
+    name: str, loaded: LoadedRecipe, target: Target, recipe: Recipe, reference: str, file: str, digest: str
 ) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the base `reference`; the other arguments are those of LockKind.
-
-    `reference` is "debian", for the Debian packages of `recipe`, or names an existing image; paths are relative to
-    the folder of `loaded`.
-    """
+    """Return the kind of lock that holds the base `reference`: "debian" (`recipe`'s packages) or an existing image."""
 
     def resolved(
         environment: Environment, _old: ImageLock | None, _upgrade: Upgrade, _offline: bool, _: Log
     ) -> Resolved[ImageLock]:
         base: DebianLock | OciLock
         if reference == "debian":
-            base = resolve_debian(recipe, target, environment)
+            base = _resolve_debian(recipe, target, environment)
             summary = f"{len(base.packages)} Debian packages of {base.suite}"
         else:
-            base = OciLock(reference, resolve_digest(reference, target, environment, loaded.folder))
+            base = OciLock(reference, _resolve_digest(reference, target, environment, loaded.folder))
             summary = f"{reference} is {base.digest}"
         return Resolved(ImageLock(recipe.name, target.name, digest, base), summary)
 
-    def write(path: Path, lock: ImageLock) -> None:
-        write_lock_file(path, render_image(lock))
-
-    what = "base" if name == "image" else name
     return LockKind(
-        loaded, target, part="image", name=name, title=title, subject=subject,
-        task=f"resolving the {what} of {target.name}", file=file, digest=digest, read=read_image,
-        resolve=resolved, changes=image_changes, write=write, resolves_offline=False,
-        reports_first=False,
+        loaded, target, name, file, digest, read=read_image, resolve=resolved, changes=image_changes,
+        write=lambda path, lock: write_lock_file(path, render_image(lock)),
     )  # fmt: skip
+
+
+def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:
+    """Resolve the Debian packages of `recipe`, without Debian's Python if it has conda packages. Raises LockError."""
+    known, conda = suites_by_python(), recipe.environment == "conda"
+    suite = recipe.image.suite or known.get(recipe.python, newest_suite() if conda else "")
+    if not suite:
+        has = ", ".join(f"{python} ({name})" for python, name in known.items())
+        raise LockError(
+            f"no Debian release with Python {recipe.python} is known; known are {has}",
+            "choose one of these as `python`, or build on an existing image (`base` in [image])",
+        )
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    keyring = environment.site.debian.keyring
+    return resolve_base(
+        suite,
+        [*default_packages(suite, python=not conda), *recipe.image.packages],
+        default_without(),
+        target.arch,
+        archives=site_archives(suite, now, environment),
+        client=debian_client(environment.pip, environment.variables),
+        blobs=environment.store.blobs,
+        keyring=Path(keyring) if keyring else None,
+    )
+
+
+def site_archives(suite: str, date: str, environment: Environment) -> list[DebianSuite]:
+    """Return this site's sources for the packages of `suite`, in order; snapshots of `date` come last."""
+    site = environment.site.debian
+    return archives(suite, date, mirror=site.mirror or None, security_mirror=site.security_mirror or None)
+
+
+def _resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
+    """Return the digest of the manifest that `base` has for the target's architecture. Raises LockError."""
+    try:
+        if (pulled := _local(base, target.arch, environment, folder)) is not None:
+            return pulled.manifest.digest
+        registry = registry_of(base, environment)
+        manifest = _manifest(registry, None, target.arch)
+        # Without an index, only the image's configuration names its architecture.
+        blobs = environment.store.blobs
+        registry.fetch_blob(manifest.config, blobs, lambda _: None)
+        config = parse_config(blobs.read(manifest.config.digest), base)
+        check_image(manifest, config, target.arch, base)
+        return manifest.digest
+    except BuildError as error:
+        raise LockError(error.message, error.hint) from error
+
+
+def pull(base: str, digest: str | None, arch: str, environment: Environment, folder: Path) -> Pulled:
+    """Return the image `base` for `arch` (x86_64, aarch64), as locked or as it is now, with its blobs in the store.
+
+    `base` is an image name in a registry, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative paths are
+    relative to `folder`. Raises BuildError when the image does not exist, is for another architecture, or has another
+    digest than the locked `digest`.
+    """
+    blobs = environment.store.blobs
+    if digest is not None and blobs.path(digest).is_file():
+        known = parse(blobs.read(digest), digest)
+        if isinstance(known, ImageManifest) and all(map(blobs.has, (known.config, *known.layers))):
+            return Pulled(known, parse_config(blobs.read(known.config.digest), digest), blobs)
+    if (pulled := _local(base, arch, environment, folder)) is not None:
+        if digest not in (None, pulled.manifest.digest):
+            raise BuildError(
+                f"{base} is {pulled.manifest.digest}, locked is {digest}",
+                "lock the recipe again, or bring the image back that was locked",
+            )
+        return pulled
+    registry = registry_of(base, environment)
+    manifest = _manifest(registry, digest, arch)
+    wanted = [manifest.config, *manifest.layers]
+    if not all(map(blobs.has, wanted)):
+        with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
+            registry.fetch_blobs(wanted, blobs, on_progress)
+    config = parse_config(blobs.read(manifest.config.digest), base)
+    check_image(manifest, config, arch, base)
+    blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
+    return Pulled(manifest, config, blobs)
+
+
+def registry_of(image: str, environment: Environment) -> Registry:
+    """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
+    site, reference = environment.site, parse_reference(image)
+    insecure = frozenset(host for host, table in site.registries.items() if table.insecure)
+    transport = transport_of(environment.pip, environment.variables, insecure)
+    return open_registry(reference, transport, environment.variables, site.registry(reference.registry).mirrors)
+
+
+def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifest:
+    where = str(registry.reference)
+    raw, media_type = registry.manifest(digest)
+    found = parse(raw, where, media_type)
+    if isinstance(found, ImageIndex):
+        raw, media_type = registry.manifest(choose(found, arch, where).digest)
+        found = parse(raw, where, media_type)
+    if not isinstance(found, ImageManifest):
+        raise BuildError(f"{where}: an index inside of an index")
+    return found
+
+
+def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:
+    """Return the image in a daemon, layout or archive, or None when `base` is in a registry."""
+    kind, _, rest = base.partition(":")
+    blobs = environment.store.blobs
+    try:
+        if kind == "docker-daemon":
+            from envbuild.image.daemon import connect
+
+            with connect(environment.variables) as client:
+                pulled = read_daemon(rest, blobs, client, arch)
+        elif kind == "oci":
+            path, _, tag = rest.partition(":")
+            pulled = read_layout(folder / path, blobs, tag or None, arch)
+        elif kind == "docker-archive":
+            pulled = read_archive(folder / rest, blobs, None, arch)
+        else:
+            return None
+        blobs.add(pulled.manifest.raw)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    return pulled

@@ -1,15 +1,26 @@
-"""Conda lock of one target: exact packages by hash, and the packages that pip adds."""
+"""Conda lock of one target: exact packages by hash, the packages that pip adds, and their forms for other tools."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.errors import LockError
+from envbuild.lock.format import Lock, without_credentials
+from envbuild.names import normalise
 from envbuild.recipe.targets import Target
 
-_PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
+_text = json.dumps  # YAML's strings in double quotes
+# A version, build or platform.
+WORD = re.compile(r"[^\s/#\"'\\]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,11 @@ class CondaPackage:
     md5: str
     sha256: str
     depends: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> list[str]:
+        """Names of the packages that it depends on."""
+        return [spec.partition(" ")[0] for spec in self.depends]
 
     @property
     def file_name(self) -> str:
@@ -49,8 +65,7 @@ class CondaPackage:
 class CondaLock:
     """Contents of a target's conda environment.
 
-    `recipe_digest` covers every part of the recipe that affects the lock. `packages` are sorted by name. `pip`
-    holds the packages that uv adds; it has none if the recipe requests none.
+    `recipe_digest` covers what affects the lock in the recipe, `packages` are sorted by name, `pip` is what uv adds.
     """
 
     recipe: str
@@ -62,39 +77,154 @@ class CondaLock:
     @property
     def digest(self) -> str:
         """sha256 of the packages to install, independent of the file's layout and of their source."""
-        content = [
-            self.target,
-            [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages],
-            self.pip.digest,
-        ]
+        packages = [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages]
+        content = [self.target, packages, self.pip.digest]
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
-    def python_version(self) -> str:
-        """Exact version of Python."""
-        return next(p.version for p in self.packages if p.name == "python")
+    def versions(self) -> dict[str, str]:
+        """Version of each package by its name; a conda package overrides pip's of the same name."""
+        return self.pip.versions | {package.name: package.version for package in self.packages}
+
+    def knows(self, name: str) -> bool:
+        """Return whether `name` is a package of the lock, conda's or pip's."""
+        return not self.versions.keys().isdisjoint((name.lower(), normalise(name)))
 
 
 def conda_platform(target: Target) -> str:
     """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
-    return _PLATFORMS[target.arch]
+    return {"x86_64": "linux-64", "aarch64": "linux-aarch64"}[target.arch]
 
 
-def conda_lock_name(target: Target) -> str:
-    """Return the name of the file, beside the recipe, with the conda packages of all targets of one accelerator.
+@functools.cache
+def conda_data() -> dict[str, Any]:
+    """Return the contents of data/conda.toml."""
+    from importlib import resources
 
-    conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
-    requires the suffix `conda-lock.yml`.
+    text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
+    """Return match specs in the form that the format can hold: one per name, sorted by name.
+
+    Versions of several specs for one name are joined; a spec that names a build is the most specific and kept alone.
     """
-    return f"{target.accelerator}.conda-lock.yml"
+    found: dict[str, str] = {}
+    for spec in specs:
+        name, _, rest = spec.strip().partition(" ")
+        name, rest = name.lower(), " ".join(rest.split())
+        before = found.get(name, "")
+        if " " in before or not rest or rest == before:
+            rest = before
+        elif before and " " not in rest and rest != "*" and before != "*":
+            rest = f"{before},{rest}"
+        found[name] = rest
+    return tuple(f"{name} {found[name]}".strip() for name in sorted(found))
 
 
-def pip_lock_name(target: Target) -> str:
-    """Return the name of the file, beside the recipe, with the packages that pip adds to `target`'s conda packages."""
-    return f"{target.name}.conda.requirements.txt"
+def file_parts(url: str, name: str, version: str) -> tuple[str, str]:
+    """Return (subdir, build) from a URL .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2. Raises ValueError else."""
+    folder, _, file = unquote(url).rpartition("/")
+    subdir = folder.rpartition("/")[2]
+    stem = file.removesuffix(".conda").removesuffix(".tar.bz2")
+    parts = stem.rsplit("-", 2)
+    if stem == file or len(parts) != 3 or (parts[0].lower(), parts[1]) != (name, version):
+        raise ValueError(f"the URL of {name} is not that of {name} {version}")
+    if not WORD.fullmatch(parts[2]):
+        raise ValueError(f"the URL of {name} names no build")
+    return subdir, parts[2]
 
 
-def no_pip(recipe: str, target: str, python: str, platform: str, recipe_digest: str) -> Lock:
-    """Return an empty pip lock, for a recipe without pip requirements."""
-    packages: tuple[LockedPackage, ...] = ()
-    return Lock(recipe, target, python, platform, recipe_digest, packages)
+def entry(
+    name: str, version: str, manager: str, platform: str, depends: Sequence[str], url: str, hashes: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the lines of one package in conda-lock.yml; `manager` is conda or pip."""
+    yield f"- name: {_text(name)}"
+    yield f"  version: {_text(version)}"
+    yield f"  manager: {_text(manager)}"
+    yield f"  platform: {_text(platform)}"
+    yield "  dependencies:" if depends else "  dependencies: {}"
+    for spec in depends:
+        needed, _, rest = spec.partition(" ")
+        yield f"    {_text(needed)}: {_text(rest)}"
+    yield f"  url: {_text(url)}"
+    yield "  hash:"
+    for kind, digest in hashes.items():
+        yield f"    {kind}: {_text(digest)}"
+    yield '  category: "main"'
+    yield "  optional: false"
+
+
+def pip_entries(lock: CondaLock, pylock: str) -> str:
+    """Return the packages that pip adds as entries of conda-lock.yml, after those that `conda_format.render` writes.
+
+    conda-lock lists them with `manager: pip`, each with one locked wheel: a platform wheel before a `none-any` one,
+    among equals the first by URL. `pylock` is the resolution (PEP 751) with the URLs. Raises LockError for a package
+    without a locked wheel in it.
+    """
+    listed = {normalise(row["name"]): row for row in tomllib.loads(pylock).get("packages", [])}
+    platform = conda_platform(Target.parse(lock.target))
+    lines: list[str] = []
+    for package in lock.pip.packages:
+        wheels = [
+            (_address(wheel), wheel["hashes"]["sha256"])
+            for wheel in listed.get(package.name, {}).get("wheels", [])
+            if wheel.get("hashes", {}).get("sha256") in package.hashes
+        ]
+        if not wheels:
+            raise LockError(f"{package.name}=={package.version}: its resolution names no wheel")
+        url, sha256 = min(wheels, key=lambda wheel: ("none-any" in wheel[0], wheel[0]))
+        lines += entry(package.name, package.version, "pip", platform, (), url, {"sha256": sha256})
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _address(wheel: Mapping[str, Any]) -> str:
+    return without_credentials(wheel.get("url") or Path(str(wheel.get("path"))).absolute().as_uri())
+
+
+def environment_text(lock: CondaLock, channels: Sequence[str]) -> str:
+    """Return environment.yml (conda's documentation, "Managing environments") with exact versions and builds."""
+    names = [f"{p.name}={p.version}={p.build}" for p in lock.packages]
+    if lock.pip.packages and not any(p.name == "pip" for p in lock.packages):
+        names.append("pip")
+    lines = [f"name: {_text(lock.recipe)}", "channels:", *(f"- {_text(channel)}" for channel in channels)]
+    lines += ["- nodefaults", "dependencies:", *(f"- {_text(name)}" for name in names)]
+    if lock.pip.packages:
+        lines += ["- pip:", *(f"  - {_text(f'{p.name}=={p.version}')}" for p in lock.pip.packages)]
+    return "\n".join(lines) + "\n"
+
+
+def explicit_text(lock: CondaLock) -> str:
+    """Return conda's explicit list: URLs with md5, each after its dependencies, and pip's packages in comments."""
+    lines = [f"# {lock.recipe}, {lock.target}; install with: conda create --name NAME --file THIS"]
+    lines += [f"# platform: {conda_platform(Target.parse(lock.target))}", "@EXPLICIT"]
+    lines += [f"{package.url}#{package.md5}" for package in topological_order(lock.packages)]
+    lines += [f"# pip {added.name}=={added.version} --hash=sha256:{added.hashes[0]}" for added in lock.pip.packages]
+    return "\n".join(lines) + "\n"
+
+
+def topological_order(packages: Sequence[CondaPackage]) -> list[CondaPackage]:
+    """Return `packages`, each after its dependencies; a dependency cycle is broken at an arbitrary package."""
+    by_name = {package.name: package for package in packages}
+    seen: set[str] = set()
+    ordered: list[CondaPackage] = []
+
+    def visit(package: CondaPackage) -> None:
+        if package.name not in seen:
+            seen.add(package.name)
+            for name in package.needs:
+                if name in by_name:
+                    visit(by_name[name])
+            ordered.append(package)
+
+    for package in packages:
+        visit(package)
+    return ordered
+
+
+def export_name(kind: str, recipe: str, target: Target) -> str:
+    """Return the name of an exported file; a `conda-lock` file holds all targets of an accelerator."""
+    if kind == "conda-lock":
+        return f"{recipe}-{target.accelerator}.conda-lock.yml"
+    return f"{recipe}-{target.name}." + {"environment": "yml", "explicit": "txt"}[kind]

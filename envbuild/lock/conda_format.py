@@ -1,26 +1,21 @@
 """conda-lock.yml: the conda packages of all targets of one accelerator, in one file.
 
-The format is conda-lock's unified lock file, version 1 (conda-lock's documentation, "File Formats"; field names
-from the published schema https://schemas.conda.org/conda-lock-v1.schema.json), so conda-lock, micromamba and pixi
-read the file unchanged. envbuild's own data is in `custom_metadata`, which the format reserves for such data. All
-strings are double-quoted: the file is valid YAML, and a line-based reader needs a tenth of a YAML parser's time
-(`conda_yaml`).
+The format is conda-lock's unified lock file, version 1 (https://schemas.conda.org/conda-lock-v1.schema.json), so
+conda-lock, micromamba and pixi read the file unchanged. envbuild's own data is in `custom_metadata`, which the format
+reserves for such data. All strings are double-quoted, so `read_lines` needs a tenth of a YAML parser's time.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
-from urllib.parse import unquote
 
 from envbuild.errors import LockError
-from envbuild.lock.conda import CondaLock, CondaPackage, conda_platform
-from envbuild.lock.conda_yaml import load, package_line
-from envbuild.lock.state import read_lock_file
+from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, entry, file_parts
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 
 FORMAT = "1"
@@ -28,17 +23,21 @@ _MARK = "envbuild_"  # envbuild's keys in custom_metadata
 _HINT = "restore the file from version control, or remove it and run `envbuild lock RECIPE --conda`"
 _HEX = {"md5": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"[0-9a-f]{64}")}
 _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
-_WORD = re.compile(r"[^\s/#\"'\\]+")
 _URL = re.compile(r"(?:https?|file)://[!-~]+")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_text = json.dumps
+# The largest lock files in use have a few megabytes; a larger file is not a lock.
+_LIMIT = 64 << 20
+# A line of envbuild's own files: no others are indented deeper.
+_LINE = re.compile(r'( {0,8})(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?')
+_Row = tuple[int, bool, str | None, str | None]  # indent, whether an element of a list, key, value
+_FIRST = re.compile(r"^\s*- (?:name|version|manager|platform|url|category)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class CondaPart:
     """Conda packages of one target in the lock file: a CondaLock without the packages that pip adds.
 
-    `channels` are spelled as in the recipe. `pip_digest` is the digest of the pip lock that was resolved against
-    exactly these packages, or "" without one.
+    `channels` are as in the recipe; `pip_digest` is that of the pip lock resolved against these packages, or "".
     """
 
     recipe: str
@@ -48,88 +47,41 @@ class CondaPart:
     packages: tuple[CondaPackage, ...]
     pip_digest: str = ""
 
+    @property
+    def platform(self) -> str:
+        """Platform of the target in conda's spelling."""
+        return conda_platform(Target.parse(self.target))
+
 
 def part_of(lock: CondaLock, channels: Sequence[str], pip_digest: str = "") -> CondaPart:
     """Return the part of `lock` that conda-lock.yml holds."""
     return CondaPart(lock.recipe, lock.target, lock.recipe_digest, tuple(channels), lock.packages, pip_digest)
 
 
-def render(parts: Sequence[CondaPart]) -> str:
+def render(parts: Iterable[CondaPart]) -> str:
     """Return the text of the file with `parts`, all of one accelerator; `parse` returns equal parts."""
-    parts = sorted(parts, key=lambda part: conda_platform(Target.parse(part.target)))
+    parts = sorted(parts, key=lambda part: part.platform)
     recipe, accelerator = parts[0].recipe, Target.parse(parts[0].target).accelerator
-    platforms = [conda_platform(Target.parse(part.target)) for part in parts]
-    custom = {f"{_MARK}format": FORMAT, f"{_MARK}recipe": recipe}
-    custom[f"{_MARK}accelerator"] = accelerator
-    for part, platform in zip(parts, platforms, strict=True):
-        custom[f"{_MARK}channels_{platform}"] = " ".join(part.channels)
+    custom = {"format": FORMAT, "recipe": recipe, "accelerator": accelerator}
+    for part in parts:
+        custom[f"channels_{part.platform}"] = " ".join(part.channels)
         if part.pip_digest:
-            custom[f"{_MARK}pip_{platform}"] = part.pip_digest.removeprefix("sha256:")
-    lines = [
-        f"# conda-lock.yml, version 1; made by: envbuild lock {recipe} --conda",
-        "version: 1",
-        "metadata:",
-        "  content_hash:",
-        *(
-            f"    {platform}: {_text(part.recipe_digest.removeprefix('sha256:'))}"
-            for part, platform in zip(parts, platforms, strict=True)
-        ),
-        "  channels:",
-    ]
+            custom[f"pip_{part.platform}"] = part.pip_digest.removeprefix("sha256:")
+    lines = [f"# conda-lock.yml, version 1; made by: envbuild lock {recipe} --conda", "version: 1", "metadata:"]
+    lines.append("  content_hash:")
+    lines += [f"    {part.platform}: {_text(part.recipe_digest.removeprefix('sha256:'))}" for part in parts]
+    lines.append("  channels:")
     for channel in dict.fromkeys(name for part in parts for name in part.channels):
         lines += [f"  - url: {_text(channel)}", "    used_env_vars: []"]
-    lines += ["  platforms:", *(f"  - {_text(platform)}" for platform in platforms)]
+    lines += ["  platforms:", *(f"  - {_text(part.platform)}" for part in parts)]
     lines += ["  sources:", f"  - {_text('recipe.toml')}", "  custom_metadata:"]
-    lines += [f"    {key}: {_text(value)}" for key, value in custom.items()]
-    rows = sorted(
-        ((package, platform) for part, platform in zip(parts, platforms, strict=True)
-         for package in part.packages),
-        key=lambda row: (row[0].name, row[1]),
-    )  # fmt: skip
+    lines += [f"    {_MARK}{key}: {_text(value)}" for key, value in custom.items()]
+    rows = [(package.name, part.platform, package) for part in parts for package in part.packages]
     lines.append("package:" if rows else "package: []")
-    for package, platform in rows:
-        lines += _entry(package, platform)
+    for name, platform, package in sorted(rows, key=lambda row: row[:2]):
+        hashes = {"md5": package.md5, "sha256": package.sha256}
+        lines += entry(name, package.version, "conda", platform, package.depends, package.url, hashes)
     return "\n".join(lines) + "\n"
-
-
-def _entry(package: CondaPackage, platform: str) -> Iterator[str]:
-    yield f"- name: {_text(package.name)}"
-    yield f"  version: {_text(package.version)}"
-    yield '  manager: "conda"'
-    yield f"  platform: {_text(platform)}"
-    yield "  dependencies:" if package.depends else "  dependencies: {}"
-    for spec in package.depends:
-        name, _, rest = spec.partition(" ")
-        yield f"    {_text(name)}: {_text(rest)}"
-    yield f"  url: {_text(package.url)}"
-    yield "  hash:"
-    yield f"    md5: {_text(package.md5)}"
-    yield f"    sha256: {_text(package.sha256)}"
-    yield '  category: "main"'
-    yield "  optional: false"
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)
-
-
-def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
-    """Return match specs in the form that the format can hold: one per name, sorted by name.
-
-    The versions of several specs for one name are joined; a spec that names a build is the most specific one and is
-    kept alone.
-    """
-    found: dict[str, str] = {}
-    for spec in specs:
-        name, _, rest = spec.strip().partition(" ")
-        name, rest = name.lower(), " ".join(rest.split())
-        before = found.get(name, "")
-        if " " in before or not rest or rest == before:
-            rest = before
-        elif before and " " not in rest and rest != "*" and before != "*":
-            rest = f"{before},{rest}"
-        found[name] = rest
-    return tuple(f"{name} {found[name]}".strip() for name in sorted(found))
 
 
 def parse(text: str, source: str) -> dict[str, CondaPart]:
@@ -137,19 +89,21 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
 
     Raises LockError when the text is not such a file, or when it holds entries that envbuild cannot install.
     """
-    data = load(text, source, _HINT)
-    metadata = _table(data, "metadata", source)
+    data = _load(text, source)
+    metadata = data.get("metadata")
+    if not isinstance(metadata, dict):
+        raise LockError(f"{source}: 'metadata' is missing or no table", _HINT)
     custom = metadata.get("custom_metadata")
     own = custom if isinstance(custom, dict) else {}
-    if own.get(f"{_MARK}format") is None:
+    version = own.get(f"{_MARK}format")
+    if version is None:
         raise LockError(
             f"{source}: was not made by envbuild: metadata has no custom_metadata of it",
             "remove it, or give it another name, and run `envbuild lock RECIPE --conda`",
         )
-    if own[f"{_MARK}format"] != FORMAT:
+    if version != FORMAT:
         raise LockError(
-            f"{source}: format {own[f'{_MARK}format']!r} is not known (known: {FORMAT})",
-            "a newer envbuild wrote it: update envbuild",
+            f"{source}: format {version!r} is not known (known: {FORMAT})", "a newer envbuild wrote it: update envbuild"
         )
     recipe, accelerator = own.get(f"{_MARK}recipe"), own.get(f"{_MARK}accelerator")
     hashes = metadata.get("content_hash")
@@ -162,17 +116,13 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         target = f"{accelerator}-{arch}"
         channels, pip = own.get(f"{_MARK}channels_{platform}"), own.get(f"{_MARK}pip_{platform}")
         digests = [digest] if pip is None else [digest, pip]
-        good = all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in digests)
+        good = all(isinstance(value, str) and _HEX["sha256"].fullmatch(value) for value in digests)
         if target_problem(target) or not good or not isinstance(channels, str):
             raise LockError(f"{source}: the metadata of {platform} is damaged", _HINT)
         parts[target] = CondaPart(
-            recipe,
-            target,
-            f"sha256:{digest}",
-            tuple(channels.split()),
-            packages.pop(platform, ()),
+            recipe, target, f"sha256:{digest}", tuple(channels.split()), packages.pop(platform, ()),
             f"sha256:{pip}" if pip else "",
-        )
+        )  # fmt: skip
     if packages:
         raise LockError(f"{source}: {next(iter(packages))} has packages but no content_hash", _HINT)
     return parts
@@ -181,22 +131,9 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
 def parse_packages(text: str, source: str) -> dict[str, tuple[CondaPackage, ...]]:
     """Parse any conda-lock.yml of version 1, written by any tool, and return its packages by platform.
 
-    Raises LockError when the text is not such a file, and for entries that envbuild does not install: pip packages,
-    and categories other than main.
+    Raises LockError for any other text, and for entries that envbuild does not install: of pip, or not of `main`.
     """
-    return _packages(load(text, source, _HINT), source, text)
-
-
-def read(path: Path) -> dict[str, CondaPart] | None:
-    """Return the parts in `path`, or None when the file does not exist. Raises LockError when it is not readable."""
-    return read_lock_file(path, parse)
-
-
-def _table(data: Mapping[str, Any], key: str, source: str) -> dict[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, dict):
-        raise LockError(f"{source}: {key!r} is missing or no table", _HINT)
-    return value
+    return _packages(_load(text, source), source, text)
 
 
 def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tuple[CondaPackage, ...]]:
@@ -214,7 +151,7 @@ def _packages(data: Mapping[str, Any], source: str, text: str) -> dict[str, tupl
             if found.setdefault(platform, {}).setdefault(package.name, package) is not package:
                 raise ValueError(f"{package.name} stands twice for {platform}")
         except ValueError as problem:
-            where = f"{source}:{package_line(text, index)}"
+            where = f"{source}:{_line_of(text, index)}"
             raise LockError(f"{where}: {problem}", _HINT) from None
     return {platform: tuple(by_name[name] for name in sorted(by_name)) for platform, by_name in found.items()}
 
@@ -233,43 +170,102 @@ def _package(row: object) -> tuple[str, CondaPackage]:
     if row.get("category", "main") != "main" or row.get("optional", False) is not False:
         raise ValueError(f"{name} is of category {row.get('category')!r}: only main is installed")
     platform, url, depends = row.get("platform"), row.get("url"), row.get("dependencies", {})
-    if not isinstance(platform, str) or not _WORD.fullmatch(platform):
+    if not isinstance(platform, str) or not WORD.fullmatch(platform):
         raise ValueError(f"{name} has no platform")
     if not isinstance(url, str) or not _URL.fullmatch(url):
         raise ValueError(f"{name} has no URL")
     if "@" in url.split("/")[2] or "/t/" in url:
         raise ValueError(f"the URL of {name} holds credentials")
-    if not _NAME.fullmatch(name) or not _WORD.fullmatch(version):
+    if not _NAME.fullmatch(name) or not WORD.fullmatch(version):
         raise ValueError(f"{name!r} {version!r} is no name and version of a conda package")
     if not isinstance(depends, dict) or not all(
         isinstance(key, str) and key and " " not in key and isinstance(value, str) for key, value in depends.items()
     ):
         raise ValueError(f"the dependencies of {name} are no table of texts")
-    hashes = row.get("hash")
-    values = {}
+    hashes: dict[str, Any] = row["hash"] if isinstance(row.get("hash"), dict) else {}
     for kind, form in _HEX.items():
-        value = hashes.get(kind) if isinstance(hashes, dict) else None
-        if not isinstance(value, str) or not form.fullmatch(value):
+        if not isinstance(hashes.get(kind), str) or not form.fullmatch(hashes[kind]):
             raise ValueError(f"{name} has no {kind}")
-        values[kind] = value
     subdir, build = file_parts(url, name, version)
     if subdir not in (platform, "noarch"):
         raise ValueError(f"{name} is a package of {subdir}, not of {platform}")
     specs = tuple(f"{key} {depends[key]}".strip() for key in sorted(depends))
-    return platform, CondaPackage(name, version, build, subdir, url, values["md5"], values["sha256"], specs)
+    return platform, CondaPackage(name, version, build, subdir, url, hashes["md5"], hashes["sha256"], specs)
 
 
-def file_parts(url: str, name: str, version: str) -> tuple[str, str]:
-    """Return (subdir, build) from a package file's URL, .../SUBDIR/NAME-VERSION-BUILD.conda or .tar.bz2.
+def _load(text: str, source: str) -> dict[str, Any]:
+    """Return the table in a YAML document. Raises LockError, with the line, when there is none."""
+    if len(text) > _LIMIT:
+        raise LockError(f"{source}: {len(text) >> 20} MiB are no lock", _HINT)
+    own = read_lines(text)
+    data = _parse_yaml(text, source) if own is None else own
+    if not isinstance(data, dict):
+        raise LockError(f"{source}: no YAML table", _HINT)
+    return data
 
-    Raises ValueError when the URL does not belong to `name` `version`.
-    """
-    folder, _, file = unquote(url).rpartition("/")
-    subdir = folder.rpartition("/")[2]
-    stem = file.removesuffix(".conda").removesuffix(".tar.bz2")
-    parts = stem.rsplit("-", 2)
-    if stem == file or len(parts) != 3 or (parts[0].lower(), parts[1]) != (name, version):
-        raise ValueError(f"the URL of {name} is not that of {name} {version}")
-    if not _WORD.fullmatch(parts[2]):
-        raise ValueError(f"the URL of {name} names no build")
-    return subdir, parts[2]
+
+def read_lines(text: str) -> dict[str, Any] | None:
+    """Return the contents of `text` if it has the form that `render` writes (no strings with escapes), else None."""
+    rows: list[_Row] = []
+    for line in text.split("\n"):
+        if line and line[0] != "#":
+            found = _LINE.fullmatch(line)
+            if found is None:
+                return None
+            rows.append((len(found[1]), found[2] is not None, found[3], found[4]))
+    rows.reverse()
+    try:
+        table = _take(rows, 0) if rows else {}
+    except ValueError:
+        return None
+    return table if isinstance(table, dict) and not rows else None
+
+
+def _take(rows: list[_Row], indent: int) -> dict[str, Any] | list[Any]:
+    """Return the table or list at the end of `rows`, in reverse order, and remove its rows. Raises ValueError."""
+    if not rows or rows[-1][0] != indent:
+        raise ValueError("a key without a value")
+    table: dict[str, Any] = {}
+    listed: list[Any] = []
+    is_list = rows[-1][1]
+    while rows and rows[-1][:2] == (indent, is_list):
+        _, _, key, value = rows.pop()
+        if is_list and key is None and value is not None and value[0] == '"':
+            listed.append(value[1:-1])
+        elif is_list and key is not None:  # the first key of a table
+            rows.append((indent + 2, False, key, value))
+            listed.append(_take(rows, indent + 2))
+        elif key is None or (key := key.strip('"')) in table:
+            raise ValueError(f"not as `render` writes it: {key}: {value}")
+        elif value is None:  # a list is at the level of its key
+            table[key] = _take(rows, indent if rows and rows[-1][1] else indent + 2)
+        else:
+            table[key] = value[1:-1] if value[0] == '"' else json.loads(value)
+    return listed if is_list else table
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        return YAML(typ="safe").load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise LockError(f"{source}{place}: not YAML: {error.problem}", _HINT) from None
+    except YAMLError as error:
+        raise LockError(f"{source}: not YAML: {str(error).splitlines()[0]}", _HINT) from None
+    except RecursionError:
+        raise LockError(f"{source}: not a lock: nested too deeply", _HINT) from None
+    except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError) as error:
+        # for example a number with thousands of digits, an invalid date, a list as a key
+        raise LockError(f"{source}: not a lock: {str(error).splitlines()[0]}", _HINT) from None
+
+
+def _line_of(text: str, index: int) -> int:
+    """Return the line where entry `index` of `package` begins, in the layout that all tools use."""
+    start = re.search(r"^package:", text, re.MULTILINE)
+    at = start.end() if start else 0
+    entry = next(islice(_FIRST.finditer(text, at), index, None), None)
+    return text.count("\n", 0, entry.end() if entry else at) + 1

@@ -7,8 +7,12 @@ holds the digest of the second, so that a run killed between the two writes is d
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Callable, Collection
+import hashlib
+import tempfile
+import zipfile
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,88 +20,91 @@ from envbuild.compat.check import check_stack
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError
 from envbuild.file_lock import folder_lock
+from envbuild.lock import conda_format
 from envbuild.lock import format as pip_format
-from envbuild.lock.conda import CondaLock, CondaPackage, conda_lock_name, no_pip, pip_lock_name
-from envbuild.lock.conda_accelerator import check_conda_accelerator
-from envbuild.lock.conda_format import CondaPart, part_of, read, render
-from envbuild.lock.format import Lock, changes
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
-from envbuild.lock.state import package_changes, write_lock_file
+from envbuild.lock.accelerator import check_conda_accelerator
+from envbuild.lock.conda import CondaLock, CondaPackage, conda_data
+from envbuild.lock.format import Lock
+from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
+from envbuild.lock.wheels import resolve
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
+# In the local part of a version (PEP 440): no index has such a version, and uv's explanations name conda.
+_LOCAL = "conda"
 Solver = Callable[..., tuple[CondaPackage, ...]]
 
 
 def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = None) -> LockKind[CondaLock]:
     """Return the kind of lock that holds the target's conda packages and the packages that pip adds.
 
-    `solver` is `conda_solve.solve` (the default) or a function with its signature. Raises UsageError for a recipe
-    without conda packages.
+    `solver` has the signature of `conda_solve.solve`, the default. Raises UsageError without conda packages.
     """
     check_has_conda(recipe)
-    name = recipe.recipe.name
+    name, digest = recipe.recipe.name, recipe.conda_digest(target)
+    platform = target.platform(recipe.recipe.targets[target.name].glibc)
+    no_pip = Lock(name, target.name, recipe.recipe.python, platform, digest, ())
+    with_pip = bool(recipe.recipe.conda.requirements)
+    pip_name = f"{target.name}.conda.requirements.txt"
 
     def read_target(path: Path) -> CondaLock | None:
-        part = (read(path) or {}).get(target.name)
+        part = (read_lock_file(path, conda_format.parse) or {}).get(target.name)
         if part is None:
             return None
-        pip = pip_format.read(path.with_name(pip_lock_name(target)))
+        pip = pip_format.read(path.with_name(pip_name))
         # A pip lock for other conda packages makes the whole lock stale.
-        digest = part.recipe_digest if _goes_with(part, pip, recipe) else ""
-        own = pip or _without_pip(recipe, target)
-        return CondaLock(part.recipe, part.target, digest, part.packages, own)
+        fits = (pip is not None) == with_pip and (pip.digest if pip else "") == part.pip_digest
+        return CondaLock(part.recipe, part.target, part.recipe_digest if fits else "", part.packages, pip or no_pip)
 
     def resolved(
         environment: Environment, old: CondaLock | None, upgrade: Upgrade, offline: bool, log: Log
     ) -> Resolved[CondaLock]:
-        from envbuild.lock import conda_pip, conda_solve
+        from envbuild.lock import conda_solve
 
         kept = None if upgrade is None or old is None else without_conda(old, upgrade)
-        packages = (solver or conda_solve.solve)(
-            recipe, target, environment, keep=kept.packages if kept else (), offline=offline
-        )
+        solve = solver or conda_solve.solve
+        packages = solve(recipe, target, environment, keep=kept.packages if kept else (), offline=offline)
         check_conda_accelerator(target, packages, str(recipe.path))
-        pip = _without_pip(recipe, target)
-        if recipe.recipe.conda.requirements:
-            found = conda_pip.resolve_pip(
-                recipe, target, environment, packages, keep=kept.pip if kept else None, offline=offline
-            )  # fmt: skip
+        pip = no_pip
+        if with_pip:
+            keep = kept.pip if kept else None
+            found = resolve_pip(recipe, target, environment, packages, keep=keep, offline=offline)
             for note in found.notes:
                 log(f"note: {note}")
             pip = found.lock
-        lock = CondaLock(name, target.name, recipe.conda_digest(target), packages, pip)
-        check_stack(recipe, target, conda_versions(lock), log, conda=True)
-        count = len(packages) + len(pip.packages)
-        return Resolved(lock, f"{count} packages for {target.name}")
+        lock = CondaLock(name, target.name, digest, packages, pip)
+        check_stack(recipe, target, lock.versions, log, conda=True)
+        return Resolved(lock, f"{len(packages) + len(pip.packages)} packages for {target.name}")
 
     def judge(lock: CondaLock, source: str, log: Log) -> None:
         check_conda_accelerator(target, lock.packages, source)
-        check_stack(recipe, target, conda_versions(lock), log, conda=True)
+        check_stack(recipe, target, lock.versions, log, conda=True)
 
+    def write(path: Path, lock: CondaLock) -> None:
+        """Replace the target's packages in the file, which keeps those of the other targets."""
+        part = conda_format.part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
+        beside = path.with_name(pip_name)
+        with contextlib.ExitStack() as held:
+            # Another target's run may write the same file at the same time.
+            with contextlib.suppress(OSError):
+                held.enter_context(folder_lock(path.parent))
+            others = read_lock_file(path, conda_format.parse) or {}
+            known = recipe.recipe.targets
+            parts = {key: other for key, other in others.items() if other.recipe == name and key in known}
+            if with_pip:
+                write_lock_file(beside, pip_format.render(lock.pip))
+            write_lock_file(path, conda_format.render({**parts, target.name: part}.values()))
+            if not with_pip:
+                with contextlib.suppress(OSError):
+                    beside.unlink()
+
+    # conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
+    # requires the suffix `conda-lock.yml`.
     return LockKind(
-        recipe, target, part="conda", name="conda", title="conda lock",
-        subject="the recipe or what pip adds", task=f"solving {target.name}",
-        file=conda_lock_name(target), digest=recipe.conda_digest(target), read=read_target,
-        resolve=resolved, changes=conda_changes, judge=judge,
-        warnings=lambda lock: lock.pip.warnings,
-        write=lambda path, lock: _write(path, recipe, target, lock),
+        recipe, target, "conda", f"{target.accelerator}.conda-lock.yml", digest, read=read_target, resolve=resolved,
+        changes=conda_changes, write=write, judge=judge, warnings=lambda lock: lock.pip.warnings,
     )  # fmt: skip
-
-
-def _goes_with(part: CondaPart, pip: Lock | None, recipe: LoadedRecipe) -> bool:
-    if not recipe.recipe.conda.requirements:
-        return pip is None and not part.pip_digest
-    return pip is not None and pip.digest == part.pip_digest
-
-
-def _without_pip(recipe: LoadedRecipe, target: Target) -> Lock:
-    table = recipe.recipe.targets[target.name]
-    return no_pip(
-        recipe.recipe.name, target.name, recipe.recipe.python, target.platform(table.glibc), recipe.conda_digest(target)
-    )
 
 
 def check_has_conda(recipe: LoadedRecipe) -> None:
@@ -109,67 +116,18 @@ def check_has_conda(recipe: LoadedRecipe) -> None:
         )
 
 
-def _write(path: Path, recipe: LoadedRecipe, target: Target, lock: CondaLock) -> None:
-    """Replace the target's packages in the file, which keeps those of the other targets."""
-    with_pip = bool(recipe.recipe.conda.requirements)
-    part = part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
-    beside = path.with_name(pip_lock_name(target))
-    with contextlib.ExitStack() as held:
-        # Another target's run may write the same file at the same time.
-        with contextlib.suppress(OSError):
-            held.enter_context(folder_lock(path.parent))
-        others = read(path) or {}
-        parts = {
-            name: other
-            for name, other in others.items()
-            if other.recipe == lock.recipe and name in recipe.recipe.targets
-        }
-        if with_pip:
-            write_lock_file(beside, pip_format.render(lock.pip))
-        write_lock_file(path, render(list({**parts, target.name: part}.values())))
-        if not with_pip:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-
-
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
-    """Return `lock` without the conda and pip packages in `names`.
-
-    A solve prefers the remaining versions; the named packages may change. Raises LockError when a name is not in
-    the lock.
-    """
-    known = lock_names(lock)
-    unknown = sorted(name for name in names if not _is_known(name, known))
+    """Return `lock` without the conda and pip packages `names`, which may change. Raises LockError for unknown ones."""
+    unknown = sorted(name for name in names if not lock.knows(name))
     if unknown:
         raise LockError(
             f"--upgrade: {', '.join(unknown)} is not in the conda lock of {lock.recipe} ({lock.target})",
-            f"locked are: {', '.join(sorted(known))}",
+            f"locked are: {', '.join(sorted(lock.versions))}",
         )
-    conda = {name.lower() for name in names}
-    pip = {normalise(name) for name in names}
+    conda, pip = {name.lower() for name in names}, {normalise(name) for name in names}
     packages = tuple(p for p in lock.packages if p.name not in conda)
     added = replace(lock.pip, packages=tuple(p for p in lock.pip.packages if p.name not in pip))
     return replace(lock, packages=packages, pip=added)
-
-
-def conda_versions(lock: CondaLock) -> dict[str, str]:
-    """Return the versions of all packages of `lock` by name; a conda package overrides pip's of the same name."""
-    added = {package.name: package.version for package in lock.pip.packages}
-    return added | {package.name: package.version for package in lock.packages}
-
-
-def lock_names(lock: CondaLock) -> set[str]:
-    """Return the names of all packages of `lock`, conda's and pip's."""
-    return {p.name for p in lock.packages} | {p.name for p in lock.pip.packages}
-
-
-def _is_known(name: str, known: set[str]) -> bool:
-    return name.lower() in known or normalise(name) in known
-
-
-def knows(lock: CondaLock, name: str) -> bool:
-    """Return whether `name` is a package of `lock`, conda's or pip's."""
-    return _is_known(name, lock_names(lock))
 
 
 def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
@@ -178,6 +136,76 @@ def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
         {p.name: p for p in old.packages} if old else {},
         {p.name: p for p in new.packages},
         lambda p: f"{p.version} {p.build}",
-        lambda was, now: "" if was.sha256 == now.sha256 else "another file",
+        lambda was, now: "" if was.sha256 == now.sha256 else " (another file)",
     )
-    return lines + [f"{line} (pip)" for line in changes(old.pip if old else None, new.pip)]
+    return lines + [f"{line} (pip)" for line in pip_format.changes(old.pip if old else None, new.pip)]
+
+
+def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
+    """Return the Python distributions in conda packages: normalised name → version with `+conda`.
+
+    A package contains a distribution when it depends on Python. The distribution has the package's name, except
+    for the names in data/conda.toml. Versions that are invalid under PEP 440 are left out.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    names = conda_data()["distributions"]
+    found: dict[str, str] = {}
+    for package in packages:
+        distribution = normalise(names.get(package.name, package.name))
+        if distribution and not {"python", "python_abi"}.isdisjoint(package.needs):
+            with contextlib.suppress(InvalidVersion):
+                version = Version(package.version)
+                found[distribution] = f"{version.public}+{version.local + '.' if version.local else ''}{_LOCAL}"
+    return found
+
+
+def resolve_pip(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    packages: Iterable[CondaPackage],
+    *,
+    keep: Lock | None = None,
+    offline: bool = False,
+) -> Resolved[Lock]:
+    """Return the packages that pip adds to `packages` for the requirements in [conda].
+
+    Versions in `keep` are kept while they fit. A distribution in a conda package is never taken from an index.
+    Raises LockError with uv's explanation when the requirements conflict with the conda packages.
+    """
+    there = provided(packages)
+    with tempfile.TemporaryDirectory(prefix="envbuild-conda-pip-") as folder:
+        stubs = Path(folder)
+        for name, version in there.items():
+            _stub(stubs, name, version)
+        try:
+            return resolve(
+                recipe, target, environment, recipe.recipe.conda.requirements, recipe.conda_digest(target),
+                provided=there, stubs=stubs, keep=keep, offline=offline,
+            )  # fmt: skip
+        except LockError as error:
+            if f"+{_LOCAL}" not in error.message and f".{_LOCAL}" not in error.message:
+                raise
+            raise LockError(
+                error.message + f"\n  note: versions with +{_LOCAL} are those of the conda packages",
+                "change the requirement in [conda], or the version of the conda package",
+            ) from None
+
+
+def _stub(folder: Path, name: str, version: str) -> None:
+    """Write a wheel that holds only its name and version (wheel format 1.0, core metadata 2.1)."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    rows = []
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        rows.append(f"{path},sha256={digest},{len(text)}\n")
+    files[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(zipfile.ZipInfo(path), text)

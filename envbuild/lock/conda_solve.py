@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import sys
@@ -10,14 +11,14 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from urllib.parse import urlsplit
 
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import HostError, LockError, RecipeError
-from envbuild.lock.conda import CondaPackage, conda_platform
-from envbuild.lock.conda_format import canonical_depends, file_parts
+from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
@@ -42,37 +43,24 @@ class Spec:
 
 def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
     """Return the recipe's specs: its Python, the dependencies in [conda], and those of the target."""
-    table = recipe.recipe.targets[target.name]
-    specs = [Spec(f"python {recipe.recipe.python}.*", recipe.where("python"))]
-    for index, text in enumerate(recipe.recipe.conda.dependencies):
-        specs.append(Spec(text, recipe.where("conda", "dependencies", index)))
-    for index, text in enumerate(table.conda):
-        specs.append(Spec(text, recipe.where("targets", target.name, "conda", index)))
-    return specs
+    of_all, of_target = recipe.recipe.conda.dependencies, recipe.recipe.targets[target.name].conda
+    return [
+        Spec(f"python {recipe.recipe.python}.*", recipe.where("python")),
+        *(Spec(text, recipe.where("conda", "dependencies", index)) for index, text in enumerate(of_all)),
+        *(Spec(text, recipe.where("targets", target.name, "conda", index)) for index, text in enumerate(of_target)),
+    ]
 
 
 def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, str, str]]:
-    """Return (name, version, build) of the virtual packages of the target's hosts, independent of this host.
-
-    conda's documentation, "Managing virtual packages", defines them.
-    """
-    rows = [
-        ("__unix", "0", "0"),
-        ("__linux", "0", "0"),
-        ("__glibc", recipe.recipe.targets[target.name].glibc, "0"),
-        ("__archspec", "1", target.arch),
-    ]
+    """Return (name, version, build) of the target's virtual packages (conda's docs, "Managing virtual packages")."""
+    glibc = recipe.recipe.targets[target.name].glibc
+    rows = [("__unix", "0", "0"), ("__linux", "0", "0"), ("__glibc", glibc, "0"), ("__archspec", "1", target.arch)]
     virtual = target.family.conda_virtual
     return [*rows, (virtual, target.version, "0")] if virtual and target.version else rows
 
 
 def solve(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    keep: Collection[CondaPackage] = (),
-    offline: bool = False,
+    recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
 ) -> tuple[CondaPackage, ...]:
     """Return the conda packages of `target`, sorted by name; those in `keep` are kept while they fit.
 
@@ -82,6 +70,7 @@ def solve(
     """
     specs = recipe_specs(recipe, target)
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
+    key = hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
     request = {
         "specs": [spec.text for spec in specs],
         "channels": [
@@ -91,32 +80,33 @@ def solve(
         "platform": conda_platform(target),
         "virtual": virtual_packages(recipe, target),
         "keep": [{"name": package.name, "sha256": package.sha256} for package in keep],
-        "cache": str(environment.store.folder("conda", "repodata", _key(channels))),
+        "cache": str(environment.store.folder("conda", "repodata", key)),
         "offline": offline,
     }
-    answer = _run(request, environment)
+    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
+        path = Path(folder, "request.json")
+        path.write_text(json.dumps(request), encoding="utf-8")
+        command: list[str | Path] = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]
+        done = process.run(command, env=network_variables(environment), check=False)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise HostError(
+            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
+            "is py-rattler whole? pip install --force-reinstall py-rattler",
+        ) from None
     if "fault" in answer:
         raise _error(answer, recipe, target, specs, offline)
     serving = dict(zip(answer["used"], channels, strict=True))
-    packages = [_package(row, serving) for row in answer["records"]]
-    return tuple(sorted(packages, key=lambda package: package.name))
-
-
-def _key(channels: Sequence[str]) -> str:
-    import hashlib
-
-    return hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
+    return tuple(sorted((_package(row, serving) for row in answer["records"]), key=lambda package: package.name))
 
 
 def _address(url: str, environment: Environment) -> dict[str, str]:
     """Return `url` without credentials, and the Authorization header (RFC 7617) from them or from netrc."""
     plain, credentials = split_credentials(url.rstrip("/"))
-    if credentials is None:
-        credentials = _netrc(plain, environment.variables)
-    header = ""
-    if credentials is not None:
-        header = "Basic " + base64.b64encode(":".join(credentials).encode()).decode()
-    return {"url": plain, "authorization": header}
+    credentials = credentials or _netrc(plain, environment.variables)
+    encoded = base64.b64encode(":".join(credentials or ()).encode()).decode()
+    return {"url": plain, "authorization": f"Basic {encoded}" if credentials else ""}
 
 
 def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
@@ -131,35 +121,13 @@ def _netrc(url: str, env: Mapping[str, str]) -> tuple[str, str] | None:
     return (found[0], found[2]) if found else None
 
 
-def _run(request: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
-    from envbuild.lock import conda_solver
-
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
-        path = Path(folder, "request.json")
-        path.write_text(json.dumps(request), encoding="utf-8")
-        done = process.run(
-            [sys.executable, "-P", conda_solver.__file__, path], env=network_variables(environment), check=False
-        )
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        raise HostError(
-            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
-            "is py-rattler whole? pip install --force-reinstall py-rattler",
-        ) from None
-    if not isinstance(answer, dict):
-        raise HostError("the conda solver's answer is not understood")
-    return answer
-
-
 def network_variables(environment: Environment) -> dict[str, str]:
     """Return the process environment with pip's certificates and proxy under the names that rattler and conda read."""
     env = dict(environment.variables)
     if bundle := ca_bundle(environment.pip, env):
         env["SSL_CERT_FILE"] = bundle
-    if environment.pip.proxy:
-        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-            env[name] = environment.pip.proxy
+    if proxy := environment.pip.proxy:
+        env |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), proxy)
     return env
 
 
@@ -169,10 +137,7 @@ def hide(text: str) -> str:
 
 
 def canonical_url(url: str, serving: Mapping[str, str]) -> str:
-    """Return a package file's URL at its channel, whichever mirror served it.
-
-    Raises LockError for a URL that holds a token.
-    """
+    """Return a package file's URL at its channel, whichever mirror served it. Raises LockError if it holds a token."""
     plain = split_credentials(url)[0]
     for address, channel in serving.items():
         if plain.startswith(address + "/"):
@@ -187,8 +152,7 @@ def canonical_url(url: str, serving: Mapping[str, str]) -> str:
 
 
 def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage:
-    url = canonical_url(row["url"], serving)
-    name, version, build = row["name"], row["version"], row["build"]
+    url, name, version = canonical_url(row["url"], serving), row["name"], row["version"]
     for kind in ("md5", "sha256"):
         if not row[kind]:
             raise LockError(
@@ -196,11 +160,11 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
                 "index the channel with a current conda-index or rattler-index",
             )
     try:
-        subdir, known = file_parts(url, name, version)
+        subdir, build = file_parts(url, name, version)
     except ValueError as problem:
         raise LockError(f"{url}: {problem}", "rename the file and index its channel again") from None
-    if (subdir, known) != (row["subdir"], build):
-        raise LockError(f"{url}: its channel lists it as build {build} of {row['subdir']}")
+    if (subdir, build) != (row["subdir"], row["build"]):
+        raise LockError(f"{url}: its channel lists it as build {row['build']} of {row['subdir']}")
     depends = canonical_depends(row["depends"])
     return CondaPackage(name, version, build, subdir, url, row["md5"], row["sha256"], depends)
 
@@ -208,46 +172,18 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
 def _error(
     answer: Mapping[str, Any], recipe: LoadedRecipe, target: Target, specs: Sequence[Spec], offline: bool
 ) -> LockError | RecipeError:
-    text = hide(str(answer.get("text", ""))).strip()
-    match answer["fault"]:
-        case "spec":
-            return bad_spec(specs[answer["index"]], text)
-        case "unsatisfiable":
-            return unsatisfiable(recipe, target, text, specs)
-        case "unreachable":
-            return _unreachable(answer, recipe, offline)
-    return LockError(
-        f"{recipe.path}: target {target.name}: the channels cannot be read:\n{_indented(text)}",
-        "try again; if it stays so, the channel's index is damaged: index it again",
-    )
-
-
-def bad_spec(spec: Spec, why: str) -> RecipeError:
-    """Return the error for an invalid match spec."""
-    return RecipeError(
-        f"{spec.where}: {spec.text!r} is not a match spec: {why}",
-        "a match spec is NAME, NAME VERSION or NAME VERSION BUILD, such as 'pytorch >=2.7,<3 cpu*'",
-    )
-
-
-def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
-    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
-    named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
-    lines = [f"  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
-    return LockError(
-        f"{recipe.path}: target {target.name} cannot be solved:\n" + "\n".join([_indented(explanation), *lines]),
-        "loosen one of these, or add a channel that has the missing package",
-    )
-
-
-def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool) -> LockError:
-    channel = str(answer["channel"])
-    refusals = [f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"]]
-    position = next(
-        index for index, name in enumerate(recipe.recipe.conda.channels)
-        if channel_url(name) == channel
-    )  # fmt: skip
-    text = "\n".join(refusals)
+    text = hide(answer.get("text", "")).strip()
+    if answer["fault"] == "spec":
+        return bad_spec(specs[answer["index"]], text)
+    if answer["fault"] == "unsatisfiable":
+        return unsatisfiable(recipe, target, text, specs)
+    if answer["fault"] == "channel":
+        return LockError(
+            f"{recipe.path}: target {target.name}: the channels cannot be read:\n{indent(text, '  ', bool)}",
+            "try again; if it stays so, the channel's index is damaged: index it again",
+        )
+    channel = answer["channel"]
+    text = "\n".join(f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"])
     if offline:
         hint = "its index is not in the store: run it once without --offline"
     elif re.search(r"\b40[137]\b", text):
@@ -262,9 +198,23 @@ def _unreachable(answer: Mapping[str, Any], recipe: LoadedRecipe, offline: bool)
             "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"
             f' [mirrors] "{channel}" = ["https://…"]'
         )
-    where = recipe.where("conda", "channels", position)
+    where = recipe.where("conda", "channels", list(map(channel_url, recipe.recipe.conda.channels)).index(channel))
     return LockError(f"{where}: channel {channel} cannot be read:\n{text}", hint)
 
 
-def _indented(text: str) -> str:
-    return "\n".join("  " + line for line in text.splitlines())
+def bad_spec(spec: Spec, why: str) -> RecipeError:
+    """Return the error for an invalid match spec."""
+    return RecipeError(
+        f"{spec.where}: {spec.text!r} is not a match spec: {why}",
+        "a match spec is NAME, NAME VERSION or NAME VERSION BUILD, such as 'pytorch >=2.7,<3 cpu*'",
+    )
+
+
+def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
+    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
+    named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
+    lines = [f"\n  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
+    return LockError(
+        f"{recipe.path}: target {target.name} cannot be solved:\n{indent(explanation, '  ', bool)}{''.join(lines)}",
+        "loosen one of these, or add a channel that has the missing package",
+    )

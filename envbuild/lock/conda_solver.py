@@ -1,15 +1,15 @@
 """Separate process that solves one conda environment: `python -P conda_solver.py REQUEST`.
 
-rattler runs in its own process for two reasons: its network threads outlive a failed request and can crash the
-interpreter at exit, and the process gets the site's certificates and proxies in its environment. REQUEST is a
-private JSON file that `conda_solve.solve` describes; the answer is one line of JSON on standard output:
-{"records": …} or {"fault": KIND, "text": …}. This module imports nothing from envbuild.
+rattler's network threads outlive a failed request and can crash the interpreter at exit; a process of its own also gets
+the site's certificates and proxies in its environment. REQUEST is a private JSON file of `conda_solve.solve`;
+the answer is a line of JSON: {"records": …} or {"fault": KIND, …}. This module imports nothing from envbuild.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -25,25 +25,22 @@ _INDEX = ".shards-cache-v1"
 
 
 class SolveFailed(Exception):
-    """Failure of a solve; `answer` is the JSON answer, with the kind of failure as `fault`."""
-
-    def __init__(self, kind: str, **more: Any) -> None:
-        super().__init__(kind)
-        self.answer = {"fault": kind, **more}
+    """Failure of a solve; its argument is the JSON answer, with the kind of failure as `fault`."""
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the records that solve `request`, and the URLs that served the channels. Raises SolveFailed."""
-    from rattler import MatchSpec, solve
+    from rattler import GenericVirtualPackage, MatchSpec, PackageName, Version, solve
     from rattler.channel import ChannelPriority
     from rattler.exceptions import InvalidMatchSpecError, SolverError
+    from rattler.package import BuildString
 
     specs = []
     for index, text in enumerate(request["specs"]):
         try:
             specs.append(MatchSpec(text, strict=True))
         except InvalidMatchSpecError as error:
-            raise SolveFailed("spec", index=index, text=str(error)) from None
+            raise SolveFailed({"fault": "spec", "index": index, "text": str(error)}) from None
     gateway, channels, used = await _open(request)
     platforms = [request["platform"], "noarch"]
     kept = await _kept(gateway, channels, platforms, request["keep"])
@@ -54,14 +51,17 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
             gateway,
             platforms=platforms,
             locked_packages=kept,
-            virtual_packages=[_virtual(*row) for row in request["virtual"]],
+            virtual_packages=[
+                GenericVirtualPackage(PackageName(name), Version(version), BuildString(build))
+                for name, version, build in request["virtual"]
+            ],
             channel_priority=ChannelPriority.Strict,
             channel_relations="disabled",
         )
     except SolverError as error:
-        raise SolveFailed("unsatisfiable", text=str(error)) from None
+        raise SolveFailed({"fault": "unsatisfiable", "text": str(error)}) from None
     except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
-        raise SolveFailed("channel", text=str(error)) from None
+        raise SolveFailed({"fault": "channel", "text": str(error)}) from None
     return {"records": [_row(record) for record in records], "used": used}
 
 
@@ -70,54 +70,39 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
     from rattler import Channel
 
     serving: dict[str, dict[str, Any]] = {}
-    for channel in request["channels"]:
+    channels, used = [], []
+    for asked in request["channels"]:
         refusals = []
-        for address in channel["addresses"]:
+        for address in asked["addresses"]:
+            url = address["url"]
             try:
-                _reach(address["url"], request["offline"])
-                trial = {**serving, channel["url"]: address}
-                gateway = _gateway(request, trial)
-                place = Channel(_place(channel["url"], address["url"]))
-                await gateway.names([place], [request["platform"], "noarch"])
+                _reach(url, request["offline"])
+                gateway = _gateway(request, {**serving, asked["url"]: address})
+                # For rattler, a channel has its own URL, and its requests go to its mirror; or it is a local folder.
+                channel = Channel(url if url.startswith("file:") else asked["url"])
+                await gateway.names([channel], [request["platform"], "noarch"])
             except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
-                refusals.append({"url": address["url"], "text": str(error)})
+                refusals.append({"url": url, "text": str(error)})
                 continue
-            serving = trial
+            serving[asked["url"]] = address
+            channels.append(channel)
+            used.append(url)
             break
         else:
-            raise SolveFailed("unreachable", channel=channel["url"], refusals=refusals)
-    used = [serving[channel["url"]]["url"] for channel in request["channels"]]
-    places = [_place(channel["url"], serving[channel["url"]]["url"]) for channel in request["channels"]]
-    return _gateway(request, serving), [Channel(place) for place in places], used
-
-
-def _place(channel: str, address: str) -> str:
-    """Return the URL for rattler: the channel, whose requests go to its mirror, or a local folder."""
-    return address if address.startswith("file:") else channel
+            raise SolveFailed({"fault": "unreachable", "channel": asked["url"], "refusals": refusals})
+    return _gateway(request, serving), channels, used
 
 
 def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any:
-    """Return a gateway that sends each channel's requests to the address that serves it, with its credentials.
-
-    The channel's own URL is the cache key, so credentials never get into the cache.
-    """
-    from rattler import Gateway, SourceConfig
-    from rattler.networking import (
-        AddHeadersMiddleware,
-        AuthenticationMiddleware,
-        Client,
-        MirrorMiddleware,
-        RetryMiddleware,
-    )
+    """Return a gateway that sends each channel's requests to its address, with credentials that it does not cache."""
+    from rattler import Gateway, SourceConfig, networking
 
     mirrors = {
         f"{channel}/": [address["url"] + "/"]
         for channel, address in serving.items()
         if address["url"] != channel and not address["url"].startswith("file:")
     }
-    servers = [
-        (urlsplit(address["url"]), address["authorization"]) for address in serving.values() if address["authorization"]
-    ]
+    servers = [(urlsplit(one["url"]), one["authorization"]) for one in serving.values() if one["authorization"]]
 
     def headers(host: str, path: str) -> dict[str, str] | None:
         for parts, value in servers:
@@ -126,13 +111,14 @@ def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any
         return None
 
     # Without credentials of our own, rattler looks for its own: RATTLER_AUTH_FILE, keyrings.
-    known = AddHeadersMiddleware(headers) if servers else AuthenticationMiddleware()
-    chain = [RetryMiddleware(_RETRIES), *([MirrorMiddleware(mirrors)] if mirrors else []), known]
+    known = networking.AddHeadersMiddleware(headers) if servers else networking.AuthenticationMiddleware()
+    mirroring = [networking.MirrorMiddleware(mirrors)] if mirrors else []
+    chain = [networking.RetryMiddleware(_RETRIES), *mirroring, known]
     action = "force-cache-only" if request["offline"] else "cache-or-fetch"
     return Gateway(
         cache_dir=request["cache"],
         default_config=SourceConfig(cache_action=action),  # type: ignore[arg-type]
-        client=Client(chain),  # type: ignore[arg-type]
+        client=networking.Client(chain),  # type: ignore[arg-type]
     )
 
 
@@ -141,12 +127,10 @@ def _reach(url: str, offline: bool) -> None:
     parts = urlsplit(url)
     if offline or parts.scheme not in ("http", "https") or parts.hostname is None:
         return
-    proxies = urllib.request.getproxies()
-    proxied = parts.scheme in proxies or "all" in proxies
-    if proxied and not urllib.request.proxy_bypass(parts.hostname):
-        return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
+    proxied = {parts.scheme, "all"} & urllib.request.getproxies().keys()
+    if not proxied or urllib.request.proxy_bypass(parts.hostname):
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=_CONNECT_S).close()
 
 
 async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]) -> list[Any]:
@@ -159,18 +143,11 @@ async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: l
     specs = [MatchSpec(row["name"]) for row in keep]
     found = await gateway.query(channels, platforms, specs, recursive=False, channel_relations="disabled")
     records: dict[str, Any] = {}
-    for record in (record for rows in found for record in rows):
+    for record in itertools.chain(*found):
         name = record.name.normalized
         if record.sha256 is not None and (name, record.sha256.hex()) in wanted:
             records.setdefault(name, record)
     return list(records.values())
-
-
-def _virtual(name: str, version: str, build: str) -> Any:
-    from rattler import GenericVirtualPackage, PackageName, Version
-    from rattler.package import BuildString
-
-    return GenericVirtualPackage(PackageName(name), Version(version), BuildString(build))
 
 
 def _row(record: Any) -> dict[str, Any]:
@@ -179,7 +156,6 @@ def _row(record: Any) -> dict[str, Any]:
         "version": str(record.version),
         "build": str(record.build),
         "subdir": str(record.subdir),
-        "file": record.file_name,
         "url": record.url,
         "md5": record.md5.hex() if record.md5 else "",
         "sha256": record.sha256.hex() if record.sha256 else "",
@@ -213,15 +189,14 @@ def main(path: str) -> None:
     try:
         result = asyncio.run(answer(request))
     except SolveFailed as fault:
-        result = fault.answer
+        result = fault.args[0]
         for aside, place in moved:  # --offline needs the old indexes
             with contextlib.suppress(OSError):
                 aside.replace(place)
     for aside, _ in moved:
         with contextlib.suppress(OSError):
             aside.unlink()
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.errors import LockError
-from envbuild.lock.state import package_changes, read_lock_file
+from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.names import normalise
 
 FORMAT = 1
-_HEADER = re.compile(r"#\s*(recipe|target|python|platform|recipe-digest)\s*:\s*(\S+)\s*$")
+_KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
+_HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
@@ -39,8 +40,7 @@ class LockedPackage:
 class Lock:
     """Resolution of one target.
 
-    `recipe_digest` covers every part of the recipe that affects the resolution. `warnings` come from the
-    resolution, and every build that uses the lock repeats them.
+    `recipe_digest` covers what affects it in the recipe; every build that uses the lock repeats its `warnings`.
     """
 
     recipe: str
@@ -57,9 +57,10 @@ class Lock:
         content = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    def version(self, name: str) -> str | None:
-        """Return the locked version of the distribution `name`, or None."""
-        return next((p.version for p in self.packages if p.name == name), None)
+    @property
+    def versions(self) -> dict[str, str]:
+        """Version of each distribution by its name."""
+        return {package.name: package.version for package in self.packages}
 
 
 def lock_file_name(target: str) -> str:
@@ -69,13 +70,10 @@ def lock_file_name(target: str) -> str:
 
 def render(lock: Lock) -> str:
     """Return the text of the lock file; `parse` returns an equal lock."""
+    values = (lock.recipe, lock.target, lock.python, lock.platform, lock.recipe_digest)
     head = [
         f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
-        f"# recipe: {lock.recipe}",
-        f"# target: {lock.target}",
-        f"# python: {lock.python}",
-        f"# platform: {lock.platform}",
-        f"# recipe-digest: {lock.recipe_digest}",
+        *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
         *(f"# warning: {warning}" for warning in lock.warnings),
     ]
     return "\n".join(head) + "\n" + requirements(lock.packages)
@@ -83,12 +81,11 @@ def render(lock: Lock) -> str:
 
 def requirements(packages: Sequence[LockedPackage]) -> str:
     """Return `packages` as the lines of a requirements file, without the header."""
-    lines: list[str] = []
-    for package in packages:
-        parts = [f"{package.name}=={package.version}"]
-        parts += [f"--hash=sha256:{digest}" for digest in package.hashes]
-        lines.append(" \\\n    ".join(parts))
-    return "\n".join(lines) + "\n" if lines else ""
+    lines = [
+        " \\\n    ".join([f"{package.name}=={package.version}", *(f"--hash=sha256:{one}" for one in package.hashes)])
+        for package in packages
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parse(text: str, source: str) -> Lock:
@@ -127,37 +124,32 @@ def parse(text: str, source: str) -> Lock:
             faults.append(f"{source}:{number}: {pin[1]} is locked twice")
         else:
             packages[name] = LockedPackage(name, pin[2], tuple(hashes))
-    wanted = ("recipe", "target", "python", "platform", "recipe-digest")
-    faults += [f"{source}: the header line '# {key}: …' is missing" for key in wanted if key not in header]
+    faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
     if faults:
         raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
-    return Lock(
-        recipe=header["recipe"],
-        target=header["target"],
-        python=header["python"],
-        platform=header["platform"],
-        recipe_digest=header["recipe-digest"],
-        packages=tuple(packages.values()),
-        warnings=tuple(warnings),
-    )
+    recipe, target, python, platform, digest = (header[key] for key in _KEYS)
+    return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings))
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:
     """Return lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
     joined: list[tuple[int, str]] = []
-    pending: tuple[int, str] | None = None
+    goes_on = False
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
-        start, line = (pending[0], f"{pending[1]} {line}") if pending else (number, line)
-        if line.endswith("\\"):
-            pending = (start, line[:-1].rstrip())
-            continue
-        pending = None
-        if line:
-            joined.append((start, line))
-    if pending:
-        joined.append(pending)
+        part = line.removesuffix("\\").rstrip()
+        if goes_on:
+            start, before = joined.pop()
+            joined.append((start, f"{before} {part}"))
+        elif line:
+            joined.append((number, part))
+        goes_on = line.endswith("\\")
     return joined
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` without user names and passwords in its URLs; an exported PEP 751 file must not hold them."""
+    return re.sub(r"(://)[^/@\s\"']+@", r"\1", text)
 
 
 def read(path: Path) -> Lock | None:
@@ -169,9 +161,8 @@ def changes(old: Lock | None, new: Lock) -> list[str]:
     """Return the changes of an update, one line per package, sorted by name."""
 
     def files(was: LockedPackage, now: LockedPackage) -> str:
-        if set(was.hashes) == set(now.hashes):
-            return ""
-        return f"other files: {len(was.hashes)} -> {len(now.hashes)} hashes"
+        same = set(was.hashes) == set(now.hashes)
+        return "" if same else f" (other files: {len(was.hashes)} -> {len(now.hashes)} hashes)"
 
     before = {p.name: p for p in old.packages} if old else {}
     return package_changes(before, {p.name: p for p in new.packages}, lambda p: p.version, files)

@@ -6,17 +6,17 @@ archive's pool) or the digest of an existing image, and neither mirrors nor cred
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from envbuild.debian.lock import DebianLock, from_table
 from envbuild.errors import LockError
-from envbuild.image.model import is_digest
-from envbuild.lock.state import read_lock_file
+from envbuild.image.model import digest_of, is_digest
+from envbuild.lock.lifecycle import package_changes, read_lock_file
 
 FORMAT = 1
 
@@ -45,7 +45,7 @@ class ImageLock:
             content: list[Any] = ["oci", self.base.digest]
         else:
             content = ["debian", [[p.name, p.version, p.sha256] for p in self.base.packages]]
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return digest_of(json.dumps(content).encode())
 
 
 def image_lock_name(target: str) -> str:
@@ -55,27 +55,26 @@ def image_lock_name(target: str) -> str:
 
 def render_image(lock: ImageLock) -> str:
     """Return the text of the lock; `parse_image` returns an equal lock."""
-    lines = [
-        f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}",
-        f"format = {FORMAT}",
-        f"recipe = {_text(lock.recipe)}",
-        f"target = {_text(lock.target)}",
-        f"recipe-digest = {_text(lock.recipe_digest)}",
-        "",
-    ]
+    head = {"format": FORMAT, "recipe": lock.recipe, "target": lock.target, "recipe-digest": lock.recipe_digest}
+    lines = [f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}", *_pairs(head), ""]
     if isinstance(lock.base, OciLock):
-        lines += ["[oci]", f"reference = {_text(lock.base.reference)}"]
-        lines += [f"digest = {_text(lock.base.digest)}"]
-        return "\n".join(lines) + "\n"
-    table = lock.base.as_toml_table()
-    packages = table.pop("package")
-    lines += ["[debian]", *(f"{key} = {_value(value)}" for key, value in table.items())]
-    lines.append("package = [")
-    for package in packages:  # one line each, so that a diff lists the changed packages
-        fields = ", ".join(f"{key} = {_value(value)}" for key, value in package.items())
-        lines.append(f"  {{ {fields} }},")
-    lines.append("]")
+        lines += ["[oci]", *_pairs(asdict(lock.base))]
+    else:
+        table = lock.base.as_toml_table()
+        packages = table.pop("package")
+        # One line for each package, so that a diff lists the changed ones.
+        rows = [f"  {{ {', '.join(_pairs(package))} }}," for package in packages]
+        lines += ["[debian]", *_pairs(table), "package = [", *rows, "]"]
     return "\n".join(lines) + "\n"
+
+
+def _pairs(table: Mapping[str, object]) -> list[str]:
+    return [f"{key} = {value if isinstance(value, int) else _text(str(value))}" for key, value in table.items()]
+
+
+def _text(value: str) -> str:
+    # JSON's escapes are valid TOML, except that JSON leaves DEL as it is, which TOML forbids.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_image(text: str, source: str) -> ImageLock:
@@ -97,7 +96,7 @@ def parse_image(text: str, source: str) -> ImageLock:
     return ImageLock(recipe, target, digest, _base(data, source))
 
 
-def _base(data: dict[str, Any], source: str) -> DebianLock | OciLock:
+def _base(data: Mapping[str, Any], source: str) -> DebianLock | OciLock:
     kinds = sorted(data.keys() & {"debian", "oci"})
     if len(kinds) != 1:
         raise _faulty(source, "it wants one table, [debian] or [oci]")
@@ -114,7 +113,7 @@ def _base(data: dict[str, Any], source: str) -> DebianLock | OciLock:
     return OciLock(_string(table, "reference", source), digest)
 
 
-def _string(table: dict[str, Any], key: str, source: str) -> str:
+def _string(table: Mapping[str, Any], key: str, source: str) -> str:
     value = table.get(key)
     if not isinstance(value, str) or not value:
         raise _faulty(source, f"`{key}` is missing" if value is None else f"`{key}` is {value!r}")
@@ -134,39 +133,20 @@ def image_changes(old: ImageLock | None, new: ImageLock) -> list[str]:
     """Return the changes of an update, one line each, sorted by name."""
     was, now = old.base if old else None, new.base
     if isinstance(now, OciLock):
-        if was == now:
-            return []
-        before = was.digest if isinstance(was, OciLock) else _kind(was)
-        if isinstance(was, OciLock) and was.reference != now.reference:
-            before = f"{was.reference} {before}"
-        return [f"~ {now.reference} {before} -> {now.digest}"]
-    lines = []
-    packages = was.packages if isinstance(was, DebianLock) else ()
-    if was is not None and _kind(was) != _kind(now):
-        lines.append(f"~ base {_kind(was)} -> {_kind(now)}")
-    known, wanted = {p.name: p for p in packages}, {p.name: p for p in now.packages}
-    for name in sorted(known.keys() | wanted.keys()):
-        one, other = known.get(name), wanted.get(name)
-        if one is None or other is None:
-            sign, version = ("+", wanted[name].version) if other else ("-", known[name].version)
-            lines.append(f"{sign} {name} {version}")
-        elif one.version != other.version:
-            lines.append(f"~ {name} {one.version} -> {other.version}")
-        elif (one.arch, one.sha256) != (other.arch, other.sha256):
-            lines.append(f"~ {name} {one.version}: another file")
-    return lines
+        before = _kind(was)
+        if isinstance(was, OciLock):
+            before = was.digest if was.reference == now.reference else f"{was.reference} {was.digest}"
+        return [] if was == now else [f"~ {now.reference} {before} -> {now.digest}"]
+    moved = [f"~ base {_kind(was)} -> {_kind(now)}"] if was is not None and _kind(was) != _kind(now) else []
+    return moved + package_changes(
+        {p.name: p for p in was.packages} if isinstance(was, DebianLock) else {},
+        {p.name: p for p in now.packages},
+        lambda p: p.version,
+        lambda one, other: "" if (one.arch, one.sha256) == (other.arch, other.sha256) else ": another file",
+    )
 
 
 def _kind(base: DebianLock | OciLock | None) -> str:
-    if base is None:
-        return "nothing"
-    return base.reference if isinstance(base, OciLock) else f"debian:{base.suite}"
-
-
-def _text(value: str) -> str:
-    # JSON's escapes are valid TOML, except that JSON leaves DEL as it is, which TOML forbids.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: object) -> str:
-    return str(value) if isinstance(value, int) else _text(str(value))
+    if isinstance(base, OciLock):
+        return base.reference
+    return f"debian:{base.suite}" if base else "nothing"

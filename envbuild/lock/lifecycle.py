@@ -2,69 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from shlex import quote
+from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 
+from envbuild.atomic import write_atomically
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.lock.state import L, LockState, how_to_make, inspect_lock_file, lock_folders
+from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 Log = Callable[[str], None]
 # Names of packages that may change; None for all of them.
 Upgrade = Collection[str] | None
+# Name of a lock in lists → option of `envbuild lock` that makes it, and for messages: its name, the part of the recipe
+# that it depends on, the work of making it.
+_KINDS = {
+    "wheels": ("wheels", "lock", "the recipe", "resolving"),
+    "image": ("image", "image lock", "the recipe's base", "resolving the base of"),
+    "builder": ("image", "lock of the builder", "what the layers need to be built", "resolving the builder of"),
+    "conda": ("conda", "conda lock", "the recipe or what pip adds", "solving"),
+}
+
+
+class _OfRecipe(Protocol):
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def recipe_digest(self) -> str: ...
+
+
+L = TypeVar("L", bound=_OfRecipe)
+T = TypeVar("T")
+
+
+class LockUse(TypedDict):
+    """Handling of a missing or stale lock in a build.
+
+    With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`; without `write`, in
+    memory only.
+    """
+
+    locked: bool
+    offline: bool
+    log: Log
+    write: NotRequired[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LockState(Generic[L]):
+    """Lock file of one target: its path, its contents, and the reason why it is not current (or None)."""
+
+    path: Path
+    lock: L | None
+    fault: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[L]):
-    """A new lock. `summary` describes it in messages; `pylock` is a wheel lock's resolution as PEP 751 text."""
+    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and notes for the user."""
 
     lock: L
     summary: str
     pylock: str = ""
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LockKind(Generic[L]):
     """The lock of one kind for one target of a recipe.
 
-    `part` is the option of `envbuild lock` that makes it, `name` its name in lists of locks. For messages, `title` is
-    its name, `subject` the part of the recipe that it depends on, `task` the work of making it. `file` is its name
-    in the recipe's folder, and a lock for another `digest` is stale.
+    `name` is its name in lists: wheels, image, builder or conda. `file` is its name in the recipe's folder, and
+    a lock for another `digest` is stale.
 
     `read` returns the lock in a file, None without one. `resolve` is called with the environment, the old lock, the
     packages that may change, whether it may use only the store, and the log. `changes` describes the changes of
-    an update, one line each; those of a first lock are reported if `reports_first`. `write` replaces the file.
-    `judge` raises LockError for a current lock that is known not to work; `warnings` are those of its resolution.
+    an update, one line each. `write` replaces the file. `judge` raises LockError for a current lock that is known not
+    to work; `warnings` are those of its resolution.
     """
 
     recipe: LoadedRecipe
     target: Target
-    part: str
     name: str
-    title: str
-    subject: str
-    task: str
     file: str
     digest: str
     read: Callable[[Path], L | None]
     resolve: Callable[[Environment, L | None, Upgrade, bool, Log], Resolved[L]]
     changes: Callable[[L | None, L], list[str]]
     write: Callable[[Path, L], None]
-    judge: Callable[[L, str, Log], None] = field(default=lambda _lock, _source, _log: None)
-    warnings: Callable[[L], Sequence[str]] = field(default=lambda _lock: ())
-    resolves_offline: bool = True
-    reports_first: bool = True
+    judge: Callable[[L, str, Log], None] = lambda _lock, _source, _log: None
+    warnings: Callable[[L], Sequence[str]] = lambda _lock: ()
+
+    @property
+    def part(self) -> str:
+        """Option of `envbuild lock` that makes the lock: wheels, image or conda."""
+        return _KINDS[self.name][0]
 
     def inspect(self) -> LockState[L]:
-        """Read the lock without changing anything. Raises LockError when it is not readable."""
-        return inspect_lock_file(
-            self.recipe, self.target, self.file, self.read, self.digest,
-            part=self.part, what=self.title, subject=self.subject,
-        )  # fmt: skip
+        """Return the state of the lock file: a current one, else an existing one. Raises LockError if unreadable."""
+        states = [self._state(folder / self.file) for folder in lock_folders(self.recipe, self.target)]
+        return min(states, key=lambda state: (state.fault is not None, state.lock is None))
+
+    def _state(self, path: Path) -> LockState[L]:
+        _, title, subject, _ = _KINDS[self.name]
+        try:
+            lock = self.read(path)
+        except LockError as error:
+            if error.hint is None:  # the file could not even be opened
+                raise
+            command = f"mv {quote(str(path))} {quote(f'{path}.old')} && {self.command}"
+            hint = f"restore it from version control, or make it anew: `{command}`"
+            raise LockError(error.message, hint) from None
+        if lock is None:
+            return LockState(path, None, f"no {title} for this target yet")
+        if lock.target != self.target.name or lock.recipe != self.recipe.recipe.name:
+            return LockState(path, None, f"locks {lock.recipe} ({lock.target}) instead")
+        stale = lock.recipe_digest != self.digest
+        return LockState(path, lock, f"stale: {subject} changed since it was made" if stale else None)
 
     def fault(self) -> str | None:
         """Return why the lock is not current ("no image lock for this target yet"), None if it is."""
@@ -73,10 +133,10 @@ class LockKind(Generic[L]):
         except LockError as error:
             return error.message
 
-    def log_warnings(self, lock: L, log: Log) -> None:
-        """Report the warnings of the resolution of `lock`, one line each."""
-        for warning in self.warnings(lock):
-            log(f"warning: {lock.target}: {warning}")
+    @property
+    def command(self) -> str:
+        """The command that makes the lock."""
+        return f"envbuild lock {command_word(self.recipe)} --target {self.target.name} --{self.part}"
 
 
 def ensure(
@@ -84,20 +144,22 @@ def ensure(
 ) -> L:
     """Return the current lock; resolve a missing or stale one.
 
-    Each resolution is reported through `log`. Without `write` no file is written. Raises LockError when the lock is
-    missing or stale and `locked` is set (or `offline`, for a lock that cannot be resolved from the store), when it
-    cannot be resolved, or when it is known not to work.
+    Without `write` no file is written. Raises LockError when the lock is missing or stale and `locked` is set (or
+    `offline`, for the base of an image), when it cannot be resolved, or when it is known not to work.
     """
     state = kind.inspect()
     if state.fault is None and state.lock is not None:
         kind.judge(state.lock, str(state.path), log)
-        kind.log_warnings(state.lock, log)
+        for warning in kind.warnings(state.lock):
+            log(f"warning: {kind.target.name}: {warning}")
         return state.lock
-    if locked or (offline and not kind.resolves_offline):
+    if locked or (offline and kind.part == "image"):  # the store does not have what a base is resolved from
         why = "" if locked else " and --offline forbids to resolve it"
-        hint = how_to_make(kind.recipe, kind.target, kind.part)
+        indexes = kind.recipe.recipe.targets[kind.target.name].indexes if kind.part == "wheels" else ()
+        where = f", where {' and '.join(indexes)} can be reached," if indexes else ""
+        hint = f"make it with `{kind.command}`{where} and commit it"
         raise LockError(f"{state.path}: {state.fault}{why}", hint)
-    log(f"{state.path}: {state.fault}; {kind.task} …")
+    log(f"{state.path}: {state.fault}; {_KINDS[kind.name][3]} {kind.target.name} …")
     return update(kind, environment, upgrade=(), offline=offline, log=log, write=write).lock
 
 
@@ -106,15 +168,16 @@ def update(
 ) -> Resolved[L]:
     """Resolve again and write the lock; of its packages only those in `upgrade` may change, all of them for None.
 
-    The file is replaced atomically. Each change is reported through `log`, one line each. Raises LockError when the
-    recipe cannot be resolved, or when the result is known not to work.
+    The file is replaced atomically. Each change is reported through `log`, one line each, except the hundreds of a new
+    base. Raises LockError when the recipe cannot be resolved, or when the result is known not to work.
     """
     old = kind.inspect().lock
     new = kind.resolve(environment, old, upgrade, offline, log)
-    kind.log_warnings(new.lock, log)
+    for warning in kind.warnings(new.lock):
+        log(f"warning: {kind.target.name}: {warning}")
     path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     differences = kind.changes(old, new.lock)
-    for line in differences if old or kind.reports_first else ():
+    for line in differences if old or kind.part != "image" else ():
         log(f"  {line}")
     if not write:
         log(f"{path}: not written (dry run), {len(differences)} would change")
@@ -122,3 +185,55 @@ def update(
     kind.write(path, new.lock)
     log(f"{path}: {new.summary}, {len(differences)} changed")
     return new
+
+
+def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
+    """Return `parse` applied to the text and name of `path`, None without a file. Raises LockError if unreadable."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LockError(f"{path}: cannot be read: {error}") from error
+    return parse(text, str(path))
+
+
+def write_lock_file(path: Path, text: str) -> None:
+    """Replace the lock in `path` atomically. Raises LockError when it cannot be written."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise LockError(
+            f"{path}: cannot be written: {error.strerror}",
+            "copy the recipe's folder to one you may write (./recipes/NAME), which is found first",
+        ) from error
+
+
+def package_changes(
+    before: Mapping[str, T], after: Mapping[str, T], version: Callable[[T], str], other: Callable[[T, T], str]
+) -> list[str]:
+    """Return the changes of an update, one line per package, sorted by name.
+
+    `version` describes a package; `other` describes another difference, as the end of the line, or returns "".
+    """
+    lines: list[str] = []
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before:
+            lines.append(f"+ {name} {version(after[name])}")
+        elif name not in after:
+            lines.append(f"- {name} {version(before[name])}")
+        elif version(before[name]) != version(after[name]):
+            lines.append(f"~ {name} {version(before[name])} -> {version(after[name])}")
+        elif end := other(before[name], after[name]):
+            lines.append(f"~ {name} {version(after[name])}{end}")
+    return lines
+
+
+def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
+    """Return the folders to search for locks: the recipe's; for a read-only recipe also its own under build/."""
+    # Recipes inside an installed wheel belong to the installer, even if the file system permits writes.
+    installed = shipped_folder().resolve()  # lib64 may be a link to lib
+    bundled = installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents
+    if os.access(recipe.folder, os.W_OK) and not bundled:
+        return [recipe.folder]
+    return [recipe.folder, Path("build") / recipe.recipe.name / target.name]

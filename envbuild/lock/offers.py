@@ -1,23 +1,28 @@
-"""Releases that pip's sources offer, with the Pythons and platforms that their wheels support."""
+"""Releases that pip's sources offer, and newer ones that a lock skips because they have no wheel."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from envbuild.environment import Environment
+from envbuild.errors import LockError
 from envbuild.names import normalise
 from envbuild.store.sources import Link
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
     from packaging.version import Version
 
 _SDISTS = (".tar.gz", ".zip")
 _AT_ONCE = 8
+_TOO_OLD = timedelta(days=2 * 365)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +31,6 @@ class OfferedFile:
 
     tags: frozenset[Any]
     requires_python: str
-
-    def accepts(self, python: str) -> bool:
-        """Return whether the file's `requires_python` allows `python` (3.11)."""
-        return _accepts(self.requires_python, python)
-
-    def fits(self, python: str, platform: str) -> bool:
-        """Return whether the file is a wheel that installs on `python` and `platform` (x86_64-manylinux_2_28)."""
-        return self.accepts(python) and not self.tags.isdisjoint(tag_set(python, platform))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +45,13 @@ class ProjectRelease:
         return f"{self.version} ({self.uploaded:%Y-%m-%d})" if self.uploaded else f"{self.version}"
 
     def accepts(self, python: str) -> bool:
-        """Return whether any file supports `python`."""
-        return any(file.accepts(python) for file in self.files)
+        """Return whether the `requires_python` of any file allows `python` (3.11)."""
+        return any(_accepts(file.requires_python, python) for file in self.files)
 
     def fits(self, python: str, platform: str) -> bool:
-        """Return whether any wheel installs on `python` and `platform`."""
-        return any(file.fits(python, platform) for file in self.files)
+        """Return whether any wheel installs on `python` and `platform` (x86_64-manylinux_2_28)."""
+        tags = tag_set(python, platform)
+        return any(_accepts(file.requires_python, python) and not file.tags.isdisjoint(tags) for file in self.files)
 
 
 @dataclass
@@ -76,30 +74,27 @@ class Offers:
             self._known |= {name: releases_of(name, links[name]) for name in missing}
         return self._known
 
-    def _links(self, names: Sequence[str]) -> dict[str, list[Link]]:
+    def _links(self, names: Sequence[str]) -> Mapping[str, list[Link]]:
         from envbuild.cache.retry import RequestFailed
         from envbuild.store.client import Client
-        from envbuild.store.sources import local_files, remote_sources
+        from envbuild.store.sources import PackageSource, local_files, remote_sources
         from envbuild.workers import each
 
-        environment = self.environment
-        local = [
-            Link(name, "", None) for _, files in local_files(environment.pip, (".whl", *_SDISTS)) for name in files
-        ]
-        sources = remote_sources(
-            environment.pip, environment.site, self.indexes, self.offline, environment.default_index
-        )
+        pip, environment = self.environment.pip, self.environment
+        local = [Link(name, "", None) for _, files in local_files(pip, (".whl", *_SDISTS)) for name in files]
+        sources = remote_sources(pip, environment.site, self.indexes, self.offline, environment.default_index)
         for source in sources:
             source.patient = False
-        client = Client(environment.pip, environment.variables)
+        client = Client(pip, environment.variables)
 
-        def ask(job: tuple[str, int], _: object) -> list[Link]:
+        def ask(job: tuple[str, PackageSource], _: object) -> list[Link]:
+            name, source = job
             try:
-                return sources[job[1]].links(job[0], client)
+                return source.links(name, client)
             except RequestFailed:
                 return []
 
-        jobs = [(name, number) for name in names for number in range(len(sources))]
+        jobs = [(name, source) for name in names for source in sources]
         found: defaultdict[str, list[Link]] = defaultdict(lambda: list(local))
         for (name, _), links in zip(jobs, each(jobs, ask, _AT_ONCE), strict=True):
             found[name] += links
@@ -108,43 +103,27 @@ class Offers:
 
 def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
     """Return the releases of the project `name` in `links`, oldest version first; other projects are left out."""
+    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
+
     files: defaultdict[Version, list[OfferedFile]] = defaultdict(list)
     times: dict[Version, datetime] = {}
     for link in links:
-        parsed = _parse(link.filename)
-        if parsed is None or parsed[0] != name or link.yanked:
+        tags: frozenset[Any] = frozenset()
+        try:
+            if link.filename.endswith(".whl"):
+                project, version, _, tags = parse_wheel_filename(link.filename)
+            else:
+                project, version = parse_sdist_filename(link.filename)
+        except (InvalidWheelFilename, InvalidSdistFilename):
             continue
-        _, version, tags = parsed
+        if project != name or link.yanked:
+            continue
         files[version].append(OfferedFile(tags, link.requires_python))
-        if (time := _time(link.uploaded)) is not None:
+        with contextlib.suppress(ValueError):  # the page states no time
+            time = datetime.fromisoformat(link.uploaded)
+            time = time if time.tzinfo else time.replace(tzinfo=UTC)
             times[version] = min(time, times.get(version, time))
     return [ProjectRelease(version, tuple(files[version]), times.get(version)) for version in sorted(files)]
-
-
-def _parse(filename: str) -> tuple[str, Version, frozenset[Any]] | None:
-    """Return (normalised name, version, tags) of a wheel or sdist, None for any other file."""
-    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
-
-    try:
-        if filename.endswith(".whl"):
-            name, version, _, tags = parse_wheel_filename(filename)
-            return normalise(name), version, tags
-        if filename.endswith(_SDISTS):
-            name, version = parse_sdist_filename(filename)
-            return normalise(name), version, frozenset()
-    except (InvalidWheelFilename, InvalidSdistFilename):
-        pass
-    return None
-
-
-def _time(text: str) -> datetime | None:
-    from datetime import UTC
-
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 @functools.cache
@@ -159,22 +138,113 @@ def _accepts(requires_python: str, python: str) -> bool:
 
 @functools.cache
 def tag_set(python: str, platform: str) -> frozenset[Any]:
-    """Return the wheel tags that install on CPython `python` and `platform`."""
-    return frozenset(compatible_tags(python, platform))
-
-
-def compatible_tags(python: str, platform: str) -> Iterator[Any]:
     """Return the wheel tags (PEP 425, PEP 600) that install on CPython `python` and `ARCH-manylinux_2_N`."""
     from packaging import tags
 
     arch, _, minor = platform.partition("-manylinux_2_")
     legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
-    platforms: list[str] = []
-    for glibc in range(int(minor), 4, -1):
-        platforms.append(f"manylinux_2_{glibc}_{arch}")
-        if glibc in legacy:
-            platforms.append(f"{legacy[glibc]}_{arch}")
-    platforms.append(f"linux_{arch}")
+    platforms: list[str] = [f"linux_{arch}"]
+    for glibc in range(5, int(minor) + 1):
+        platforms += [f"{name}_{arch}" for name in (f"manylinux_2_{glibc}", legacy.get(glibc)) if name]
     version = tuple(int(part) for part in python.split("."))
-    yield from tags.cpython_tags(version, platforms=platforms)
-    yield from tags.compatible_tags(version, f"cp{version[0]}{version[1]}", platforms)
+    pure = tags.compatible_tags(version, f"cp{version[0]}{version[1]}", platforms)
+    return frozenset([*tags.cpython_tags(version, platforms=platforms), *pure])
+
+
+def skipped_warnings(
+    requirements: Iterable[str],
+    constraints: Iterable[str],
+    locked: Mapping[str, str],
+    offers: Offers,
+    python: str,
+    platform: str,
+    without_wheel: Callable[[str], str | None],
+    source: str,
+) -> tuple[str, ...]:
+    """Return a warning for each direct requirement whose newest allowed release is not `locked` for lack of a wheel.
+
+    `locked` maps names to versions. `without_wheel` resolves one requirement alone and returns the requirement
+    that has no wheel, or None: a release with a wheel may depend on one that has none. Raises LockError, which names
+    `source`, when a locked release is over two years older than the newest one.
+    """
+    from packaging.version import Version
+
+    limits, wanted = _by_name(constraints, python, platform), _by_name(requirements, python, platform)
+    wanted = {name: [*lines, *limits.get(name, ())] for name, lines in wanted.items() if name in locked}
+    open_ended = {name: lines for name, lines in wanted.items() if not any(map(_is_pin, lines))}
+    releases = offers.releases(open_ended)
+    young, old, any_own = [], [], False
+    for name, lines in open_ended.items():
+        version = Version(locked[name])
+        newer = [one for one in allowed_releases(releases[name], lines, python) if one.version > version]
+        if not newer:
+            continue
+        fitting = [one for one in newer if one.fits(python, platform)]
+        newest = (fitting or newer)[-1]
+        own = f"{name}=={newest.version}"
+        extras = f"[{','.join(sorted(lines[0].extras))}]" if lines[0].extras else ""
+        cause = without_wheel(f"{name}{extras}=={newest.version}") if fitting else own
+        if cause is None:
+            continue
+        chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
+        subject = newest.version if cause == own else f"it needs {cause}, which"
+        text = (
+            f"{name} {chosen} is locked instead of {newest}: {subject} has no wheel"
+            f" for Python {python} on {platform}, and envbuild locks wheels only"
+        )
+        hint = (
+            f"pin {name} to the version that you want ({name}=={chosen.version} keeps the locked one), or "
+            f"run `pip wheel --no-deps '{cause}'` and name the folder in pip's find-links"
+        )
+        if chosen.uploaded and newest.uploaded and newest.uploaded - chosen.uploaded > _TOO_OLD:
+            old.append((text, hint))
+            any_own = any_own or cause == own
+        else:
+            young.append(f"{text}; {hint}")
+    if old:
+        ways = [hint for _, hint in old]
+        ways += ['or build it from source as a layer ([layers], system = "wheel")'] if any_own else []
+        raise LockError(
+            f"{source}: releases without wheels would be replaced by ones over two years older:"
+            + "".join(f"\n  {text}" for text, _ in old),
+            "; ".join(ways),
+        )
+    return tuple(young)
+
+
+def allowed_releases(
+    releases: Iterable[ProjectRelease], lines: Sequence[Requirement], python: str
+) -> list[ProjectRelease]:
+    """Return the `releases` that all of `lines` allow and that support `python`, with or without a wheel.
+
+    As in uv, pre-releases count only if a line names one or if there is no other release.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    specifier = functools.reduce(operator.and_, (line.specifier for line in lines), SpecifierSet())
+    fitting = [one for one in releases if one.accepts(python) and specifier.contains(one.version, prereleases=True)]
+    final = [] if specifier.prereleases else [one for one in fitting if not one.version.is_prerelease]
+    return final or fitting
+
+
+def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
+    """Return the requirements whose markers hold on the target, by normalised name."""
+    from packaging.requirements import Requirement
+
+    variables = {
+        "python_version": python, "python_full_version": f"{python}.0",
+        "implementation_name": "cpython", "platform_python_implementation": "CPython",
+        "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
+        "platform_machine": platform.partition("-")[0], "extra": "",
+    }  # fmt: skip
+    found: dict[str, list[Requirement]] = {}
+    for text in lines:
+        line = Requirement(text)
+        if line.marker is None or line.marker.evaluate(variables):
+            found.setdefault(normalise(line.name), []).append(line)
+    return found
+
+
+def _is_pin(line: Requirement) -> bool:
+    """Return whether `line` allows only one version: there is no newer release to look for."""
+    return any(one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier)

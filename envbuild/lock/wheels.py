@@ -1,21 +1,34 @@
-"""The wheel lock of a target."""
+"""The wheel lock of a target: uv resolves a recipe's requirements, on a host of any platform.
+
+`[layers.nccl]` can put another wheel of NCCL in the place of the one that torch pins: torch's libtorch_cuda finds
+libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch. LD_LIBRARY_PATH therefore does not select another NCCL.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
+from envbuild import process
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
-from envbuild.lock.format import Lock, changes, lock_file_name, read, render
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
-from envbuild.lock.resolve import resolve, without
-from envbuild.lock.state import write_lock_file
+from envbuild.lock.format import Lock, LockedPackage, changes, lock_file_name, read, render
+from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
+from envbuild.lock.offers import Offers, skipped_warnings, tag_set
+from envbuild.lock.uv_compile import UvCompile, without_wheel
+from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-
-Log = Callable[[str], None]
 
 
 def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
@@ -28,27 +41,191 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         check_stack(recipe, target, None, None)
         keep = None if upgrade is None or old is None else without(old, upgrade)
         try:
-            found = resolve(recipe, target, environment, keep=keep, offline=offline)
+            found = _resolve(recipe, target, environment, keep, offline)
         except LockError as error:
-            message = error.message + impossible_pins(recipe, target)
-            raise LockError(message, error.hint) from error
-        check_stack(recipe, target, _versions(found.lock), log)
+            raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
+        check_stack(recipe, target, found.lock.versions, log)
         for note in found.notes:
             log(f"note: {note}")
-        return Resolved(found.lock, f"{len(found.lock.packages)} packages", found.pylock)
+        return found
 
     def judge(lock: Lock, source: str, log: Log) -> None:
         check_accelerator(target, lock.packages, source)
-        check_stack(recipe, target, _versions(lock), log)
+        check_stack(recipe, target, lock.versions, log)
 
     return LockKind(
-        recipe, target, part="wheels", name="wheels", title="lock", subject="the recipe",
-        task=f"resolving {target.name}", file=lock_file_name(target.name),
-        digest=recipe.resolution_digest(target), read=read, resolve=resolved, changes=changes,
-        write=lambda path, lock: write_lock_file(path, render(lock)), judge=judge,
+        recipe, target, "wheels", lock_file_name(target.name), recipe.resolution_digest(target), read=read,
+        resolve=resolved, changes=changes, write=lambda path, lock: write_lock_file(path, render(lock)), judge=judge,
         warnings=lambda lock: lock.warnings,
     )  # fmt: skip
 
 
-def _versions(lock: Lock) -> dict[str, str]:
-    return {package.name: package.version for package in lock.packages}
+def _resolve(
+    recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool
+) -> Resolved[Lock]:
+    """Resolve `target` as `resolve` does. Also raises LockError when [layers.nccl] cannot replace torch's NCCL."""
+    requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
+    resolve_it = partial(resolve, recipe, target, environment, requirements, recipe.resolution_digest(target))
+    override = nccl_override(recipe, target)
+    if override is None:
+        return resolve_it(keep=keep, offline=offline)
+    # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
+    pinned = resolve_it(keep=keep and _without_nccl(keep, target), offline=offline).lock
+    check_override(recipe, target, pinned)
+    return resolve_it(overrides=[override], keep=_without_nccl(pinned, target), offline=offline)
+
+
+def resolve(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    requirements: Sequence[str],
+    digest: str,
+    *,
+    overrides: Sequence[str] = (),
+    provided: Mapping[str, str] = {},
+    stubs: Path | None = None,
+    keep: Lock | None = None,
+    offline: bool = False,
+) -> Resolved[Lock]:
+    """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
+
+    `digest` is the recipe_digest of the new lock. `overrides` replace the requirements of packages. `provided` maps
+    distributions that another installer provides to their versions; `stubs` is the folder with stub wheels for them.
+    They take part in the resolution but are not in the lock. Raises LockError with uv's explanation when no packages
+    satisfy the requirements, when a package has no fitting wheel with a sha256, or when the result is for another
+    accelerator than the target's.
+    """
+    table = recipe.recipe.targets[target.name]
+    python, platform = recipe.recipe.python, target.platform(table.glibc)
+    indexes, notes = _reachable(table.indexes, environment, offline)
+    offers = Offers(environment, indexes, offline)
+    constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
+    # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
+    # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
+    ways: list[tuple[list[str], tuple[LockedPackage, ...]]] = [([], ())]
+    if keep is not None:
+        ways = [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), *ways]
+    with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
+        uv = UvCompile(Path(folder), offers, python, platform, constraints, overrides, stubs)
+        for pins, preferred in ways:
+            done = uv.run(requirements, pins, preferred)
+            if done.returncode == 0:
+                break
+        else:
+            command = f"{recipe.recipe.name} --target {target.name}"
+            raise LockError(
+                f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
+                + "".join(f"\n  note: {note}" for note in notes),
+                uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
+            )
+        text = uv.pylock.read_text(encoding="utf-8")
+        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
+        rows.sort(key=lambda row: str(row["name"]))
+        packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
+        warnings = skipped_warnings(
+            requirements, recipe.recipe.constraints, {package.name: package.version for package in packages}, offers,
+            python, platform, lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
+        )  # fmt: skip
+    check_accelerator(target, packages, str(recipe.path))
+    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
+    return Resolved(lock, f"{len(packages)} packages", text, notes)
+
+
+def without(lock: Lock, names: Iterable[str]) -> Lock:
+    """Return `lock` without `names`, whose versions may change. Raises LockError when a name is not in the lock."""
+    moving = {normalise(name) for name in names}
+    unknown = moving - {package.name for package in lock.packages}
+    if unknown:
+        known = ", ".join(package.name for package in lock.packages)
+        raise LockError(
+            f"--upgrade: {', '.join(sorted(unknown))} is not in the lock of {lock.recipe} ({lock.target})",
+            f"locked are: {known}",
+        )
+    return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving))
+
+
+def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
+    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not."""
+    if offline:
+        return [], [f"offline: {index} was not asked" for index in indexes]
+    answering, notes = list[str](), list[str]()
+    for index in indexes:
+        refusals: list[str] = []
+        for candidate in environment.site.mirrored(index):
+            refusal = environment.probe(candidate)
+            if refusal is None:
+                answering.append(candidate)
+                break
+            refusals.append(refusal)
+        else:
+            notes.append(f"index {index} cannot be reached and was left out: {'; '.join(refusals)}")
+    return answering, notes
+
+
+def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
+    """Return a package of a PEP 751 file with the hashes of its wheels that fit. Raises LockError without one."""
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    hashes: set[str] = set()
+    for wheel in row.get("wheels", []):
+        file_name = unquote(str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rpartition("/")[2])
+        with contextlib.suppress(InvalidWheelFilename):
+            fits = parse_wheel_filename(re.split("[#?]", file_name)[0])[3] & tag_set(python, platform)
+            digest = wheel.get("hashes", {}).get("sha256")
+            if fits and digest:
+                hashes.add(str(digest))
+    if not hashes:
+        raise LockError(
+            f"{source}: {row['name']}=={row.get('version', '?')} has no wheel with a sha256"
+            f" for python {python} on {platform}",
+            "pin a version that publishes such a wheel, or serve one from your index or find-links",
+        )
+    return LockedPackage(normalise(row["name"]), str(row["version"]), tuple(sorted(hashes)))
+
+
+def nccl_package(target: Target) -> str:
+    """Return the distribution with NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
+    return f"{target.family.nccl_wheel}{target.accelerator[:4]}"
+
+
+def nccl_override(recipe: LoadedRecipe, target: Target) -> str | None:
+    """Return the pin that overrides torch's own in a resolution for `target`, or None if the recipe requests none."""
+    version = recipe.nccl_wheel(target)
+    return None if version is None else f"{nccl_package(target)}=={version}"
+
+
+def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
+    """Raise LockError when [layers.nccl] cannot replace the NCCL in `pinned`, the resolution without an override.
+
+    That is the case when torch takes no NCCL from PyPI, and when the override is older than torch's pin: torch
+    may call functions that an older NCCL lacks.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    wanted = recipe.nccl_wheel(target)
+    assert wanted is not None
+    name, where = nccl_package(target), recipe.where("layers", "nccl")
+    torch, own = pinned.versions.get("torch"), pinned.versions.get(name)
+    if own is None:
+        what = f"torch=={torch} brings no {name}" if torch else f"nothing here depends on {name}"
+        raise LockError(
+            f"{where}: NCCL {wanted} cannot replace anything for {target.name}: {what}",
+            "NCCL is inside that wheel or the base image; choose a torch that pins it, or take [layers.nccl] out",
+        )
+    try:
+        older = Version(wanted) < Version(own)
+    except InvalidVersion:
+        raise LockError(
+            f"{where}: {wanted!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
+        ) from None
+    if older:
+        raise LockError(
+            f"{where}: NCCL {wanted} is older than {own}, which torch=={torch} pins",
+            f'version = "{own}" or newer; without [layers.nccl] it is {own}',
+        )
+
+
+def _without_nccl(lock: Lock, target: Target) -> Lock:
+    """Return `lock` without NCCL, whose version the override decides."""
+    return replace(lock, packages=tuple(p for p in lock.packages if p.name != nccl_package(target)))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import open_download
-from envbuild.cache.http import BLOCK, HttpClient, failure, read_all
+from envbuild.cache.http import BLOCK, HttpClient, failure, read_all, transport_of
 from envbuild.cache.retry import Mismatch, NotFound, with_retries
-from envbuild.cache.transport import transport_of
 from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.credentials import split_credentials

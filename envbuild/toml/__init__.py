@@ -15,10 +15,8 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 
 from __future__ import annotations
 
-from envbuild.toml.decode import Problem, closest, decode, nearest
-from envbuild.toml.document import Document, read
+from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
+from envbuild.toml.document import Document, Keys, read
 from envbuild.toml.keys import form, key
-from envbuild.toml.scanner import Keys
-from envbuild.toml.schema import json_schema
 
 __all__ = ["Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "read"]

@@ -1,4 +1,4 @@
-"""Decoder of TOML data into frozen dataclasses; it reports every mistake with its position."""
+"""Decoder of TOML data into frozen dataclasses, which reports every mistake with its position; their JSON Schema."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.toml.document import Document
-from envbuild.toml.scanner import Keys
+from envbuild.toml.document import Document, Keys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 Problem = tuple[Keys, str]
 
 # The name of each TOML type, and of its JSON Schema counterpart.
-KINDS: dict[type, tuple[str, str]] = {
+_KINDS: dict[type, tuple[str, str]] = {
     bool: ("a boolean", "boolean"),
     int: ("an integer", "integer"),
     float: ("a number", "number"),
@@ -30,6 +29,8 @@ KINDS: dict[type, tuple[str, str]] = {
     list: ("an array", "array"),
     dict: ("a table", "object"),
 }
+_hints = lru_cache(maxsize=64)(get_type_hints)
+_CONTAINERS = {tuple: ("array", "items", "minItems"), dict: ("object", "additionalProperties", "minProperties")}
 
 
 def decode(
@@ -55,13 +56,13 @@ def decode(
 
 def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problems: list[Problem]) -> Any:
     """Return `value` decoded as the type `hint`; append its mistakes to `problems`."""
-    base, inner = shape_of(hint)
+    base, inner = _shape(hint)
     kind = {tuple: list}.get(base, dict if dataclasses.is_dataclass(base) else base)
     given = type(value)  # exact: a bool is an int to isinstance
     if given is int and kind is float and value.bit_length() <= 64:
         value = float(value)
     elif given is not kind:
-        got = KINDS.get(given, ("a date or time",))[0]
+        got = _KINDS.get(given, ("a date or time",))[0]
         _add(problems, keys, f"expected {_expected(hint)}, got {got}")
         return None
     if dataclasses.is_dataclass(base):
@@ -74,17 +75,17 @@ def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problem
         _add(problems, keys, f"expected at least {rules['min_items']}, got {len(value)}")
     if base is tuple:
         return tuple(_decode(inner, rules, v, (*keys, i), problems) for i, v in enumerate(value))
-    for key in value if "key_check" in rules else ():
-        _add(problems, (*keys, key), rules["key_check"](key))
-    for key, v in value.items() if "entry_check" in rules else ():
-        if type(v) is inner:
+    for key, v in value.items():
+        if "key_check" in rules:
+            _add(problems, (*keys, key), rules["key_check"](key))
+        if "entry_check" in rules and type(v) is inner:
             _add(problems, (*keys, key), rules["entry_check"](key, v))
     return {key: _decode(inner, rules, v, (*keys, key), problems) for key, v in value.items()}
 
 
 def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Problem]) -> Any:
     """Return an instance of the dataclass `cls`, or None when there are problems."""
-    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
+    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, _hints(cls)
     for key in value.keys() - fields.keys():
         place = f"in [{_dotted(keys)}]" if keys else "at the top level"
         problems.append(((*keys, key), f"unknown key {key!r} {place}{nearest(key, fields)}"))
@@ -92,7 +93,7 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
     for name, field in fields.items():
         if name in value:
             found[name] = _decode(hints[name], field.metadata, value[name], (*keys, name), problems)
-        elif is_required(field):
+        elif _is_required(field):
             problems.append((keys, f"missing key {_label((*keys, name))}"))
     return None if problems else cls(**found)
 
@@ -100,7 +101,7 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
 def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | None:
     if base is float and not math.isfinite(value):
         return f"expected a finite number, got {value}"
-    choices = choices_of(rules)
+    choices = _choices(rules)
     if choices and value not in choices:
         return f"{value!r} is not accepted{nearest(value, choices)}"
     if "minimum" in rules and value < rules["minimum"]:
@@ -113,8 +114,7 @@ def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | N
     return found
 
 
-def choices_of(rules: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the accepted values, calling `choices` if it is a function; () without such a rule."""
+def _choices(rules: Mapping[str, Any]) -> tuple[Any, ...]:
     choices = rules.get("choices", ())
     return tuple(choices() if callable(choices) else choices)
 
@@ -124,11 +124,11 @@ def _add(problems: list[Problem], keys: Keys, what: str | None) -> None:
         problems.append((keys, f"{_label(keys)}: {what}"))
 
 
-def shape_of(hint: Any) -> tuple[Any, Any]:
+def _shape(hint: Any) -> tuple[Any, Any]:
     """Return the base (scalar, dataclass, tuple or dict) of a type hint, and its entry type or choices."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return shape_of(next(arg for arg in args if arg is not type(None)))
+        return _shape(next(arg for arg in args if arg is not type(None)))
     if origin is Literal:
         return type(args[0]), args
     if origin is tuple:
@@ -139,28 +139,21 @@ def shape_of(hint: Any) -> tuple[Any, Any]:
 
 
 def _expected(hint: Any) -> str:
-    base, inner = shape_of(hint)
-    if base is tuple:
-        return f"an array of {_expected(inner).split(' ', 1)[1]}s"
-    return KINDS.get(base, ("a table",))[0]
+    base, inner = _shape(hint)
+    return f"an array of {_expected(inner).split(' ', 1)[1]}s" if base is tuple else _KINDS.get(base, _KINDS[dict])[0]
 
 
-@lru_cache(maxsize=64)
-def hints_of(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def is_required(field: dataclasses.Field[Any]) -> bool:
+def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _label(keys: Keys) -> str:
     """Return a key as messages spell it: `'nodes' in [verify]`, `'requirements[2]'`."""
-    cut = len(keys)
-    while cut > 1 and isinstance(keys[cut - 1], int):
-        cut -= 1
-    name = str(keys[cut - 1]) + "".join(f"[{index}]" for index in keys[cut:])
-    return f"{name!r} in [{_dotted(keys[: cut - 1])}]" if cut > 1 else repr(name)
+    indexes = ""
+    while len(keys) > 1 and isinstance(keys[-1], int):
+        keys, indexes = keys[:-1], f"[{keys[-1]}]{indexes}"
+    name = f"{keys[-1]}{indexes}"
+    return f"{name!r} in [{_dotted(keys[:-1])}]" if len(keys) > 1 else repr(name)
 
 
 def _dotted(keys: Keys) -> str:
@@ -179,3 +172,40 @@ def nearest(word: Any, accepted: Iterable[Any]) -> str:
     known = [str(name) for name in accepted]
     meant, names = closest(str(word), known), ", ".join(known)
     return f"; did you mean {meant!r}? Accepted: {names}" if meant else f"; accepted: {names}"
+
+
+def json_schema(cls: type[DataclassInstance], *, id: str, title: str) -> dict[str, Any]:
+    """Return a JSON Schema (draft 2020-12) for `cls`. It has no `check` functions, so it accepts more than `decode`."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": id, "title": title}
+    return {**head, **_schema(cls, {})}
+
+
+def _schema(hint: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
+    base, inner = _shape(hint)
+    if dataclasses.is_dataclass(base):
+        fields, hints = dataclasses.fields(base), _hints(base)  # type: ignore[arg-type]
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "required": [field.name for field in fields if _is_required(field)],
+            "properties": {field.name: _property(hints[field.name], field) for field in fields},
+        }
+    if base in (tuple, dict):
+        kind, entries, least = _CONTAINERS[base]
+        size = {least: rules["min_items"]} if "min_items" in rules else {}
+        return {"type": kind, entries: _schema(inner, rules), **size}
+    result: dict[str, Any] = {"type": _KINDS[base][1]}
+    if choices := inner or _choices(rules):
+        result["enum"] = list(choices)
+    return result | {rule: rules[rule] for rule in ("pattern", "minimum") if rule in rules}
+
+
+def _property(hint: Any, field: dataclasses.Field[Any]) -> dict[str, Any]:
+    result = _schema(hint, field.metadata)
+    if "doc" in field.metadata:
+        result["description"] = field.metadata["doc"]
+    if isinstance(field.default, str | bool | int | float | tuple):
+        result["default"] = field.default
+    if "example" in field.metadata:
+        result["examples"] = [field.metadata["example"]]
+    return result

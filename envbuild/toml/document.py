@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import re
 import tomllib
@@ -11,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.toml.scanner import Keys, Scanner
+
+Keys = tuple[str | int, ...]
+_BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
+_KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*'""")
+_SCALAR = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\]|\\.)*"|\'[^\']*\'|[^],}#\n]+', re.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +36,7 @@ class Document:
         path = tuple(keys)
         while path and path not in self._offsets:
             path = path[:-1]
-        offset = self._offsets[path] if path else 0
-        return self.text.count("\n", 0, offset) + 1, offset - self.text.rfind("\n", 0, offset)
+        return _line_column(self.text, self._offsets[path] if path else 0)
 
     def where(self, *keys: str | int) -> str:
         """Return the position as `FILE:LINE:COL`."""
@@ -41,12 +45,9 @@ class Document:
 
 
 def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
-    """Parse the TOML file at `path`.
-
-    Raises `error` when the file cannot be read, is not UTF-8, or is not TOML.
-    """
+    """Parse the TOML file at `path`. Raises `error` when it cannot be read, is not UTF-8, or is not TOML."""
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -54,11 +55,11 @@ def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
     try:
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = raw.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as problem:
-        good = raw[: problem.start].decode("utf-8-sig").rpartition("\n")
-        place = f"{path}:{good[0].count(chr(10)) + bool(good[1]) + 1}:{len(good[2]) + 1}"
-        raise error(f"{place}: byte 0x{raw[problem.start]:02x} is not UTF-8") from None
+        good = raw[: problem.start].decode()
+        line, column = _line_column(good, len(good))
+        raise error(f"{path}:{line}:{column}: byte 0x{raw[problem.start]:02x} is not UTF-8") from None
     try:
         return Document(path, text, tomllib.loads(text))
     except tomllib.TOMLDecodeError as problem:
@@ -75,7 +76,92 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     if found is None:
         return f"{path}: {message}"
     if found[2] is None:
-        end = len(text.rstrip("\n"))
-        line, column = text.count("\n", 0, end) + 1, end - text.rfind("\n", 0, end)
+        line, column = _line_column(text, len(text.rstrip("\n")))
         return f"{path}:{line}:{column}: {found[1]} at the end of the file"
     return f"{path}:{found[2]}:{found[3]}: {found[1]}"
+
+
+def _line_column(text: str, offset: int) -> tuple[int, int]:
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+
+
+class Scanner:
+    """Scanner for the offset of every key and array element in a text that tomllib has accepted.
+
+    tomllib does not report the positions of values, and no TOML package on PyPI does. The text is known to be
+    valid, so only tokens and nesting need to be recognized.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.offsets: dict[Keys, int] = {}
+        self.last: dict[Keys, int] = {}  # array of tables -> index of its newest element
+        table: Keys = ()
+        self.take("")
+        while self.at < len(text):
+            if text[self.at] == "[":
+                table = self.header()
+            else:
+                self.pair(table)
+
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """Skip what `pattern` matches, and return it."""
+        found = pattern.match(self.text, self.at)
+        assert found is not None, f"scanner lost at offset {self.at}"
+        self.at = found.end()
+        return found[0]
+
+    def take(self, token: str) -> bool:
+        """Skip `token` and the blanks around it if it comes next; return whether it did."""
+        self.match(_BLANK)
+        if not self.text.startswith(token, self.at):
+            return False
+        self.at += len(token)
+        self.match(_BLANK)
+        return True
+
+    def header(self) -> Keys:
+        start = self.at
+        if self.take("[["):
+            array = self.dotted(())
+            self.take("]]")
+            self.last[array] = self.last.get(array, -1) + 1
+            table = (*array, self.last[array])
+            self.offsets[table] = start
+        else:
+            self.take("[")
+            table = self.dotted(())
+            self.take("]")
+        return table
+
+    def pair(self, table: Keys) -> None:
+        keys = self.dotted(table)
+        self.take("=")
+        self.value(keys)
+
+    def dotted(self, base: Keys) -> Keys:
+        while True:
+            if base in self.last:
+                base = (*base, self.last[base])
+            start, name = self.at, self.match(_KEY)
+            base = (*base, tomllib.loads(f"key = {name}")["key"] if name[0] in "\"'" else name)
+            self.offsets.setdefault(base, start)
+            if not self.take("."):
+                return base
+
+    def value(self, keys: Keys) -> None:
+        if self.take("["):
+            index = 0
+            while not self.take("]"):
+                self.offsets[(*keys, index)] = self.at
+                self.value((*keys, index))
+                self.take(",")
+                index += 1
+        elif self.take("{"):
+            while not self.take("}"):
+                self.pair(keys)
+                self.take(",")
+        else:
+            self.match(_SCALAR)
+            self.take("")

@@ -19,7 +19,7 @@ from lab.registry import Lab as RegistryLab
 from lab.registry import missing, registry
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.cache.transport import Transport
+from envbuild.cache.http import Transport
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     DOCKER_CONFIG,

@@ -22,7 +22,7 @@ import pytest
 from lab.forwarder import forwarder
 from lab.registry import Lab, missing, registry
 
-from envbuild.cache.transport import Transport
+from envbuild.cache.http import Transport
 from envbuild.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
@@ -425,7 +425,7 @@ from pathlib import Path
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import open_registry
-from envbuild.cache.transport import Transport
+from envbuild.cache.http import Transport
 there = open_registry("{lab.address}/slow", Transport(insecure=frozenset({{"{lab.address}"}})), {{}})
 def moved(count):
     print("moved", flush=True)

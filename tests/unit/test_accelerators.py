@@ -169,7 +169,7 @@ def test_its_stack_is_judged() -> None:
 
 
 def test_a_build_of_conda_for_rocm_is_told_by_its_string() -> None:
-    from envbuild.lock.conda_accelerator import check_conda_accelerator
+    from envbuild.lock.accelerator import check_conda_accelerator
 
     def package(build: str) -> CondaPackage:
         return CondaPackage("pytorch", "2.9.1", build, "linux-64", "u", "0" * 32, "1" * 64, ())

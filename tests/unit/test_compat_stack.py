@@ -172,7 +172,7 @@ def test_what_is_good_is_locked_in_silence(tmp_path: Path) -> None:
     loaded = recipe(tmp_path, FABRIC, top='fabric = "tcp-ofi"')
     write_lock(loaded, X86, "nvidia-nccl-cu12==2.26.2", "torch==2.7.1")
     lock, said = lock_of(loaded, X86)
-    assert lock.version("torch") == "2.7.1" and said == []
+    assert lock.versions["torch"] == "2.7.1" and said == []
 
 
 def test_what_is_not_known_is_said_in_a_line_each(tmp_path: Path) -> None:

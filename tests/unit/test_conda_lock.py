@@ -14,12 +14,10 @@ from ruamel.yaml import YAML
 from envbuild.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
-from envbuild.lock.conda import CondaLock, CondaPackage
-from envbuild.lock.conda_accelerator import check_conda_accelerator
-from envbuild.lock.conda_export import conda_lock_text, environment_text, explicit_text, pip_files, topological_order
+from envbuild.lock.accelerator import check_conda_accelerator
+from envbuild.lock.conda import CondaLock, CondaPackage, environment_text, explicit_text, pip_entries, topological_order
 from envbuild.lock.conda_format import part_of, render
-from envbuild.lock.conda_kind import conda_changes, conda_lock, without_conda
-from envbuild.lock.conda_pip import provided
+from envbuild.lock.conda_kind import conda_changes, conda_lock, provided, without_conda
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.recipe.load import LoadedRecipe, load_recipe
@@ -184,15 +182,14 @@ def test_exports_name_every_package_and_no_secret() -> None:
     assert exported["dependencies"] == ["zlib=1.0=0", "a=1.0=0", "pip", {"pip": ["einops==0.8.1"]}]
     assert exported["channels"] == ["conda-forge", "nodefaults"]
 
-    files = pip_files(whole, PYLOCK)
-    text = conda_lock_text([part_of(whole, ["conda-forge"])], {"cpu-x86_64": files})
+    text = render([part_of(whole, ["conda-forge"])]) + pip_entries(whole, PYLOCK)
     rows = YAML(typ="safe").load(text)["package"]
     assert [(row["name"], row["manager"]) for row in rows] == [
         ("a", "conda"), ("zlib", "conda"), ("einops", "pip"),
     ]  # fmt: skip
     assert rows[-1]["url"] == "https://i.org/einops-0.8.1-py3-none-any.whl" and "w0rd" not in text
     with pytest.raises(LockError, match="names no wheel"):
-        pip_files(whole, 'lock-version = "1.0"\npackages = []\n')
+        pip_entries(whole, 'lock-version = "1.0"\npackages = []\n')
 
 
 def write(loaded: LoadedRecipe, packages: tuple[CondaPackage, ...], pip: Lock | None) -> CondaLock:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from envbuild.errors import LockError
-from envbuild.lock.conda import CondaPackage
-from envbuild.lock.conda_format import CondaPart, canonical_depends, file_parts, parse, parse_packages, render
-from envbuild.lock.conda_yaml import read_lines
+from envbuild.lock.conda import CondaPackage, canonical_depends, file_parts
+from envbuild.lock.conda_format import CondaPart, parse, parse_packages, read_lines, render
 
 PLATFORMS = {"cpu-x86_64": "linux-64", "cpu-aarch64": "linux-aarch64"}
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9_.-]{0,10}", fullmatch=True)

@@ -58,7 +58,7 @@ def test_the_defaults_of_dockerfile_cpu_are_those_of_its_recipe() -> None:
     recipe, target = argument(CPU, "RECIPE"), argument(CPU, "TARGET")
     text = (ROOT / "recipes" / recipe / f"{target}.requirements.txt").read_text()
     locked = parse(text, recipe)
-    assert argument(CPU, "TORCH") == locked.version("torch")
+    assert argument(CPU, "TORCH") == locked.versions["torch"]
     assert f"python:{locked.python}-" in argument(CPU, "BASE")
     loaded = load_recipe(ROOT / "recipes" / recipe / "recipe.toml")
     assert argument(CPU, "EXTRA_INDEX_URL") in loaded.recipe.targets[target].indexes

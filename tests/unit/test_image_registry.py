@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.fake_registry import Call, Fake, fake_registry
 
-from envbuild.cache.http import HttpClient
+from envbuild.cache.http import HttpClient, Transport
 from envbuild.cache.retry import RequestFailed, retry_after
-from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse

@@ -17,7 +17,7 @@ from envbuild.layers.accelerator import check_wheels, wheel_arch
 from envbuild.layers.compose import WheelFile
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
-from envbuild.lock.nccl import check_override, nccl_override
+from envbuild.lock.wheels import check_override, nccl_override
 from envbuild.recipe.accelerators import torch_builds
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target

@@ -13,9 +13,8 @@ import pytest
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError
 from envbuild.lock.format import Lock, LockedPackage, parse, render
-from envbuild.lock.offers import Offers, releases_of
-from envbuild.lock.skipped import SkippedRelease, skipped_releases, warnings_of
-from envbuild.lock.unresolved import FailedResolution, without_wheel
+from envbuild.lock.offers import Offers, releases_of, skipped_warnings
+from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.store.client import Client
 from envbuild.store.sources import Link, read_page
 
@@ -42,9 +41,11 @@ def skipped(
     *,
     constraint: str = "",
     alone: Callable[[str], str | None] = lambda _: None,
-) -> list[SkippedRelease]:
+) -> tuple[str, ...]:
     constraints = [constraint] if constraint else []
-    return skipped_releases([requirement], constraints, {"demo": locked}, offers(demo=files), PYTHON, PLATFORM, alone)
+    return skipped_warnings(
+        [requirement], constraints, {"demo": locked}, offers(demo=files), PYTHON, PLATFORM, alone, "r: target t"
+    )
 
 
 AGED = links(
@@ -57,11 +58,13 @@ NATIVE = "cp312-cp312-manylinux_2_28_x86_64.whl"
 
 
 def test_a_release_years_behind_one_without_a_wheel_is_an_error_with_the_ways_out() -> None:
-    found = skipped("demo", "0.3.1.dev5", AGED)
     with pytest.raises(LockError) as caught:
-        warnings_of(found, "r: target t", WHERE)
+        skipped("demo", "0.3.1.dev5", AGED)
     said = caught.value.message
-    assert "demo 0.3.1.dev5 (2020-11-11) is locked instead of 0.19.8 (2026-10-20)" in said
+    assert (
+        said.startswith("r: target t: ")
+        and "demo 0.3.1.dev5 (2020-11-11) is locked instead of 0.19.8 (2026-10-20)" in said
+    )
     assert f"0.19.8 has no wheel for {WHERE}" in said
     hint = caught.value.hint or ""
     for way in ("demo==0.3.1.dev5", "pip wheel --no-deps 'demo==0.19.8'", "find-links", "[layers]"):
@@ -78,7 +81,7 @@ def test_a_release_years_behind_one_without_a_wheel_is_an_error_with_the_ways_ou
     ],
 )
 def test_a_younger_gap_and_unknown_times_are_a_warning(files: list[Link]) -> None:
-    (warning,) = warnings_of(skipped("demo", "1.0", files), "r", WHERE)
+    (warning,) = skipped("demo", "1.0", files)
     assert warning.startswith("demo 1.0") and "is locked instead of 1.1" in warning
     assert "has no wheel" in warning and "demo==1.0" in warning
 
@@ -99,7 +102,7 @@ def test_a_younger_gap_and_unknown_times_are_a_warning(files: list[Link]) -> Non
 def test_nothing_is_said_of_releases_that_are_not_asked_for(
     requirement: str, constraint: str, files: list[Link]
 ) -> None:
-    assert skipped(requirement, "1.0", files, constraint=constraint) == []
+    assert skipped(requirement, "1.0", files, constraint=constraint) == ()
 
 
 def test_a_pinned_requirement_asks_no_index() -> None:
@@ -107,9 +110,7 @@ def test_a_pinned_requirement_asks_no_index() -> None:
     none.releases = lambda names: {name: pytest.fail(name) for name in names}  # type: ignore[method-assign]
     locked = {"demo": "1.0", "other": "2.0"}
     lines = ["demo==1.0", "other"]
-    assert skipped_releases(
-        lines, ["other===2.0"], locked, none, PYTHON, PLATFORM, lambda _: None
-    ) == []  # fmt: skip
+    assert skipped_warnings(lines, ["other===2.0"], locked, none, PYTHON, PLATFORM, lambda _: None, "r") == ()
 
 
 def test_a_dependency_without_a_wheel_is_named() -> None:
@@ -125,10 +126,13 @@ def test_a_dependency_without_a_wheel_is_named() -> None:
         f"demo-1.3-{ANY} 2026-10-25T00:00:00Z",
         "demo-1.4.tar.gz 2026-10-26T00:00:00Z",
     )
-    (found,) = skipped("demo[extra]", "0.11", files, alone=alone)
-    assert asked == ["demo[extra]==1.3"] and found.too_old
-    assert "it needs antlr4-python3-runtime>=4.9,<=4.9.3, which has no wheel" in found.text(WHERE)
-    assert "--no-deps 'antlr4-python3-runtime>=4.9,<=4.9.3'" in found.hint
+    with pytest.raises(LockError, match="over two years older") as caught:
+        skipped("demo[extra]", "0.11", files, alone=alone)
+    assert asked == ["demo[extra]==1.3"]
+    said = f"it needs antlr4-python3-runtime>=4.9,<=4.9.3, which has no wheel for {WHERE}"
+    assert said in caught.value.message
+    hint = caught.value.hint or ""
+    assert "--no-deps 'antlr4-python3-runtime>=4.9,<=4.9.3'" in hint and "[layers]" not in hint
 
 
 def test_upload_times_and_yanked_files_are_read_from_an_index_in_json() -> None:
@@ -192,13 +196,11 @@ SHELF = links(
 
 
 def hint(stderr: str, **given: Any) -> str:
-    direct = given.pop("direct", ("demo==1.0", "nunpy"))
+    uv = UvCompile(Path(), offers(demo=SHELF, inner=SHELF), given.pop("python", PYTHON), PLATFORM)
     values: dict[str, Any] = {
-        "python": PYTHON, "platform": PLATFORM, "offers": offers(demo=SHELF, inner=SHELF),
-        "command": "r --target t", "direct": direct, "of_target": (), "unreached": True,
-        "offline": False,
+        "requirements": ("demo==1.0", "nunpy"), "of_target": (), "command": "r --target t", "unreached": True,
     }  # fmt: skip
-    return FailedResolution(**{**values, **given}).hint(stderr)
+    return uv.hint(stderr, **{**values, **given})
 
 
 @pytest.mark.parametrize(

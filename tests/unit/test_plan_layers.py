@@ -31,7 +31,8 @@ from envbuild.layers import requested
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.wheel import Scheme
-from envbuild.lock import builder, lifecycle
+from envbuild.lock import lifecycle
+from envbuild.lock.base import builder_lock
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, render_image
 from envbuild.plan.plan import Plan, make_plan
@@ -334,11 +335,10 @@ BASE_IMAGE = '[image]\nbase = "docker.io/library/x:1"\npython = "/usr/bin/python
 def test_an_existing_base_without_compilers_is_an_error_with_its_line(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, BASE_IMAGE)
     with pytest.raises(UsageError, match=r"recipe\.toml:\d+.*in which image to build libfoo") as no:
-        builder.check_build_base(recipe, [SOURCE])
+        builder_lock(recipe, TARGET, [SOURCE])
     assert no.value.hint and "build_base" in no.value.hint
-    builder.check_build_base(recipe, [])
     good = loaded(tmp_path, BASE_IMAGE + 'build_base = "docker.io/library/x:1-devel"\n')
-    builder.check_build_base(good, [SOURCE])
+    assert builder_lock(good, TARGET, [SOURCE]).file == "cpu-x86_64.build.toml"
 
 
 def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: 
 
     def ensure(recipe: LoadedRecipe, *sources: SourceLayer, **options: bool) -> ImageLock:
         chosen = {"locked": False, "offline": True, **options}
-        kind = builder.builder_lock(recipe, TARGET, sources)
+        kind = builder_lock(recipe, TARGET, sources)
         return lifecycle.ensure(kind, environment, log=said.append, **chosen)
 
     recipe = loaded(tmp_path)
@@ -359,9 +359,9 @@ def test_the_builders_lock_follows_the_image_and_what_the_layers_need(tmp_path: 
     assert refused.value.hint and command in refused.value.hint
     deb = LockedDeb("gcc", "12", "amd64", "pool/gcc.deb", "a" * 64, 1, "debian")
     base = DebianLock("bookworm", "2024-02-29T23:59:59Z", (deb,))
-    digest = builder.build_digest(recipe, TARGET, [SOURCE])
-    lock = ImageLock("r", TARGET.name, digest, base)
-    place = recipe.folder / builder.build_lock_name(TARGET.name)
+    kind = builder_lock(recipe, TARGET, [SOURCE])
+    lock = ImageLock("r", TARGET.name, kind.digest, base)
+    place = recipe.folder / kind.file
     place.write_text(render_image(lock))
     assert ensure(recipe, SOURCE, locked=True) == lock and not said
     # A layer's version is none of its business, what it needs to be built is.

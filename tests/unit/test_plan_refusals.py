@@ -20,7 +20,7 @@ from envbuild.errors import EnvbuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import GOARCH
 from envbuild.kinds import ARTIFACTS
-from envbuild.lock.state import lock_folders
+from envbuild.lock.lifecycle import lock_folders
 from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import load_recipe
@@ -281,7 +281,7 @@ def test_a_lock_is_never_written_into_an_installed_wheel(tmp_path: Path, monkeyp
     place = make_recipe(tmp_path / "lib/envbuild/_bundled/recipes", "r", ["torch"])
     (tmp_path / "lib64").symlink_to("lib")
     bundled = tmp_path / "lib64/envbuild/_bundled/recipes"
-    monkeypatch.setattr("envbuild.lock.state.shipped_folder", lambda: bundled)
+    monkeypatch.setattr("envbuild.lock.lifecycle.shipped_folder", lambda: bundled)
     target = Target.parse("cpu-x86_64")
     for path in (place, bundled / "r"):
         folders = lock_folders(load_recipe(path / "recipe.toml"), target)

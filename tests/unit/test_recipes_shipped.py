@@ -18,8 +18,7 @@ from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.base import image_lock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import ensure
-from envbuild.lock.nccl import nccl_package
-from envbuild.lock.wheels import wheel_lock
+from envbuild.lock.wheels import nccl_package, wheel_lock
 from envbuild.plan.plan import make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
@@ -100,7 +99,7 @@ def test_locks_of_images_are_current(name: str, target: str) -> None:
 )
 def test_the_nccl_that_comments_name_is_the_locked_one(name: str, target: str, version: str) -> None:
     recipe, found, lock = opened(name, target)
-    assert lock is not None and lock.version(nccl_package(found)) == version
+    assert lock is not None and lock.versions[nccl_package(found)] == version
     text = recipe.path.read_text()
     assert f"NCCL {version}" in text
 

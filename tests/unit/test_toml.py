@@ -209,6 +209,7 @@ def message(file: Path) -> str:
         (b"\xef\xbb\xbfa = = 1", ":1:5: Invalid value"),
         (b"a = 1\nb = '\xc3\xa9\xff'", ":2:7: byte 0xff is not UTF-8"),
         (b"\xff\xfea", ":1:1: byte 0xff is not UTF-8"),
+        (b"\xef\xbb\xbfa = 1\n\xff", ":2:1: byte 0xff is not UTF-8"),
         (b"a = " + b"[" * 5000, ": arrays or tables are nested too deeply"),
     ],
 )
