@@ -110,7 +110,7 @@ def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offl
 
     Raises BuildError for a package that no archive has.
     """
-    from envbuild.debian.fetch import fetch_debs
+    from envbuild.debian.base import fetch_debs
     from envbuild.debian.rootfs import debian_tree
     from envbuild.debian.sources import debian_client
 

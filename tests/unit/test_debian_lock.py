@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.debian.base import fetch_debs
 from envbuild.debian.defaults import default_packages, default_without
-from envbuild.debian.fetch import fetch_debs
 from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError, LockError, RecipeError
