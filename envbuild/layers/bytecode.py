@@ -16,17 +16,23 @@ import os
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from importlib.util import MAGIC_NUMBER
+from typing import IO, TYPE_CHECKING
 
 from envbuild import process
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
+from envbuild.layers.contents import Joined
 from envbuild.workers import Answer, Workers
+
+if TYPE_CHECKING:
+    from envbuild.environment import Environment
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
 _MAX_SOURCE = 4 << 20
@@ -71,6 +77,26 @@ class Compiler:
         return f"{self.tag} {self.version} {self.magic.hex()}"
 
 
+def compiler_for(python: str, environment: Environment) -> Compiler:
+    """Return the compiler for Python `python` ("3.11"): envbuild's own interpreter, else one that uv finds.
+
+    Raises HostError when there is none.
+    """
+    if ".".join(map(str, sys.version_info[:2])) == python and sys.implementation.cache_tag:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return Compiler(sys.executable, version, sys.implementation.cache_tag, MAGIC_NUMBER)
+    command = [environment.uv, "python", "find", "--no-project", "--no-config", python]
+    done = process.run(command, env=environment.uv_environment(), check=False)
+    path = done.stdout.strip()
+    if done.returncode != 0 or not os.path.exists(path):
+        raise HostError(
+            f"no Python {python} on this host to make the image's bytecode with",
+            f"install Python {python} (`uv python install {python}`), or build with --no-bytecode: every start in the "
+            "container is slower then",
+        )
+    return find_compiler(path)
+
+
 def find_compiler(python: str) -> Compiler:
     """Query the version of the interpreter at `python`. Raises HostError when it does not run."""
     done = process.run([python, "-S", "-c", _IDENTITY], check=False, env=_environment())
@@ -90,33 +116,29 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
-    with closing(tree), _spool() as spool, _Pool(compiler, spool) as pool:
+    with closing(tree), _Pool(compiler) as pool:
         own: set[str] = set()  # numpy's wheel contains a .pyc, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):
                 own.add(entry.path)
-            if content is not None and _is_module(entry, prefixes):
+            is_module = entry.path.endswith(".py") and entry.path.startswith(prefixes) and entry.size <= _MAX_SOURCE
+            if content is not None and is_module:
                 source = _whole(content, entry.size)
                 if len(source) == entry.size:  # else the writer of the tree raises an error
                     pool.add(entry.path, source)
-                content = _Joined(source, content)
+                content = Joined(source, content)
             yield entry, content
-        for entry, content in _compiled(pool, compiler, mtime):
-            if entry.path not in own:
-                yield entry, content
-
-
-def _is_module(entry: Entry, prefixes: tuple[str, ...]) -> bool:
-    return (
-        entry.kind == FILE
-        and entry.path.endswith(".py")
-        and entry.path.startswith(prefixes)
-        and entry.size <= _MAX_SOURCE
-    )
+        for path, source_size, code in pool.results():
+            folder, _, name = path.rpartition("/")
+            place = f"{folder}/__pycache__/{name.removesuffix('.py')}.{compiler.tag}.pyc"
+            if place not in own:
+                # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
+                head = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size)
+                yield Entry(place, FILE, 0o644, len(head) + code.size, mtime=mtime), Joined(head, code)
 
 
 def _whole(content: Readable, size: int) -> bytes:
-    """Read `size` bytes, fewer when the content is shorter; a single read may return less than is available."""
+    # A single read may return less than is available.
     parts = []
     while size and (data := content.read(size)):
         parts.append(data)
@@ -124,32 +146,10 @@ def _whole(content: Readable, size: int) -> bytes:
     return b"".join(parts)
 
 
-@contextlib.contextmanager
-def _spool() -> Iterator[IO[bytes]]:
-    try:
-        stream = tempfile.TemporaryFile()  # noqa: SIM115
-    except OSError as error:
-        raise _no_room(error) from error
-    try:
-        yield stream
-    finally:
-        with contextlib.suppress(OSError):  # a full disk was already reported by a write
-            stream.close()
-
-
 def _no_room(error: OSError) -> BuildError:
     return BuildError(
         f"no temporary file for bytecode: {error.strerror}", "set TMPDIR to a writable folder with free disk space"
     )
-
-
-def _compiled(pool: _Pool, compiler: Compiler, mtime: int) -> Tree:
-    for path, source_size, code in pool.results():
-        folder, _, name = path.rpartition("/")
-        # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
-        head = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size)
-        place = f"{folder}/__pycache__/{name.removesuffix('.py')}.{compiler.tag}.pyc"
-        yield Entry(place, FILE, 0o644, len(head) + code.size, mtime=mtime), _Joined(head, code)
 
 
 @dataclass(slots=True)
@@ -168,26 +168,15 @@ class _Piece:
         return data
 
 
-@dataclass(slots=True)
-class _Joined:
-    """Bytes, followed by the rest of a content."""
-
-    head: bytes
-    rest: Readable
-
-    def read(self, size: int = -1, /) -> bytes:
-        count = len(self.head) if size < 0 else size
-        data, self.head = self.head[:count], self.head[count:]
-        if size < 0 or len(data) < size:
-            data += self.rest.read(size if size < 0 else size - len(data))
-        return data
-
-
 class _Pool:
-    """A pool of compiling processes that receive the modules in shares; the results are in `spool`."""
+    """A pool of compiling processes that receive the modules in shares; the results are in a temporary file."""
 
-    def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
-        self._compiler, self._spool, self._end = compiler, spool, 0
+    def __init__(self, compiler: Compiler) -> None:
+        try:
+            self._spool: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError as error:
+            raise _no_room(error) from error
+        self._compiler, self._end = compiler, 0
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._threads, self._most = Workers(processes), processes + 2
         self._children = _Children()
@@ -202,6 +191,8 @@ class _Pool:
     def __exit__(self, *_: object) -> None:
         self._children.stop()  # none is left except after an error or Ctrl-C
         self._threads.close()
+        with contextlib.suppress(OSError):  # a full disk was already reported by a write
+            self._spool.close()
 
     def add(self, path: str, source: bytes) -> None:
         self._share.append((path, source))
@@ -220,8 +211,7 @@ class _Pool:
 
     def _send(self) -> None:
         if self._share:
-            job = self._threads.submit(_compile, self._compiler, self._share, self._children)
-            self._waiting.append(job)
+            self._waiting.append(self._threads.submit(_compile, self._compiler, self._share, self._children))
             self._share, self._size = [], 0
 
     def _collect(self) -> None:

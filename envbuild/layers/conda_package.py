@@ -8,22 +8,21 @@ pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import shlex
 import zipfile
-import zlib
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
-from envbuild.image.entry import DIR, FILE, Readable
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Readable
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
+from envbuild.layers.contents import Guarded, reading
 
 # These files are read as a whole; torch's paths.json has 4 MiB.
 _MAX_INFO = 64 << 20
@@ -31,8 +30,11 @@ _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix", "no
 # The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# The kinds of members that a path of a kind may have.
+_MEMBER_KINDS = {
+    "directory": (DIR,), "softlink": (SYMLINK,), "hardlink": (FILE, HARDLINK), "": (FILE, HARDLINK, SYMLINK)
+}  # fmt: skip
 Files = Generator[tuple[Member, Readable | None], None, None]
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class PackagePath:
 class Info:
     """The metadata of a package.
 
-    It consists of index.json unchanged, the installed paths by their names in the archive, and a noarch Python
-    package's entry points ("NAME = MODULE:FUNCTION").
+    `index` is its index.json, `paths` has the installed paths by their names in the archive, `entry_points` are those
+    of a noarch Python package ("NAME = MODULE:FUNCTION").
     """
 
     index: dict[str, Any]
@@ -74,7 +76,7 @@ class Info:
 def read_info(package: Path) -> Info:
     """Return the metadata of `package`, a .conda or .tar.bz2 file, without reading its files.
 
-    Raises BuildError, naming the package, when it is not a conda package, or is damaged.
+    Raises BuildError when it is not a conda package, or is damaged.
     """
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package, "info")) as items:
@@ -107,10 +109,7 @@ def package_files(package: Path) -> Files:
 
 
 def clean(name: str, package: str) -> str:
-    """Return a path in an archive without "./" before and "/" after it.
-
-    Raises BuildError for a path that leads outside.
-    """
+    """Return a path in an archive without "./" before and "/" after it. Raises BuildError if it leads outside."""
     path = name.removeprefix("./").rstrip("/")
     if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(path.split("/")):
         if name.rstrip("/") in (".", ""):
@@ -119,41 +118,29 @@ def clean(name: str, package: str) -> str:
     return path
 
 
-def damaged(package: str, error: Exception) -> BuildError:
-    """Return the error for an archive that cannot be read."""
-    if isinstance(error, OSError) and error.strerror:
-        return BuildError(f"{package}: cannot be read: {error.strerror}")
-    return BuildError(f"{package}: not a conda package, or damaged: {error or type(error).__name__}")
-
-
 def _members(package: Path, part: str) -> Files:
     """Yield the members of the part `info` or `pkg`; all members of a .tar.bz2, which has no parts."""
-    name = package.name
-    try:
-        with contextlib.ExitStack() as stack:
-            if name.endswith(".tar.bz2"):
-                raw = stack.enter_context(_open_bz2(package))
-                stream = cast(BinaryIO, _Forward(raw, name))
-            else:
-                archive = stack.enter_context(zipfile.ZipFile(package))
-                inner = stack.enter_context(archive.open(_part(archive, part, name)))
-                guarded = cast(BinaryIO, _Forward(inner, name))
-                stream = decompressed(guarded, f"{name}: {part}")
-            for member, content in tar_items(stream, name):
-                if clean(member.name, name):
-                    yield member, content
-    except _DAMAGE as error:
-        raise damaged(name, error) from error
+    name, kind = package.name, "conda package"
+    with reading(name, kind), contextlib.ExitStack() as stack:
+        if name.endswith(".tar.bz2"):
+            import bz2
 
-
-def _open_bz2(package: Path) -> IO[bytes]:
-    import bz2
-
-    return bz2.open(package, "rb")
+            stream = cast(BinaryIO, Guarded(stack.enter_context(bz2.open(package)), name, kind))
+        else:
+            archive = stack.enter_context(zipfile.ZipFile(package))
+            inner = stack.enter_context(archive.open(_part(archive, part, name)))
+            stream = decompressed(cast(BinaryIO, Guarded(inner, name, kind)), f"{name}: {part}")
+        for member, content in tar_items(stream, name):
+            if clean(member.name, name):
+                yield member, content
 
 
 def _part(archive: zipfile.ZipFile, part: str, name: str) -> zipfile.ZipInfo:
-    version = json.loads(archive.read("metadata.json")) if _has(archive, "metadata.json") else {}
+    version = {}
+    if (info := archive.NameToInfo.get("metadata.json")) is not None:
+        if info.file_size > _MAX_INFO:
+            raise ValueError("metadata.json is too large")
+        version = json.loads(archive.read(info))
     number = version.get("conda_pkg_format_version") if isinstance(version, dict) else None
     if number != 2:
         raise BuildError(f"{name}: a conda package of format {number!r}, only 2 is known")
@@ -162,30 +149,6 @@ def _part(archive: zipfile.ZipFile, part: str, name: str) -> zipfile.ZipInfo:
     if len(found) != 1:
         raise BuildError(f"{name}: a conda package has one {part}-*.tar.zst, this has {len(found)}")
     return found[0]
-
-
-def _has(archive: zipfile.ZipFile, name: str) -> bool:
-    if name not in archive.namelist():
-        return False
-    if archive.getinfo(name).file_size > _MAX_INFO:
-        raise ValueError(f"{name} is too large")
-    return True
-
-
-class _Forward(io.RawIOBase):
-    """A forward-only stream that turns exceptions from damaged data into BuildError."""
-
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
-        try:
-            return self._stream.read(size)
-        except _DAMAGE as error:
-            raise damaged(self._name, error) from error
 
 
 def _info(found: dict[str, bytes], package: str) -> Info:
@@ -263,11 +226,5 @@ def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
 
 def agrees(listed: PackagePath, member: Member) -> bool:
     """Return whether a member of the archive has the listed kind and size."""
-    if listed.kind == "directory":
-        return member.kind == DIR
-    if listed.kind == "softlink":
-        return member.kind == "symlink"
-    if listed.kind == "hardlink":
-        sized = member.kind != FILE or listed.size is None or listed.size == member.size
-        return member.kind in (FILE, "hardlink") and sized
-    return member.kind in (FILE, "hardlink", "symlink")
+    sized = listed.kind != "hardlink" or member.kind != FILE or listed.size in (None, member.size)
+    return member.kind in _MEMBER_KINDS[listed.kind] and sized

@@ -25,6 +25,7 @@ from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
 from envbuild.store.store import Store
 
+Log = Callable[[str], None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
 # Only in a site-packages folder itself, not in one that a package vendors.
@@ -56,13 +57,10 @@ class LayerCache(Protocol[M_co]):
     """A cache of layers in one form, which writes missing layers; `log` logs its actions."""
 
     @property
-    def log(self) -> Callable[[str], None]: ...
+    def log(self) -> Log: ...
 
     def part(self, part: LayerRequest) -> M_co:
-        """Return the layer of `part`, from the store if it exists there.
-
-        Raises BuildError when it cannot be written.
-        """
+        """Return the layer of `part`, from the store if it exists there. Raises BuildError if it cannot be written."""
         ...
 
     def blob(self, layer: Layer, title: str) -> M_co:
@@ -75,36 +73,47 @@ class TarCache:
     """The `LayerCache` of compressed tars."""
 
     store: Store
-    log: Callable[[str], None]
+    log: Log
 
     def part(self, part: LayerRequest) -> CachedLayer:
         """See `LayerCache`."""
-        made = known_part(part, self.store)
-        if made is not None:
-            return made
         note = _note(part, self.store)
-        try:
-            with file_lock(note.with_suffix(".lock"), remove=True):
-                made = known_part(part, self.store)  # another process may have written it
-                if made is not None:
-                    return made
-                self.log(f"  layer: {short(part.title)}")
-                found: list[tuple[str, str, str]] = []
-                layer = write_layer(recorded(part.tree(), found), self.store.blobs)
-                made = CachedLayer(layer, part.title, tuple(sorted(found)))
-                write_atomically(note, _render(made))
-        except OSError as error:
-            raise self.store.unwritable(error) from error
-        return made
+
+        def write() -> CachedLayer:
+            found: list[tuple[str, str, str]] = []
+            layer = write_layer(recorded(part.tree(), found), self.store.blobs)
+            blob, distributions = layer.blob, tuple(sorted(found))
+            index = {
+                "media_type": blob.media_type, "digest": blob.digest, "size": blob.size,
+                "diff_id": layer.diff_id, "unpacked": layer.unpacked, "distributions": distributions,
+            }  # fmt: skip
+            write_atomically(note, json.dumps(index))
+            return CachedLayer(layer, part.title, distributions)
+
+        return cached(lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
         """See `LayerCache`."""
         return CachedLayer(layer, title)
 
 
-def short(title: str) -> str:
-    """Return a layer's title, shortened to one line."""
-    return title if len(title) < 90 else title[:88] + " …"
+def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store, log: Log) -> M:
+    """Return the layer that `known` finds, else the one that `write` writes at `place` while other processes wait.
+
+    Raises BuildError when the store is not writable.
+    """
+    found = known()
+    if found is not None:
+        return found
+    try:
+        with file_lock(place.with_suffix(".lock"), remove=True):
+            found = known()  # another process may have written it
+            if found is None:
+                log(f"  layer: {title if len(title) < 90 else title[:88] + ' …'}")
+                found = write()
+            return found
+    except OSError as error:
+        raise store.unwritable(error) from error
 
 
 def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
@@ -116,16 +125,15 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
     conda: list[tuple[str, str, str]] = []
     with closing(tree):
         for entry, content in tree:
-            match = _RECORD.fullmatch(entry.path)
-            if match and content is not None:
+            record, is_conda = _RECORD.fullmatch(entry.path), _CONDA.fullmatch(entry.path)
+            if content is not None and (record or is_conda):
                 data = content.read(entry.size)
-                name, _, version = match[1].rpartition("-")
-                found.append((normalise(name), version, record_digest(data)))
                 content = io.BytesIO(data)
-            elif content is not None and _CONDA.fullmatch(entry.path):
-                data = content.read(entry.size)
-                conda.append(_conda(json.loads(data)))
-                content = io.BytesIO(data)
+                if record:
+                    name, _, version = record[1].rpartition("-")
+                    found.append((normalise(name), version, record_digest(data)))
+                else:
+                    conda.append(_conda(json.loads(data)))
             yield entry, content
     if conda:
         found[:] = conda
@@ -142,34 +150,17 @@ def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return record["name"], record["version"], conda_digest(rows)
 
 
-def _render(made: CachedLayer) -> str:
-    layer = made.layer
-    return json.dumps(
-        {
-            "media_type": layer.blob.media_type,
-            "digest": layer.blob.digest,
-            "size": layer.blob.size,
-            "diff_id": layer.diff_id,
-            "unpacked": layer.unpacked,
-            "distributions": made.distributions,
-        }
-    )
-
-
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
     """Return the tar of `part` from the store; None when its index is missing or invalid, or the blob is missing."""
-    blobs = store.blobs
     try:
         data = json.loads(_note(part, store).read_text(encoding="utf-8"))
-        digest, diff_id, size = str(data["digest"]), str(data["diff_id"]), data["size"]
-        blob = Descriptor(str(data["media_type"]), digest, size)
-        layer = Layer(blob, diff_id, int(data["unpacked"]))
+        blob = Descriptor(str(data["media_type"]), str(data["digest"]), data["size"])
+        layer = Layer(blob, str(data["diff_id"]), int(data["unpacked"]))
         found = read_distributions(data["distributions"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if blob.media_type not in COMPRESSION or not is_digest(digest) or not is_digest(diff_id):
-        return None
-    return CachedLayer(layer, part.title, found) if blobs.has(blob) else None
+    good = blob.media_type in COMPRESSION and is_digest(blob.digest) and is_digest(layer.diff_id)
+    return CachedLayer(layer, part.title, found) if good and store.blobs.has(blob) else None
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:

@@ -16,8 +16,8 @@ from envbuild.errors import BuildError
 _MAX_STRING = 16 << 20
 
 
-def replaced_text(chunks: Iterable[bytes], old: bytes, new: bytes, where: str = "") -> Iterator[bytes]:
-    """Yield `chunks` with `new` in place of each `old`; `where` is unused, for the signature of `replaced_binary`."""
+def replaced_text(chunks: Iterable[bytes], old: bytes, new: bytes) -> Iterator[bytes]:
+    """Yield `chunks` with `new` in place of each `old`."""
     held = b""
     for chunk in chunks:
         # A possible start of another placeholder is held back until more data arrives.
@@ -50,13 +50,9 @@ def replaced_binary(chunks: Iterable[bytes], old: bytes, new: bytes, where: str 
             yield held[done:at]
             yield _padded(held[at:end], old, new)
             done = end
-        if at < 0:
-            # The last bytes may be the start of a placeholder.
-            end = max(done, len(held) - _start_length(held, old))
-            yield held[done:end]
-        else:
-            yield held[done:at]
-            end = at
+        # The last bytes may be the start of a placeholder.
+        end = at if at >= 0 else max(done, len(held) - _start_length(held, old))
+        yield held[done:end]
         held = held[end:]
         if len(held) > _MAX_STRING:
             raise BuildError(f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it")
@@ -70,7 +66,7 @@ def _padded(string: bytes, old: bytes, new: bytes) -> bytes:
 
 def _start_length(data: bytes, old: bytes) -> int:
     """Return the length of the longest end of `data` that is a proper start of `old`."""
-    tail = data[-(len(old) - 1) :] if len(old) > 1 else b""
+    tail = data[1 - len(old) :] if len(old) > 1 else b""
     for match in re.finditer(re.escape(old[:1]), tail):
         if old.startswith(tail[match.start() :]):
             return len(tail) - match.start()

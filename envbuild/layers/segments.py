@@ -13,7 +13,6 @@ from typing import BinaryIO, cast
 
 from envbuild.atomic import replacing, write_atomically
 from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, closing
 from envbuild.image.in_place import opened
@@ -22,7 +21,7 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import Distributions, known_part, read_distributions, recorded, short
+from envbuild.layers.layer_cache import Distributions, Log, cached, known_part, read_distributions, recorded
 from envbuild.store.store import Store
 
 Items = Generator[tuple[Member, Readable | None], None, None]
@@ -44,73 +43,49 @@ class SegmentCache:
     store: Store
     codec: Codec
     workers: int
-    log: Callable[[str], None]
+    log: Log
 
     def part(self, part: LayerRequest) -> CachedSegment:
-        """See `LayerCache`.
-
-        If the store has the layer as a tar, the tar is read instead: it contains the same files, including their
-        bytecode.
-        """
+        """See `LayerCache`."""
         found: list[tuple[str, str, str]] = []
-        tar = known_part(part, self.store)
-        if tar is not None:
+        items = partial(_of_part, part, found)
+        # A tar of the layer in the store contains the same files, including their bytecode.
+        if (tar := known_part(part, self.store)) is not None:
             found += tar.distributions
-            path = self.store.blobs.path(tar.layer.blob.digest)
-            items = partial(_of_tar, path, part.title)
-        else:
-            items = partial(_of_part, part, found)
+            items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
         return self._made(part.key, part.title, items, found)
 
     def blob(self, layer: Layer, title: str) -> CachedSegment:
         """See `LayerCache`. Raises BuildError for a layer that does not match its configuration's diff_id."""
-        path = self.store.blobs.path(layer.blob.digest)
-        return self.tar(layer.diff_id, title, partial(opened, path))
+        return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
         """Return the layer whose tar has the digest `diff_id`; `opens` opens it as it is stored, if it must be read.
 
         Raises BuildError when it is damaged or another layer.
         """
-        items = partial(_of_tar_checked, opens, title, diff_id)
-        return self._made(diff_id.partition(":")[2], title, items, [])
+        return self._made(diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id), [])
 
     def _made(
         self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
     ) -> CachedSegment:
-        folder = self.store.folder("segments")
         codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
-        place = folder / f"{key}-{codec}"
-        made = _known(place, title)
-        if made is not None:
-            return made
-        try:
-            with file_lock(place.with_suffix(".lock"), remove=True):
-                made = _known(place, title)  # another process may have written it
-                if made is not None:
-                    return made
-                self.log(f"  layer: {short(title)}")
-                segment = self._write(items(), place)
-                distributions = tuple(sorted(found))
-                write_atomically(place.with_suffix(".json"), json.dumps(distributions))
-                save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
-        except OSError as error:
-            raise self.store.unwritable(error) from error
-        return CachedSegment(segment, title, distributions)
+        place = self.store.folder("segments") / f"{key}-{codec}"
+        data = place.with_suffix(".data")
 
-    def _write(self, items: Items, place: Path) -> Segment:
-        # Closed now rather than at garbage collection: it may hold archives.
-        with replacing(_data(place)) as path, contextlib.closing(items):
-            segment = write_segment(items, path, self.codec, self.workers)
-        return replace(segment, path=_data(place))
+        def write() -> CachedSegment:
+            with replacing(data) as path:
+                segment = write_segment(items(), path, self.codec, self.workers)
+            distributions = tuple(sorted(found))
+            write_atomically(place.with_suffix(".json"), json.dumps(distributions))
+            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
+            return CachedSegment(replace(segment, path=data), title, distributions)
 
-
-def _data(place: Path) -> Path:
-    return place.with_suffix(".data")
+        return cached(lambda: _known(place, title), write, place, title, self.store, self.log)
 
 
 def _known(place: Path, title: str) -> CachedSegment | None:
-    segment = load(place.with_suffix(".index"), _data(place))
+    segment = load(place.with_suffix(".index"), place.with_suffix(".data"))
     if segment is None:
         return None
     try:

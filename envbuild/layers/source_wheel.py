@@ -7,23 +7,16 @@ environment, and the build tools (pip, setuptools, cmake) from a separate folder
 
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
-import io
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from envbuild.errors import BuildError
-from envbuild.layers.entry_points import entry_point_scripts
-from envbuild.layers.source_job import PREFIX
+from envbuild.layers.installing import INSTALLER, entry_point_scripts, record_row, render_record
+from envbuild.layers.source_job import PREFIX, SourceBuild
 from envbuild.layers.source_unpack import unpack_wheel, unzip
-
-if TYPE_CHECKING:
-    from envbuild.layers.source_job import SourceBuild
 
 # The folder of the wheels in SourceLayer.build, relative to the work folder.
 TOOLS = "tools"
@@ -31,7 +24,6 @@ _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
 # Variables with compiler options; a recipe's options follow ours, and take precedence.
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
-_INSTALLER = "envbuild\n"
 # The first lines of a script that runs the interpreter beside it, wherever the environment is: sh executes the second
 # line, and Python reads it as a string.
 _START = (
@@ -84,16 +76,13 @@ def renew_records(tree: Path, name: str) -> None:
     RECORD does not list the licence texts that the layer `name` adds.
     """
     for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
-        (info / "INSTALLER").write_text(_INSTALLER, encoding="utf-8")
+        (info / "INSTALLER").write_bytes(INSTALLER)
         rows = [
-            (os.path.relpath(path, info.parent), *_hash(path))
-            for path in _files(tree)
-            if path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
+            (os.path.relpath(path, info.parent), *_row(path))
+            for path in tree.rglob("*")
+            if not path.is_dir() and path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
         ]
-        rows.append((f"{info.name}/RECORD", "", ""))
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(sorted(rows))
-        (info / "RECORD").write_text(text.getvalue(), encoding="utf-8")
+        (info / "RECORD").write_bytes(render_record(rows, info.name))
         for one in ("INSTALLER", "RECORD"):
             (info / one).chmod(0o644)
 
@@ -153,13 +142,6 @@ def _add_scripts(tree: Path, where: str) -> None:
             (programs / name).chmod(0o755)
 
 
-def _files(tree: Path) -> Iterator[Path]:
-    for here, _, names in os.walk(tree):
-        yield from (Path(here, name) for name in names)
-
-
-def _hash(path: Path) -> tuple[str, str]:
+def _row(path: Path) -> tuple[str, str]:
     with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").digest()
-    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    return f"sha256={encoded}", str(path.stat().st_size)
+        return record_row(hashlib.file_digest(stream, "sha256").digest(), path.stat().st_size)

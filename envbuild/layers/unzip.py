@@ -8,10 +8,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from typing import IO, TYPE_CHECKING, BinaryIO, cast
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from typing import IO, BinaryIO, cast
 
 _HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\3\4"
@@ -27,12 +24,8 @@ def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
     Raises zipfile's exceptions for a damaged member, here and in reading.
     """
     stream = archive.fp
-    if (
-        stream is None
-        or info.compress_type != zipfile.ZIP_DEFLATED
-        or info.flag_bits & _ENCRYPTED
-        or info.file_size < _LARGE
-    ):
+    deflated = info.compress_type == zipfile.ZIP_DEFLATED and not info.flag_bits & _ENCRYPTED
+    if stream is None or not deflated or info.file_size < _LARGE:
         return archive.open(info)
     stream.seek(info.header_offset)
     magic, name, extra = _HEADER.unpack(stream.read(_HEADER.size))
@@ -54,9 +47,6 @@ class _Inflated(io.RawIOBase):
         self._crc = self._size = 0
         self._input = b""
 
-    def readable(self) -> bool:
-        return True
-
     def read(self, size: int = -1, /) -> bytes:
         """Return `size` bytes, fewer only at the end; everything when `size` is negative."""
         parts: list[bytes] = []
@@ -65,12 +55,6 @@ class _Inflated(io.RawIOBase):
             parts.append(data)
             left -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
     def _more(self, most: int) -> bytes:
         data = b""

@@ -25,8 +25,7 @@ from envbuild.image.model import (
 )
 from envbuild.kinds.image import prepare_image
 from envbuild.layers.base import debian_files
-from envbuild.layers.bytecode import with_bytecode
-from envbuild.layers.compiler import compiler_for
+from envbuild.layers.bytecode import compiler_for, with_bytecode
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate

@@ -1,16 +1,20 @@
-"""Scripts that an installer generates for a wheel's entry points.
+"""Files that an installer adds to those of a wheel: scripts of entry points, INSTALLER and RECORD.
 
-Source: PyPA "Entry points specification".
+Sources: "Entry points specification" and "Recording installed projects" of the PyPA.
 """
 
 from __future__ import annotations
 
+import base64
 import configparser
+import csv
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from envbuild.errors import BuildError
 
+INSTALLER = b"envbuild\n"
 _VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\])?\s*")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f/\\]")
 _SCRIPT = """#!{python}
@@ -38,7 +42,19 @@ def entry_point_scripts(text: str, interpreter: str, where: str) -> Iterator[tup
             match = _VALUE.fullmatch(value)
             if not match or name in (".", "..") or _FORBIDDEN.search(name):
                 raise BuildError(f"{where}: entry point {name!r} = {value!r}")
-            script = _SCRIPT.format(
-                python=interpreter, module=match[1], first=match[2].partition(".")[0], function=match[2]
-            )
+            module, function = match.groups()
+            first = function.partition(".")[0]
+            script = _SCRIPT.format(python=interpreter, module=module, first=first, function=function)
             yield name, script.encode()
+
+
+def record_row(digest: bytes, size: int) -> tuple[str, str]:
+    """Return (hash, size) of a file as RECORD has them, from its sha256."""
+    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)
+
+
+def render_record(rows: Iterable[tuple[str, str, str]], dist_info: str) -> bytes:
+    """Return the RECORD in the folder `dist_info` with the rows (path relative to site-packages, hash, size)."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(sorted([*rows, (f"{dist_info}/RECORD", "", "")]))
+    return text.getvalue().encode()
