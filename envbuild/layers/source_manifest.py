@@ -1,7 +1,4 @@
-"""The list of a built layer's files, beside them in the store.
-
-It is written last, so that a layer without it is incomplete.
-"""
+"""The list of a built layer's files, beside them in the store; a layer without it is incomplete."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-NAME = "manifest.json"
+_NAME = "manifest.json"
 _FORMAT = 1
 
 
@@ -37,43 +34,32 @@ class SourceManifest:
 def list_files(tree: Path) -> tuple[tuple[str, str, int], ...]:
     """Return the files and links below `tree` for a manifest."""
     found = []
-    for here, folders, names in os.walk(tree):
-        for name in names + [one for one in folders if os.path.islink(os.path.join(here, one))]:
-            path = Path(here, name)
-            short = path.relative_to(tree).as_posix()
-            if path.is_symlink():
-                found.append((short, f"-> {os.readlink(path)}", 0))
-            else:
-                with path.open("rb") as stream:
-                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
-                found.append((short, digest, path.stat().st_size))
+    for path in tree.rglob("*"):
+        name = path.relative_to(tree).as_posix()
+        if path.is_symlink():
+            found.append((name, f"-> {os.readlink(path)}", 0))
+        elif not path.is_dir():
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            found.append((name, digest, path.stat().st_size))
     return tuple(sorted(found))
 
 
 def write_manifest(folder: Path, manifest: SourceManifest) -> None:
     """Write `manifest` into `folder`."""
-    data = {
-        "format": _FORMAT, "name": manifest.name, "version": manifest.version, "glibc": manifest.glibc,
-        "files": manifest.files,
-    }  # fmt: skip
-    (folder / NAME).write_text(json.dumps(data, indent=0) + "\n", encoding="utf-8")
-    (folder / NAME).chmod(0o644)
+    data = {"format": _FORMAT, "name": manifest.name, "version": manifest.version, "glibc": manifest.glibc}
+    (folder / _NAME).write_text(json.dumps({**data, "files": manifest.files}, indent=0) + "\n", encoding="utf-8")
+    (folder / _NAME).chmod(0o644)
 
 
 def read_manifest(tree: Path) -> SourceManifest | None:
-    """Return the manifest of the layer with the files in `tree`.
-
-    Returns None when it is missing or invalid, or when a file is missing or has another size.
-    """
+    """Return the manifest of the layer with the files in `tree`; None if it is invalid, or a file differs in size."""
     try:
-        data = json.loads((tree.parent / NAME).read_text(encoding="utf-8"))
+        data = json.loads((tree.parent / _NAME).read_text(encoding="utf-8"))
         files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])
-        if data["format"] != _FORMAT:
+        sizes = ((os.lstat(tree / path).st_size, what, size) for path, what, size in files)
+        if data["format"] != _FORMAT or any(now != size and not what.startswith("-> ") for now, what, size in sizes):
             return None
-        for path, what, size in files:
-            stat = os.lstat(tree / path)
-            if not what.startswith("-> ") and stat.st_size != size:
-                return None
         return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

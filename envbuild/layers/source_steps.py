@@ -1,8 +1,8 @@
-"""Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy.
+"""Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy, relocate.
 
-This module imports only the standard library, errors and the description of a layer, so that a stage of a Dockerfile
-can run `python -m envbuild.layers.source_standalone`. Sources: the GNU Coding Standards (configure, DESTDIR, standard
-targets), reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
+This module imports only the standard library, errors and its own neighbours, so that a stage of a Dockerfile can use it
+(see source_standalone.py). Sources: the GNU Coding Standards (configure, DESTDIR, standard targets),
+reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
+from envbuild.layers.relocate import Relocated, host_libraries, relocate
 from envbuild.layers.source_job import PREFIX, SourceBuild
-
-if TYPE_CHECKING:
-    pass
+from envbuild.layers.source_unpack import unpack
 
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")
 # Reports all missing programs before the build begins.
@@ -27,38 +24,44 @@ _LOOK = 'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; 
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
-def make_layer(job: SourceBuild) -> Path:
-    """Build and install the layer of `job`, and return the folder (on this host) with the files below the prefix.
+def make_layer(job: SourceBuild) -> Relocated:
+    """Build and install the layer of `job` into `job.staged`, and make these files work at any path.
 
     Raises StepError for a command that fails, BuildError for an unusable archive or result.
     """
-    from envbuild.layers.source_unpack import unpack
-
-    work, layer = job.build_host.work, job.layer
-    (work / "tmp").mkdir()
-    (work / "stage").mkdir()
+    host, layer = job.build_host, job.layer
+    (host.work / "tmp").mkdir()
+    (host.work / "stage").mkdir()
     unpack(job.archive, job.source)
     programs = [*layer.tools, *(["patch"] if job.patches else [])]
     job.run("programs", ["sh", "-c", _LOOK, "sh", *programs])
     for patch in job.patches:
         # A fixed name, because `patch` would take a file name with a leading dash for an option.
-        shutil.copyfile(patch, work / "patch.diff")
-        job.run(
-            f"patch {patch.name}",
-            ["patch", "-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-i",
-             str(job.build_host.inside / "patch.diff")],
-        )  # fmt: skip
+        shutil.copyfile(patch, host.work / "patch.diff")
+        options = ["-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-i", str(host.inside / "patch.diff")]
+        job.run(f"patch {patch.name}", ["patch", *options])
     _SYSTEMS[layer.system](job)
     if not job.staged.is_dir() or not any(job.staged.iterdir()):
         raise BuildError(
-            f"{layer.name} {layer.version}: `make install` installed nothing below {PREFIX}",
-            "its Makefile must honour DESTDIR and PREFIX; a variable in `configure` may name {install}, "
-            "the folder to install into",
+            f"{job.title}: `make install` installed nothing below {PREFIX}",
+            "its Makefile must honour DESTDIR and PREFIX; a variable in `configure` may name {install}, the folder to "
+            "install into",
         )
     _licences(job)
     tidy(job.staged)
-    _strip(job)
-    return job.staged
+    if libraries := [host.inside / path.relative_to(host.work) for path in job.staged.rglob("*") if is_elf(path)]:
+        # Debugging information is most of a library's size.
+        job.run("strip", ["strip", "--strip-debug", *sorted(map(str, libraries))])
+    traces = {str(host.inside), str(host.work)}
+    if layer.system == "wheel" and job.python.startswith("/"):
+        traces.add(str(job.environment))
+    arch = layer.target.rpartition("-")[2]
+    done = relocate(job.staged, arch, sorted(traces), job.places, host_libraries(job.hosts.values()))
+    if layer.system == "wheel":
+        from envbuild.layers.source_wheel import renew_records
+
+        renew_records(job.staged, layer.name)
+    return done
 
 
 def _autotools(job: SourceBuild) -> None:
@@ -76,16 +79,13 @@ def _autotools(job: SourceBuild) -> None:
             job.run("autoreconf", ["autoreconf", "--force", "--install"])
         else:
             raise BuildError(
-                f"{job.layer.name} {job.layer.version}: its archive has no configure script",
+                f"{job.title}: its archive has no configure script",
                 f'say how it is built: `system = "make"` in [layers.{job.layer.name}]',
             )
     os.chmod(job.source / "configure", 0o755)
-    job.run(
-        "configure",
-        ["./configure", f"--prefix={PREFIX}", f"--libdir={PREFIX}/lib", "--disable-static",
-         "--enable-shared", "--disable-dependency-tracking", *job.options()],
-        more=("config.log",),
-    )  # fmt: skip
+    options = [f"--prefix={PREFIX}", f"--libdir={PREFIX}/lib", "--disable-static", "--enable-shared"]
+    options += ["--disable-dependency-tracking", *job.options()]
+    job.run("configure", ["./configure", *options], more=("config.log",))
     job.run("make", ["make", f"-j{job.jobs}"])
     job.run("make install", ["make", "install", f"DESTDIR={job.stage}"])
 
@@ -103,9 +103,7 @@ def _wheel(job: SourceBuild) -> None:
     build_wheel(job)
 
 
-_SYSTEMS: Mapping[str, Callable[[SourceBuild], None]] = {
-    "autotools": _autotools, "make": _make, "wheel": _wheel,
-}  # fmt: skip
+_SYSTEMS = {"autotools": _autotools, "make": _make, "wheel": _wheel}
 
 
 def _licences(job: SourceBuild) -> None:
@@ -115,7 +113,7 @@ def _licences(job: SourceBuild) -> None:
         if found:
             break
     else:
-        job.log(f"{job.layer.name} {job.layer.version}: no licence file in its archive")
+        job.log(f"{job.title}: no licence file in its archive")
         return
     folder = job.staged / "share" / "licenses" / job.layer.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,33 +129,19 @@ def tidy(tree: Path) -> None:
     """
     for name in _UNWANTED:
         shutil.rmtree(tree / name, ignore_errors=True)
-    for here, folders, names in os.walk(tree, topdown=False):
-        for name in names + [one for one in folders if os.path.islink(os.path.join(here, one))]:
-            path = Path(here, name)
-            if path.is_symlink():
-                target = os.readlink(path)
-                if target.startswith(PREFIX + "/"):
-                    inner = os.path.relpath(target, os.path.join(PREFIX, os.path.relpath(here, tree)))
-                    path.unlink()
-                    path.symlink_to(inner)
-            elif path.suffix in (".la", ".a"):
+    for path in sorted(tree.rglob("*"), reverse=True):  # the content of a folder before the folder
+        if path.is_symlink():
+            target = os.readlink(path)
+            if target.startswith(PREFIX + "/"):
+                inner = os.path.relpath(target, PREFIX / path.parent.relative_to(tree))
                 path.unlink()
-            else:
-                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
-        os.chmod(here, 0o755)
-        if Path(here) != tree:
+                path.symlink_to(inner)
+        elif path.is_dir():
+            path.chmod(0o755)
             with contextlib.suppress(OSError):
-                os.rmdir(here)  # empty ones only
-
-
-def _strip(job: SourceBuild) -> None:
-    """Strip debugging information, which is most of a library's size."""
-    root = job.build_host.work
-    found = []
-    for here, _, names in os.walk(job.staged):
-        for name in names:
-            path = Path(here, name)
-            if is_elf(path):
-                found.append(str(job.build_host.inside / path.relative_to(root)))
-    if found:
-        job.run("strip", ["strip", "--strip-debug", *sorted(found)])
+                path.rmdir()  # empty ones only
+        elif path.suffix in (".la", ".a"):
+            path.unlink()
+        else:
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+    tree.chmod(0o755)

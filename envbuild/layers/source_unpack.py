@@ -15,9 +15,7 @@ from envbuild.errors import BuildError
 
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
 # RecursionError for a folder that is a link to itself.
-_DAMAGE = (
-    tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError,
-)  # fmt: skip
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError)
 _DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
 
 
@@ -68,25 +66,21 @@ def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
 
 
 def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
-    """Return the reason why `member` is refused, or None.
-
-    No member may be below a path in `links`, so checking names is sufficient.
-    """
-    path = PurePosixPath(member.name)
+    """Return the reason why `member` is refused, or None."""
+    # No member may be below a path in `links`, so checking names is sufficient.
+    path, target = PurePosixPath(member.name), PurePosixPath(member.linkname)
     if path.is_absolute() or ".." in path.parts:
         return "would lie outside"
     if not links.isdisjoint(map(str, (path, *path.parents))):
         return "lies below a link, or in its place"
-    if not (member.issym() or member.islnk()):
-        return None if member.isfile() or member.isdir() else "is a device"
-    target = PurePosixPath(member.linkname)
     if member.issym():
         down = itertools.dropwhile(lambda part: part == "..", target.parts)
-        whole = os.path.normpath(path.parent / target)
-        outside = target.is_absolute() or ".." in down or whole.partition("/")[0] == ".."
+        outside = ".." in down or os.path.normpath(path.parent / target).partition("/")[0] == ".."
+    elif member.islnk():
+        outside = ".." in target.parts or not links.isdisjoint(map(str, (target, *target.parents)))
     else:
-        outside = target.is_absolute() or ".." in target.parts
-        outside = outside or not links.isdisjoint(map(str, (target, *target.parents)))
+        return None if member.isfile() or member.isdir() else "is a device"
+    outside = outside or target.is_absolute()
     return f"is a link to {member.linkname!r}, which may be outside" if outside else None
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.layers.installing import INSTALLER, entry_point_scripts, record_row, render_record
@@ -26,11 +26,10 @@ _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
 # The first lines of a script that runs the interpreter beside it, wherever the environment is: sh executes the second
 # line, and Python reads it as a string.
-_START = (
-    "#!/bin/sh\n"
-    "'''exec' \"$(dirname -- \"$(realpath -- \"$0\")\")\"/'python' \"$0\" \"$@\"\n"
-    "' '''\n"
-)  # fmt: skip
+_START = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
+"""
 
 
 def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
@@ -47,24 +46,22 @@ def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
 
 
 def build_wheel(job: SourceBuild) -> None:
-    """Build the project of `job` for the interpreter `job.places["python"]`, and unpack its wheel into `job.staged`.
+    """Build the project of `job` for the interpreter `job.python`, and unpack its wheel into `job.staged`.
 
     The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError when the project builds no
     wheel or several.
     """
-    python = job.places.get("python", PurePath("python3"))
     work, inside = job.build_host.work, job.build_host.inside
-    job.run("python", [str(python), "-c", _VERSION, str(inside / "python-version")])
-    job.run(
-        "pip wheel",
-        ["sh", "-c", _WITH_PATH, "sh", _programs(work, inside), str(python), "-m", "pip", "wheel", ".",
-         "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check",
-         "--wheel-dir", str(inside / "dist")],
-        _variables(job, python),
-    )  # fmt: skip
+    job.run("python", [job.python, "-c", _VERSION, str(inside / "python-version")])
+    # The tools' folders with programs; cmake's wheel has them in cmake/data/bin.
+    folders = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
+    programs = ":".join(str(inside / path.relative_to(work)) for path in folders)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    pip = [job.python, "-m", "pip", "wheel", ".", *options, "--wheel-dir", str(inside / "dist")]
+    job.run("pip wheel", ["sh", "-c", _WITH_PATH, "sh", programs, *pip], _variables(job))
     wheels = sorted((work / "dist").glob("*.whl"))
     if len(wheels) != 1:
-        raise BuildError(f"{job.layer.name} {job.layer.version}: pip made {len(wheels)} wheels of it, not one")
+        raise BuildError(f"{job.title}: pip made {len(wheels)} wheels of it, not one")
     version = (work / "python-version").read_text(encoding="ascii").strip()
     unpack_wheel(wheels[0], job.staged, version)
     _add_scripts(job.staged, wheels[0].name)
@@ -87,26 +84,12 @@ def renew_records(tree: Path, name: str) -> None:
             (info / one).chmod(0o644)
 
 
-def environment_of(python: PurePath) -> PurePath:
-    """Return the environment's root of an interpreter in its bin folder."""
-    return python.parent.parent
-
-
-def _programs(work: Path, inside: PurePath) -> str:
-    """Return the tools' folders with programs, for PATH. cmake's wheel has them in cmake/data/bin."""
-    found = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
-    return ":".join(str(inside / path.relative_to(work)) for path in found)
-
-
-def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
-    """Return the variables of the build.
-
-    They exclude the settings of the host's pip and Python, and keep paths of temporary folders out of the result.
-    """
+def _variables(job: SourceBuild) -> dict[str, str]:
+    """Return variables that exclude the settings of the host's pip and Python, and temporary paths in the result."""
     inside, ours = job.build_host.inside, job.variables()
     maps = ours["CPPFLAGS"]
-    if python.is_absolute():
-        maps = f"-ffile-prefix-map={environment_of(python)}={PREFIX} {maps}"
+    if job.python.startswith("/"):
+        maps = f"-ffile-prefix-map={job.environment}={PREFIX} {maps}"
     variables = {
         "PYTHONPATH": str(inside / TOOLS),
         "PYTHONNOUSERSITE": "1",
@@ -119,7 +102,7 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job.jobs),
         "CFLAGS": maps,
         "CXXFLAGS": maps,
-    }  # fmt: skip
+    }
     for option in job.options():
         name, _, value = option.partition("=")
         before = variables.get(name) or ours.get(name, "")
@@ -133,12 +116,12 @@ def _add_scripts(tree: Path, where: str) -> None:
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():
         head, _, rest = path.read_bytes().partition(b"\n")
         if head.startswith(b"#!python"):
-            path.write_bytes(_START.encode() + rest)
+            path.write_bytes(_START + rest)
             path.chmod(0o755)
     for text in sorted(tree.glob("lib/python*/site-packages/*.dist-info/entry_points.txt")):
         for name, script in entry_point_scripts(text.read_text(encoding="utf-8"), "", where):
             programs.mkdir(exist_ok=True)
-            (programs / name).write_bytes(_START.encode() + script.partition(b"\n")[2])
+            (programs / name).write_bytes(_START + script.partition(b"\n")[2])
             (programs / name).chmod(0o755)
 
 

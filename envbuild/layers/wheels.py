@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
+from envbuild.recipe.sources import BuildWheel
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.recipe.torch_build import MAX_VERSION_FILE, VERSION_FILE, accelerator_fault, torch_builds, torch_libraries
 
@@ -24,17 +26,29 @@ def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool
 
     Raises BuildError for a wheel that no source has, and for one that does not match the plan's target.
     """
-    from envbuild.store.fetch import WantedWheel, locate_wheels
-
-    wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
-    found = locate_wheels(
-        wanted, environment.store, environment.pip, environment.site, plan.indexes,
-        offline=offline, env=environment.variables, default_index=environment.default_index,
-    )  # fmt: skip
-    wheels = [_wheel(w.name, w.version, found[w], environment) for w in wanted]
+    found = fetch_wheels(plan.packages, environment, plan.indexes, offline=offline)
+    wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
     return wheels, _wheel(NAME, trainer.version, own, environment)
+
+
+def fetch_wheels(
+    wheels: Sequence[LockedPackage | BuildWheel],
+    environment: Environment,
+    indexes: Sequence[str] = (),
+    *,
+    offline: bool,
+) -> list[Path]:
+    """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them."""
+    from envbuild.store.fetch import WantedWheel, locate_wheels
+
+    wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
+    found = locate_wheels(
+        wanted, environment.store, environment.pip, environment.site, indexes,
+        offline=offline, env=environment.variables, default_index=environment.default_index,
+    )  # fmt: skip
+    return [found[one] for one in wanted]
 
 
 def _wheel(name: str, version: str, path: Path, environment: Environment) -> WheelFile:

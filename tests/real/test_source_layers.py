@@ -417,7 +417,7 @@ def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(builder: Builde
 
     def stage(prefix: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "envbuild.layers.source_standalone", tmp_path / "layers.json", archives, prefix],
+            [sys.executable, "-m", "envbuild.artifacts.layers_stage", tmp_path / "layers.json", archives, prefix],
             capture_output=True,
             text=True,
         )

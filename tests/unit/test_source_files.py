@@ -26,7 +26,7 @@ from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
-from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
+from envbuild.layers.relocate import patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
@@ -237,7 +237,8 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     asked = subprocess.run([program, "--print-needed", file], capture_output=True, text=True, check=True)
     assert list(elf.needed) == asked.stdout.split()
     assert elf.runpath == "$ORIGIN/a:/b"
-    assert (2, 0) < elf.glibc == newest_glibc(tmp_path)
+    assert elf.glibc > (2, 0)
+    assert relocate(tmp_path, _arch(), []).glibc == elf.glibc
 
 
 @settings(max_examples=200, deadline=None)
@@ -325,7 +326,7 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
         "conftest.c:9:10: fatal error: hwloc.h: No such file or directory\nconfigure: failed program was:\n"
         "| #include <hwloc.h>\nconfigure:90: error: no hwloc\n## Cache variables. ##\nac_cv_a=1\n"
     )
-    error = failure("foo 1", StepError("configure", ["./configure"], 1, log, [config]), tmp_path / "kept.log")
+    error = failure("foo 1", StepError("configure", 1, log, [config]), tmp_path / "kept.log")
     assert error.message.startswith("foo 1: configure failed (exit 1):")
     assert "line 99" in error.message and "line 70" not in error.message
     assert "| #include" not in error.message and "ac_cv" not in error.message
