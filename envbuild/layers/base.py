@@ -83,7 +83,7 @@ def _debian(
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
 
     def tree() -> Tree:
-        files = debian_files(plan, environment, offline=offline)
+        files = locked_files(lock, plan.mtime, environment, offline=offline)
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
@@ -97,12 +97,6 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
     if version is None:
         raise BuildError("the conda lock has no python", "lock the recipe again")
     return f"/{PREFIX}/bin/python", version
-
-
-def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
-    """Return the tree of the Debian packages in the base of `plan`; see `locked_files`."""
-    assert plan.base is not None and isinstance(plan.base.base, DebianLock)
-    return locked_files(plan.base.base, plan.mtime, environment, offline=offline)
 
 
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:

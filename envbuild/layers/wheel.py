@@ -19,9 +19,8 @@ from typing import IO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
-from envbuild.layers.contents import Guarded, HashedContent, Joined, reading
+from envbuild.layers.contents import Guarded, HashedContent, Joined, open_member, reading
 from envbuild.layers.installing import INSTALLER, entry_point_scripts, record_row, render_record
-from envbuild.layers.unzip import open_member
 from envbuild.names import normalise
 
 # Metadata is read as a whole; no real file comes near this size.
