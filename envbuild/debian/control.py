@@ -44,10 +44,7 @@ class Relation:
 
 
 def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
-    """Return the groups of a relationship field; of each group one alternative must be satisfied.
-
-    Raises LockError, naming `where`, for text that is not such a field.
-    """
+    """Return the groups of alternatives in a relationship field. Raises LockError, naming `where`, for other text."""
     groups = []
     for group in field.split(","):
         if not group.strip():

@@ -34,10 +34,7 @@ class TreeRules:
 
 
 def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
-    """Return the names of the packages of a base of `suite`; `python` adds Python and what it alone needs.
-
-    Raises RecipeError for a suite without data.
-    """
+    """Return the packages of a base of `suite`; `python` adds Python. Raises RecipeError for a suite without data."""
     data = _data()
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))

@@ -47,10 +47,7 @@ class DebianRelease:
 
 
 def load_keys(keyring: Path | None = None) -> list[Cert]:
-    """Return the keys that may sign an archive: those of `keyring` (armored or binary), else those of envbuild.
-
-    Raises LockError when there are none.
-    """
+    """Return the keys in `keyring` (armored or binary), else those shipped. Raises LockError when there are none."""
     from pysequoia import Cert
 
     files = sorted(_SHIPPED.glob("*.asc")) if keyring is None else [keyring]
@@ -86,10 +83,7 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
 
 
 def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
-    """Return the signed part of `content`: its cleartext-signed text, or all of it with a detached `signature`.
-
-    Raises LockError, naming `where`, without a good signature by one of `keys`.
-    """
+    """Return the signed part of `content`, all of it with a detached `signature`. Raises LockError for a bad one."""
     from pysequoia import Sig, verify
 
     asked: list[str] = []

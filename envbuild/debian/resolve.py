@@ -28,10 +28,7 @@ _Group = tuple[Relation, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Package:
-    """A package of a suite.
-
-    `raw` is its paragraph, which is parsed only when needed: a suite has some 60,000 packages, a base 60.
-    """
+    """A package of a suite; its paragraph `raw` is parsed when needed: a suite has 60,000 packages, a base 60."""
 
     name: str
     version: str
@@ -81,10 +78,7 @@ class PackageIndex:
             raise LockError(f"{path}: not a list of packages: {error}") from error
 
     def providers(self, relation: Relation) -> list[Package]:
-        """Return the packages that provide the name in `relation`, sorted by name.
-
-        Only a versioned Provides satisfies a version bound (Policy 7.5).
-        """
+        """Return the packages that provide the name in `relation`, by name; only a versioned Provides meets a bound."""
         needle = relation.name.encode()
         found = [
             package

@@ -27,10 +27,7 @@ _PROXY = re.compile(r"^\s*Acquire::https?::Proxy\s+\"([^\"]*)\"\s*;", re.MULTILI
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DebianSuite:
-    """One suite of an archive.
-
-    `url` is the archive's root without a final slash; it may hold credentials, which `str()` and `repr()` leave out.
-    """
+    """A suite of an archive; `url` has no final slash; `str()` and `repr()` leave out credentials in it."""
 
     url: str
     suite: str

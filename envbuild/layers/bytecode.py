@@ -78,10 +78,7 @@ class Compiler:
 
 
 def compiler_for(python: str, environment: Environment) -> Compiler:
-    """Return the compiler for Python `python` ("3.11"): envbuild's own interpreter, else one that uv finds.
-
-    Raises HostError when there is none.
-    """
+    """Return the host's Python `python` ("3.11"): envbuild's own, else one that uv finds. Raises HostError for none."""
     if ".".join(map(str, sys.version_info[:2])) == python and sys.implementation.cache_tag:
         version = ".".join(map(str, sys.version_info[:3]))
         return Compiler(sys.executable, version, sys.implementation.cache_tag, MAGIC_NUMBER)

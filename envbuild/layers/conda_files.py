@@ -70,10 +70,7 @@ class Shared:
 
 
 def locate_conda(plan: Plan, environment: Environment, *, offline: bool) -> list[tuple[CondaPackage, Path]]:
-    """Return the file of each conda package of `plan`, in order, each with its locked sha256.
-
-    Raises BuildError for packages that no source has.
-    """
+    """Return the file of each conda package of `plan`, in order. Raises BuildError for packages that no source has."""
     from envbuild.store.conda_fetch import CondaArchive, fetch_archives
 
     wanted = [CondaArchive(package.url, package.sha256) for package in plan.conda]
@@ -84,10 +81,7 @@ def locate_conda(plan: Plan, environment: Environment, *, offline: bool) -> list
 
 
 def installed_paths(info: Info, scheme: Scheme, where: str) -> list[str]:
-    """Return the paths, relative to the prefix, of a package's files and links in an environment, without its record.
-
-    Raises BuildError, naming `where`, for an invalid entry point.
-    """
+    """Return the paths of a package's files and links below the prefix. Raises BuildError for a bad entry point."""
     placed = (place_of(path, info, scheme) for path, row in info.paths.items() if row.kind != "directory")
     scripts = (path for path, _ in entry_points(info, scheme, where))
     return list(dict.fromkeys([*(path for path in placed if not is_bytecode(path)), *scripts]))

@@ -74,10 +74,7 @@ class Info:
 
 
 def read_info(package: Path) -> Info:
-    """Return the metadata of `package`, a .conda or .tar.bz2 file, without reading its files.
-
-    Raises BuildError when it is not a conda package, or is damaged.
-    """
+    """Return the metadata of `package` without reading its files. Raises BuildError for a damaged package."""
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package, "info")) as items:
         for member, content in items:

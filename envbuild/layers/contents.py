@@ -89,10 +89,7 @@ class HashedContent:
 
 
 def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """Open a member like `archive.open(info)`, with faster reading of large members; read one member at a time.
-
-    Raises zipfile's exceptions for a damaged member, here and in reading.
-    """
+    """Open a member like `archive.open(info)`, but faster if it is large; read one member at a time."""
     stream = archive.fp
     deflated = info.compress_type == zipfile.ZIP_DEFLATED and not info.flag_bits & _ENCRYPTED
     if stream is None or not deflated or info.file_size < _LARGE:

@@ -98,10 +98,7 @@ class TarCache:
 
 
 def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store, log: Log) -> M:
-    """Return the layer that `known` finds, else the one that `write` writes at `place` while other processes wait.
-
-    Raises BuildError when the store is not writable.
-    """
+    """Return the layer that `known` finds, else `write` it while others wait. Raises BuildError if that fails."""
     found = known()
     if found is not None:
         return found

@@ -60,10 +60,7 @@ class SegmentCache:
         return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
-        """Return the layer whose tar has the digest `diff_id`; `opens` opens it as it is stored, if it must be read.
-
-        Raises BuildError when it is damaged or another layer.
-        """
+        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
         return self._made(diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id), [])
 
     def _made(

@@ -92,11 +92,7 @@ def stored_layer(
 
 
 def _tree(store: Store, layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> Path:
-    """Return the store's folder for the layer's files.
-
-    Its name is a digest of the layer's inputs, the files of the built layers that it requires, and the folders of host
-    layers. Raises BuildError for a required folder that is damaged.
-    """
+    """Return the store's folder for the layer's files, named by a digest of all inputs. Raises BuildError."""
     below = []
     for name in sorted(set(layer.requires) - hosts.keys()):
         manifest = read_manifest(requires[name])

@@ -45,11 +45,7 @@ class Known:
 
 
 def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
-    """Return the source layers of `target`, each after those it requires, and the host layers of its nodes.
-
-    Layers of kind "wheel" are left out. Raises RecipeError, naming the line of the recipe, for missing values and
-    contradictions.
-    """
+    """Return the source layers of `target`, each after those it requires, and its host layers. Raises RecipeError."""
     tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
     kinds = {name: kind_of(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}

@@ -14,11 +14,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """The files of a built layer.
-
-    `files` are (path, sha256 or "-> target" for a link, size in bytes), sorted by path; `glibc` is the newest glibc
-    that they need, "" for none.
-    """
+    """The files of a built layer as (path, sha256 or "-> target", bytes), and the newest glibc they need, or ""."""
 
     name: str
     version: str

@@ -45,10 +45,8 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
-    """Unpack `tar` into `folder`, with this process's owner. Raises BuildError for a member that leads outside.
-
-    tarfile's filter "data" (PEP 706) is not used: Python 3.11 has it since 3.11.4, and Debian 12 has 3.11.2.
-    """
+    """Unpack `tar` into `folder` as this user. Raises BuildError for a member that leads outside."""
+    # tarfile's filter "data" (PEP 706) is missing in Debian 12: Python 3.11 has it since 3.11.4.
     links: set[str] = set()
     members = []
     for member in tar:
@@ -85,10 +83,7 @@ def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
 
 
 def unzip(archive: Path, folder: Path) -> None:
-    """Unpack a zip file; an executable file gets the mode 0755.
-
-    Raises BuildError for a member that leads outside, and zipfile's exceptions for a damaged archive.
-    """
+    """Unpack a zip file. Raises BuildError for a member that leads outside, zipfile's exceptions for a damaged file."""
     with zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             path = PurePosixPath(member.filename)
@@ -101,11 +96,7 @@ def unzip(archive: Path, folder: Path) -> None:
 
 
 def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
-    """Unpack a wheel below an environment's root for Python `python` ("3.11").
-
-    Scripts of entry points are not created. Source: PyPA "Binary distribution format",
-    https://packaging.python.org/specifications/binary-distribution-format/
-    """
+    """Unpack a wheel below an environment's root for Python `python` ("3.11"), without scripts of entry points."""
     site = prefix / "lib" / f"python{python}" / "site-packages"
     site.mkdir(parents=True, exist_ok=True)
     unzip(wheel, site)
@@ -117,10 +108,7 @@ def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
 
 
 def unpack_cuda(wheels: list[Path], folder: Path) -> None:
-    """Unpack NVIDIA's wheels as one folder of a CUDA toolkit: bin, include, lib, and a link lib64 to lib.
-
-    Each library gets a link without a version, the name that linkers search for.
-    """
+    """Unpack NVIDIA's wheels as one CUDA toolkit: bin, include, lib (also as lib64), libraries by linkers' names."""
     raw = folder.with_name(folder.name + ".raw")
     folder.mkdir()
     for wheel in wheels:

@@ -33,10 +33,7 @@ _START = b"""#!/bin/sh
 
 
 def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
-    """Unpack the wheels that a build runs below its work folder `work`: modules, and programs in bin.
-
-    Raises BuildError for a member that leads outside, and zipfile's exceptions for a damaged wheel.
-    """
+    """Unpack the wheels that a build runs below `work`: modules, and programs in bin. Raises as `unzip`."""
     folder = work / TOOLS
     folder.mkdir()
     for wheel in wheels:
@@ -68,10 +65,8 @@ def build_wheel(job: SourceBuild) -> None:
 
 
 def renew_records(tree: Path, name: str) -> None:
-    """Rewrite RECORD and INSTALLER of the one distribution in `tree`, because strip and patchelf changed its libraries.
-
-    RECORD does not list the licence texts that the layer `name` adds.
-    """
+    """Rewrite RECORD and INSTALLER of the distribution in `tree`, as strip and patchelf changed its libraries."""
+    # RECORD does not list the licence texts that the layer `name` adds.
     for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
         (info / "INSTALLER").write_bytes(INSTALLER)
         rows = [

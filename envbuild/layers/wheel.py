@@ -117,10 +117,8 @@ class _Wheel:
         yield self._whole(f"{folder}/RECORD", render_record(rows, self._info), 0o644)
 
     def members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
-        """Return path → (member, is a script) of every file that is copied, sorted by path.
-
-        For a duplicate path the last member is used, and .data takes precedence: the order in which installers write.
-        """
+        """Return path → (member, is a script) of every file that is copied, sorted by path."""
+        # Of duplicates, the last member is used, and .data takes precedence: the order in which installers write.
         ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():

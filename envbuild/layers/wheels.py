@@ -22,10 +22,7 @@ from envbuild.recipe.torch_build import MAX_VERSION_FILE, VERSION_FILE, accelera
 
 
 def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> tuple[list[WheelFile], WheelFile]:
-    """Return the wheels of `plan` in order, and the trainer's wheel.
-
-    Raises BuildError for a wheel that no source has, and for one that does not match the plan's target.
-    """
+    """Return the wheels of `plan` in order, and the trainer's. Raises BuildError for a missing or unsuitable one."""
     found = fetch_wheels(plan.packages, environment, plan.indexes, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
@@ -61,10 +58,7 @@ def _wheel(name: str, version: str, path: Path, environment: Environment) -> Whe
 
 
 def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
-    """Raise BuildError for a wheel for another processor than `target`'s, and for a torch for another accelerator.
-
-    Only the list of members and one small file of torch's wheel are read.
-    """
+    """Raise BuildError for a wheel for another processor than `target`'s, and a torch for another accelerator."""
     for wheel in wheels:
         other = wheel_arch(wheel.path.name)
         if other is not None and other != target.arch:
