@@ -49,7 +49,6 @@ MODULES = (
     "layers/source_job.py",
     "layers/source_standalone.py",
     "layers/source_steps.py",
-    "layers/source_unpack.py",
     "names.py",
     "process.py",
     "recipe/__init__.py",

@@ -60,13 +60,9 @@ def base_image(
 
 
 def _debian(
-    plan: Plan,
-    lock: DebianLock,
-    compiler: Compiler | None,
-    environment: Environment,
-    maker: LayerCache[M],
+    plan: Plan, lock: DebianLock, compiler: Compiler | None, environment: Environment, maker: LayerCache[M],
     offline: bool,
-) -> BaseImage[M]:
+) -> BaseImage[M]:  # fmt: skip
     from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"

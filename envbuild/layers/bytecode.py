@@ -12,6 +12,7 @@ fixed share of the modules, regardless of the number of processors.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import struct
@@ -130,8 +131,8 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
             place = f"{folder}/__pycache__/{name.removesuffix('.py')}.{compiler.tag}.pyc"
             if place not in own:
                 # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
-                head = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size)
-                yield Entry(place, FILE, 0o644, len(head) + code.size, mtime=mtime), Joined(head, code)
+                data = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size) + code
+                yield Entry(place, FILE, 0o644, len(data), mtime=mtime), io.BytesIO(data)
 
 
 def _whole(content: Readable, size: int) -> bytes:
@@ -149,22 +150,6 @@ def _no_room(error: OSError) -> BuildError:
     )
 
 
-@dataclass(slots=True)
-class _Piece:
-    """A part of the spool, read from start to end."""
-
-    spool: IO[bytes]
-    at: int
-    size: int
-
-    def read(self, size: int = -1, /) -> bytes:
-        count = self.size if size < 0 else min(size, self.size)
-        data = os.pread(self.spool.fileno(), count, self.at)
-        self.at += len(data)
-        self.size -= len(data)
-        return data
-
-
 class _Pool:
     """A pool of compiling processes that receive the modules in shares; the results are in a temporary file."""
 
@@ -173,14 +158,14 @@ class _Pool:
             self._spool: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         except OSError as error:
             raise _no_room(error) from error
-        self._compiler, self._end = compiler, 0
+        self._compiler = compiler
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._threads, self._most = Workers(processes), processes + 2
         self._children = _Children()
         self._share: _Share = []
         self._size = 0
         self._waiting: deque[Answer[_Compiled]] = deque()
-        self._done: list[tuple[str, int, _Piece]] = []
+        self._done: list[tuple[str, int, int]] = []  # (path, size of the source, size of the code)
 
     def __enter__(self) -> _Pool:
         return self
@@ -199,12 +184,14 @@ class _Pool:
         while len(self._waiting) > self._most or (self._waiting and self._waiting[0].ready()):
             self._collect()
 
-    def results(self) -> Iterator[tuple[str, int, _Piece]]:
+    def results(self) -> Iterator[tuple[str, int, bytes]]:
         """Yield (path, size of the source, compiled code) of each module, in the order of submission."""
         self._send()
         while self._waiting:
             self._collect()
-        yield from self._done
+        self._spool.seek(0)
+        for path, source_size, size in self._done:
+            yield path, source_size, self._spool.read(size)
 
     def _send(self) -> None:
         if self._share:
@@ -217,8 +204,7 @@ class _Pool:
             for path, size, code in modules:
                 if code:
                     self._spool.write(code)
-                    self._done.append((path, size, _Piece(self._spool, self._end, len(code))))
-                    self._end += len(code)
+                    self._done.append((path, size, len(code)))
             self._spool.flush()
         except OSError as error:
             raise _no_room(error) from error

@@ -25,9 +25,16 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
 from envbuild.layers.conda_files import CondaFile, Shared, entry_points, is_bytecode, place_of
-from envbuild.layers.conda_package import Info, PackagePath, agrees, package_files, read_info
+from envbuild.layers.conda_package import (
+    Info,
+    PackagePath,
+    agrees,
+    package_files,
+    read_info,
+    replaced_binary,
+    replaced_text,
+)
 from envbuild.layers.contents import HashedContent
-from envbuild.layers.prefixes import replaced_binary, replaced_text
 from envbuild.layers.wheel import Scheme
 
 META = "conda-meta"

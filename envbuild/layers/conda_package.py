@@ -1,8 +1,10 @@
-"""A conda package as a stream: its metadata, and its files in the order of its archive.
+"""A conda package as a stream: its metadata, its files in the order of its archive, and the prefix in these files.
 
 Sources: conda's "Package specification" (info/index.json, paths.json, link.json, and files, has_prefix and no_link of
 packages without paths.json); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
-pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar.
+pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar. Details of prefixes follow rattler, with
+which the tests compare: in a text, each placeholder is replaced; in a binary file, each placeholder in a NUL-terminated
+string is replaced, and the string is padded with NULs to its old length.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import re
 import shlex
 import zipfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,6 +32,8 @@ _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix", "no
 # The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# A longer string with a placeholder is an error: real ones are paths and lists of paths.
+_MAX_STRING = 16 << 20
 # The kinds of members that a path of a kind may have.
 _MEMBER_KINDS = {
     "directory": (DIR,), "softlink": (SYMLINK,), "hardlink": (FILE, HARDLINK), "": (FILE, HARDLINK, SYMLINK)
@@ -225,3 +229,60 @@ def agrees(listed: PackagePath, member: Member) -> bool:
     """Return whether a member of the archive has the listed kind and size."""
     sized = listed.kind != "hardlink" or member.kind != FILE or listed.size in (None, member.size)
     return member.kind in _MEMBER_KINDS[listed.kind] and sized
+
+
+def replaced_text(chunks: Iterable[bytes], old: bytes, new: bytes) -> Iterator[bytes]:
+    """Yield `chunks` with `new` in place of each `old`."""
+    held = b""
+    for chunk in chunks:
+        # A possible start of another placeholder is held back until more data arrives.
+        *whole, held = (held + chunk).split(old)
+        for piece in whole:
+            yield piece + new
+        keep = _start_length(held, old)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    yield held
+
+
+def replaced_binary(chunks: Iterable[bytes], old: bytes, new: bytes, where: str = "") -> Iterator[bytes]:
+    """Yield `chunks` with `new` in place of each `old`, in strings that end at a NUL or at the end of the file.
+
+    The length stays the same. Raises BuildError, naming `where`, when `new` is longer than `old`, or a string with the
+    placeholder exceeds 16 MiB.
+    """
+    if len(new) > len(old):
+        raise BuildError(f"{where}: its placeholder for the prefix has only {len(old)} bytes")
+    held = b""
+    for chunk in chunks:
+        held += chunk
+        done = 0
+        while (at := held.find(old, done)) >= 0:
+            end = held.find(b"\0", at + len(old))
+            if end < 0:
+                break
+            yield held[done:at]
+            yield _padded(held[at:end], old, new)
+            done = end
+        # The last bytes may be the start of a placeholder.
+        end = at if at >= 0 else max(done, len(held) - _start_length(held, old))
+        yield held[done:end]
+        held = held[end:]
+        if len(held) > _MAX_STRING:
+            raise BuildError(f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it")
+    at = held.find(old)
+    yield held if at < 0 else held[:at] + _padded(held[at:], old, new)
+
+
+def _padded(string: bytes, old: bytes, new: bytes) -> bytes:
+    return string.replace(old, new).ljust(len(string), b"\0")
+
+
+def _start_length(data: bytes, old: bytes) -> int:
+    """Return the length of the longest end of `data` that is a proper start of `old`."""
+    tail = data[1 - len(old) :] if len(old) > 1 else b""
+    for match in re.finditer(re.escape(old[:1]), tail):
+        if old.startswith(tail[match.start() :]):
+            return len(tail) - match.start()
+    return 0

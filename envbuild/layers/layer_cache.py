@@ -1,31 +1,40 @@
 """Cached layers in the store, identified by their inputs, so that each is written only once.
 
-An image's layers have one of two forms: compressed tars for daemons and registries (this module), or segments of a
-squashfs (`layers/segments.py`). The same inputs determine the content of both, so other modules use `LayerCache`, the
-interface of both.
+An image's layers have one of two forms: compressed tars for daemons and registries, or segments of a squashfs. The same
+inputs determine the content of both, so other modules use `LayerCache`, the interface of both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from envbuild.atomic import write_atomically
+from envbuild.atomic import replacing, write_atomically
+from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.fingerprint import conda_digest, record_digest
-from envbuild.image.entry import Tree, closing
+from envbuild.image.compression import Hashed, decompressed, open_layer
+from envbuild.image.entry import Readable, Tree, closing
+from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
 from envbuild.store.store import Store
 
 Log = Callable[[str], None]
+Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
 # Only in a site-packages folder itself, not in one that a package vendors.
@@ -167,3 +176,86 @@ def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
 
 def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSegment:
+    """A layer in the store as a segment, its title, and the distributions that it installs."""
+
+    segment: Segment
+    title: str
+    distributions: Distributions = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCache:
+    """The `LayerCache` of segments, compressed with `codec` in `workers` threads."""
+
+    store: Store
+    codec: Codec
+    workers: int
+    log: Log
+
+    def part(self, part: LayerRequest) -> CachedSegment:
+        """See `LayerCache`."""
+        found: list[tuple[str, str, str]] = []
+        items = partial(_of_part, part, found)
+        # A tar of the layer in the store contains the same files, including their bytecode.
+        if (tar := known_part(part, self.store)) is not None:
+            found += tar.distributions
+            items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
+        return self._made(part.key, part.title, items, found)
+
+    def blob(self, layer: Layer, title: str) -> CachedSegment:
+        """See `LayerCache`. Raises BuildError for a layer that does not match its configuration's diff_id."""
+        return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
+
+    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
+        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
+        return self._made(diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id), [])
+
+    def _made(
+        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
+    ) -> CachedSegment:
+        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
+        place = self.store.folder("segments") / f"{key}-{codec}"
+        data = place.with_suffix(".data")
+
+        def write() -> CachedSegment:
+            with replacing(data) as path:
+                segment = write_segment(items(), path, self.codec, self.workers)
+            distributions = tuple(sorted(found))
+            write_atomically(place.with_suffix(".json"), json.dumps(distributions))
+            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
+            return CachedSegment(replace(segment, path=data), title, distributions)
+
+        return cached(lambda: _known(place, title), write, place, title, self.store, self.log)
+
+
+def _known(place: Path, title: str) -> CachedSegment | None:
+    segment = load(place.with_suffix(".index"), place.with_suffix(".data"))
+    if segment is None:
+        return None
+    try:
+        rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        return CachedSegment(segment, title, read_distributions(rows))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
+    with closing(recorded(part.tree(), found)) as tree:
+        for entry, content in tree:
+            yield of_entry(entry), content
+
+
+def _of_tar(path: Path, name: str) -> Items:
+    with open_layer(path, name) as stream:
+        yield from tar_items(stream, name)
+
+
+def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str) -> Items:
+    with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
+        yield from tar_items(cast(BinaryIO, hashed), name)
+        if hashed.finish() != diff_id:
+            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")

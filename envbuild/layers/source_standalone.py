@@ -17,8 +17,7 @@ from envbuild.errors import BuildError
 from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_causes import failure
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_steps import make_layer
-from envbuild.layers.source_unpack import unpack_cuda
+from envbuild.layers.source_steps import make_layer, unpack_cuda
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
 _FORMAT = 1

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.layers.installing import INSTALLER, entry_point_scripts, record_row, render_record
 from envbuild.layers.source_job import PREFIX, SourceBuild
-from envbuild.layers.source_unpack import unpack_wheel, unzip
+from envbuild.layers.source_steps import unpack_wheel, unzip
+from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
 
 # The folder of the wheels in SourceLayer.build, relative to the work folder.
 TOOLS = "tools"

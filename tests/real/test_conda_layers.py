@@ -27,8 +27,7 @@ from envbuild.image.squashfs.codec import DEFAULT, codec_of
 from envbuild.layers.bytecode import compiler_for
 from envbuild.layers.conda import conda_parts, conda_tree
 from envbuild.layers.conda_files import CondaFile, Shared, shared_paths
-from envbuild.layers.layer_cache import TarCache
-from envbuild.layers.segments import SegmentCache
+from envbuild.layers.layer_cache import SegmentCache, TarCache
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command

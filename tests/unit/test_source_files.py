@@ -31,8 +31,7 @@ from envbuild.layers.source_causes import config_error, failure
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_standalone import describe, read_description
-from envbuild.layers.source_steps import tidy
-from envbuild.layers.source_unpack import unpack, unpack_cuda, unpack_wheel
+from envbuild.layers.source_steps import tidy, unpack, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
