@@ -25,16 +25,9 @@ if TYPE_CHECKING:
 
 
 def resolve_base(
-    suite: str,
-    packages: Iterable[str],
-    without: Iterable[str],
-    arch: str,
-    *,
-    archives: Sequence[DebianSuite],
-    client: Client,
-    blobs: Blobs,
-    keyring: Path | None = None,
-) -> DebianLock:
+    suite: str, packages: Iterable[str], without: Iterable[str], arch: str, *,
+    archives: Sequence[DebianSuite], client: Client, blobs: Blobs, keyring: Path | None = None,
+) -> DebianLock:  # fmt: skip
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
     For each of the suite, its updates and its security fixes, the first good one of `archives` is used. Raises

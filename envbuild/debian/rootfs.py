@@ -40,7 +40,13 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
     installed = []
     # base-files first: it sets the modes of the common folders.
     for deb, path in sorted(debs, key=lambda item: (item[0].name != "base-files", item[0].name)):
-        control = _checked(deb, path)
+        control = read_control(path, deb.name)
+        has = (control.fields.get("version"), control.fields.get("architecture"))
+        if has != (deb.version, deb.arch):
+            raise BuildError(
+                f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
+                "remove the file and fetch it again",
+            )
         merge.begin(deb.name, control)
         for entry, content in read_data(path, deb.name):
             yield from merge.item(entry, content)
@@ -48,16 +54,6 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
     files = made(merge.rules, merge.sources, frozenset(merge.seen), mtime)
     for entry, data in [*files, *database(installed)]:
         yield from merge.own(entry, data)
-
-
-def _checked(deb: LockedDeb, path: Path) -> Control:
-    control = read_control(path, deb.name)
-    has = (control.fields.get("version"), control.fields.get("architecture"))
-    if has != (deb.version, deb.arch):
-        raise BuildError(
-            f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked", "remove the file and fetch it again"
-        )
-    return control
 
 
 def merged(path: str) -> str:
@@ -104,7 +100,9 @@ class _Merge:
         path = merged(entry.path)
         if content is not None:
             content = self._remembered(entry, path, content)
-        if self._dropped(path, entry.kind):
+        # Links directly in usr/share/doc are kept: they lead to a licence elsewhere.
+        licence = entry.kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3
+        if self.rules.drop.fullmatch(path) and not self.rules.keep.fullmatch(path) and not licence:
             return
         if known := self.seen.get(path):
             if entry.kind == known[0] == DIR:
@@ -151,12 +149,6 @@ class _Merge:
                 raise BuildError(
                     f"{self.name}: /{path} lies below /{parent}, which is no folder but a {kind} of {owner}"
                 )
-
-    def _dropped(self, path: str, kind: str) -> bool:
-        """Return whether the slim rules drop `path`."""
-        # Links directly in usr/share/doc are kept: they lead to a licence elsewhere.
-        licence = kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3
-        return bool(self.rules.drop.fullmatch(path)) and not self.rules.keep.fullmatch(path) and not licence
 
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
         """Return the content again, after keeping a copy if other files are generated from it."""

@@ -121,18 +121,9 @@ def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> 
 
 
 def environment_part(
-    trainer: WheelFile,
-    scheme: Scheme,
-    interpreter: str,
-    python_version: str,
-    state: str,
-    compiler: Compiler | None,
-    mtime: int,
-    *,
-    system_packages: bool,
-    conda: bool = False,
-    folders: Sequence[str] = (),
-) -> LayerRequest:
+    trainer: WheelFile, scheme: Scheme, interpreter: str, python_version: str, state: str, compiler: Compiler | None,
+    mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
+) -> LayerRequest:  # fmt: skip
     """Return the last layer: the environment's frame, the trainer and envbuild.json with the content `state`.
 
     `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's Python; a

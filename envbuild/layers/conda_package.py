@@ -254,35 +254,25 @@ def replaced_binary(chunks: Iterable[bytes], old: bytes, new: bytes, where: str 
     """
     if len(new) > len(old):
         raise BuildError(f"{where}: its placeholder for the prefix has only {len(old)} bytes")
+    strings = re.compile(re.escape(old) + rb"[^\0]*")
+
+    def padded(match: re.Match[bytes]) -> bytes:
+        return match[0].replace(old, new).ljust(len(match[0]), b"\0")
+
     held = b""
     for chunk in chunks:
         held += chunk
-        done = 0
-        while (at := held.find(old, done)) >= 0:
-            end = held.find(b"\0", at + len(old))
-            if end < 0:
-                break
-            yield held[done:at]
-            yield _padded(held[at:end], old, new)
-            done = end
-        # The last bytes may be the start of a placeholder.
+        done = held.rfind(b"\0") + 1
+        at = held.find(old, done)
+        # The last string may continue in the next chunk, and the last bytes may be the start of a placeholder.
         end = at if at >= 0 else max(done, len(held) - _start_length(held, old))
-        yield held[done:end]
+        yield strings.sub(padded, held[:end])
         held = held[end:]
         if len(held) > _MAX_STRING:
             raise BuildError(f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it")
-    at = held.find(old)
-    yield held if at < 0 else held[:at] + _padded(held[at:], old, new)
-
-
-def _padded(string: bytes, old: bytes, new: bytes) -> bytes:
-    return string.replace(old, new).ljust(len(string), b"\0")
+    yield strings.sub(padded, held)
 
 
 def _start_length(data: bytes, old: bytes) -> int:
     """Return the length of the longest end of `data` that is a proper start of `old`."""
-    tail = data[1 - len(old) :] if len(old) > 1 else b""
-    for match in re.finditer(re.escape(old[:1]), tail):
-        if old.startswith(tail[match.start() :]):
-            return len(tail) - match.start()
-    return 0
+    return next((size for size in range(len(old) - 1, 0, -1) if data.endswith(old[:size])), 0)

@@ -51,15 +51,17 @@ class CachedLayer:
     distributions: Distributions = ()
 
 
-class Installs(Protocol):
-    """A cached layer in any form."""
+@dataclass(frozen=True, slots=True)
+class CachedSegment:
+    """A layer in the store as a segment, its title, and the distributions that it installs."""
 
-    @property
-    def distributions(self) -> Distributions: ...
+    segment: Segment
+    title: str
+    distributions: Distributions = ()
 
 
-M_co = TypeVar("M_co", bound=Installs, covariant=True)
-M = TypeVar("M", bound=Installs)
+M_co = TypeVar("M_co", bound=CachedLayer | CachedSegment, covariant=True)
+M = TypeVar("M", bound=CachedLayer | CachedSegment)
 
 
 class LayerCache(Protocol[M_co]):
@@ -176,15 +178,6 @@ def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
 
 def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
-
-
-@dataclass(frozen=True, slots=True)
-class CachedSegment:
-    """A layer in the store as a segment, its title, and the distributions that it installs."""
-
-    segment: Segment
-    title: str
-    distributions: Distributions = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,16 +67,12 @@ def build_one(
         unpack_cuda(wheels, work / "cuda")
         places["cuda"] = work / "cuda"
     with local_build_host(work, os.environ) as build_host:
+        outside = {name: hosts[name] for name in layer.requires if name in hosts}
+        patches = [_by_hash(archives, [one.sha256], one.path) for one in layer.patches]
         job = SourceBuild(
-            layer,
-            _by_hash(archives, [layer.sha256], title),
-            build_host,
-            places,
-            {name: hosts[name] for name in layer.requires if name in hosts},
-            [_by_hash(archives, [one.sha256], one.path) for one in layer.patches],
-            jobs=len(os.sched_getaffinity(0)),
-            log=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+            layer, _by_hash(archives, [layer.sha256], title), build_host, places, outside, patches,
+            jobs=len(os.sched_getaffinity(0)), log=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
         try:
             make_layer(job)
         except StepError as error:

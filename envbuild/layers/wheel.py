@@ -144,17 +144,15 @@ class _Wheel:
         parts = name.split("/")
         if _CONTROL.search(name) or {"", ".", ".."} & set(parts):
             raise BuildError(f"{self._file}: {name!r} is not a path inside of a wheel")
-        if len(parts) == 1 or not self._is_data(parts[0]):
+        # The folder may be spelled like the wheel file, unlike .dist-info ("Foo.Bar" and "foo_bar").
+        project = parts[0].removesuffix(".data").rpartition("-")[0]
+        is_data = parts[0].endswith(".data") and normalise(project) == normalise(self._name)
+        if len(parts) == 1 or not is_data:
             return f"{self._scheme.site_packages}/{name}", ""
         folder = self._scheme.folder(parts[1], self._name) if len(parts) > 2 else None
         if folder is None:
             raise BuildError(f"{self._file}: {name!r}: no such part of an installation")
         return "/".join([folder, *parts[2:]]), parts[1]
-
-    def _is_data(self, folder: str) -> bool:
-        # Its name may be spelled like that of the wheel file, unlike that of .dist-info ("Foo.Bar" and "foo_bar").
-        name = folder.removesuffix(".data").rpartition("-")[0]
-        return folder.endswith(".data") and normalise(name) == normalise(self._name)
 
     def _copied(
         self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool, recorded: tuple[str, str] | None

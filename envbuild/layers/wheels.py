@@ -31,12 +31,9 @@ def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool
 
 
 def fetch_wheels(
-    wheels: Sequence[LockedPackage | BuildWheel],
-    environment: Environment,
-    indexes: Sequence[str] = (),
-    *,
+    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (), *,
     offline: bool,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them."""
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
