@@ -24,16 +24,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import MAGIC_NUMBER
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from envbuild import process
+from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
 from envbuild.layers.contents import Joined
 from envbuild.workers import Answer, Workers
-
-if TYPE_CHECKING:
-    from envbuild.environment import Environment
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
 _MAX_SOURCE = 4 << 20

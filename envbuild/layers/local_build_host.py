@@ -13,13 +13,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.errors import HostError
-
-if TYPE_CHECKING:
-    from envbuild.recipe.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 
 # The variables of the caller that a build gets: search paths, and the settings of environment modules for compilers.
 # Tokens, proxies and flags are excluded: they would appear in logs, or change the result unnoticed.
@@ -34,12 +31,9 @@ _DECIDE = (
     "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH",
     "CRAYPE_VERSION", "CRAY_CPU_TARGET",
 )  # fmt: skip
-
 # An option that makes a Python project use the host's MPI.
 _MPI = re.compile(r"[A-Z0-9_]*WITH_MPI=1")
-
-# Kills a command's whole process group when this process dies: make would forward the signal to its children only, not
-# to theirs.
+# Kills a command's whole process group when this process dies: make would forward the signal to its children alone.
 _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
 

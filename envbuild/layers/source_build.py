@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
@@ -31,13 +31,14 @@ from envbuild.layers.source_manifest import SourceManifest, list_files, read_man
 from envbuild.layers.source_steps import make_layer, unpack_cuda
 from envbuild.layers.source_wheel import unpack_tools
 from envbuild.layers.wheels import fetch_wheels
+from envbuild.progress import transfer
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
 from envbuild.site.pip_config import redact
+from envbuild.store.client import Client
+from envbuild.store.fetch import download
+from envbuild.store.sources import local_files, remote_sources
 from envbuild.store.store import Store, remove_tree
-
-if TYPE_CHECKING:
-    from envbuild.store.client import Client
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
 _ENGINE = 1
@@ -183,11 +184,6 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     """
     if found := _in_store(layer, environment):
         return found
-    from envbuild.cache.retry import Mismatch, RequestFailed
-    from envbuild.progress import transfer
-    from envbuild.store.client import Client
-    from envbuild.store.fetch import download
-
     store, answers, found_sums = environment.store, list[str](), list[str]()
     store.folder("partial")
     store.clean_stale()
@@ -229,9 +225,6 @@ def _urls(
     if not layer.url.startswith(_INDEX):
         yield from environment.site.mirrored(layer.url)
         return
-    from envbuild.cache.retry import RequestFailed
-    from envbuild.store.sources import local_files, remote_sources
-
     project = layer.url.removeprefix(_INDEX)
     for folder, names in local_files(environment.pip, ("",)):
         own = sorted(name for name in names if name.startswith(f"{project}-{layer.version}."))

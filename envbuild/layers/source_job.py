@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from envbuild.recipe.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 
 # Every layer is configured for this prefix: paths that are compiled in must not depend on the build folder.
 PREFIX = "/opt/env"
