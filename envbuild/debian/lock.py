@@ -61,11 +61,6 @@ class DebianLock:
     date: str
     packages: tuple[LockedDeb, ...]
 
-    @property
-    def arch(self) -> str:
-        """Debian's name of the architecture; "all" if no package is specific to one."""
-        return next((deb.arch for deb in self.packages if deb.arch != "all"), "all")
-
     def as_toml_table(self) -> dict[str, Any]:
         """Return the lock as plain values for TOML."""
         rows = [{field: getattr(deb, field) for field in LockedDeb.__slots__} for deb in self.packages]

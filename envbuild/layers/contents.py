@@ -121,7 +121,7 @@ class _Inflated(io.RawIOBase):
         while left > 0 and (data := self._more(left)):
             parts.append(data)
             left -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     def _more(self, most: int) -> bytes:
         data = b""

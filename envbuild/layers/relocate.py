@@ -6,55 +6,41 @@ errors and its own neighbours (see source_steps.py).
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from envbuild.elf import MACHINES, is_elf, machine_name, read_elf
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.source_job import PREFIX
 
-_CHUNK = 1 << 20
 _TEXT = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class Relocated:
-    """The result of relocating a tree.
-
-    `elf` is the number of its ELF files, `glibc` the newest version that they need, and `named` are the text files that
-    still contain the neutral prefix or the build folder.
-    """
-
-    elf: int
-    glibc: tuple[int, int]
-    named: tuple[str, ...]
 
 
 def relocate(
     tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Sequence[str] = ()
-) -> Relocated:
+) -> tuple[tuple[int, int], list[str]]:
     """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
-    `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are the folders in
-    which required layers were found, which later are at PREFIX. No ELF file may contain a path of these. `hosts` are
-    folders with libraries on the nodes. Raises BuildError for a file that cannot be relocated, HostError when patchelf
-    is missing.
+    Return the newest glibc that its ELF files need, (0, 0) for none, and the text files that still contain PREFIX or
+    the build folder. `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are
+    the folders in which required layers were found, which later are at PREFIX. No ELF file may contain a path of these.
+    `hosts` are folders with libraries on the nodes. Raises BuildError for a file that cannot be relocated, HostError
+    when patchelf is missing.
     """
-    newest, count, named = (0, 0), 0, []
+    newest, named = (0, 0), []
     stand_ins = [str(place) for place in places.values()]
     for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(tree).as_posix()
         if is_elf(path):
-            count += 1
             newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], hosts))
         elif _move_text(path, name, traces, stand_ins):
             named.append(name)
-    return Relocated(count, newest, tuple(named))
+    return newest, named
 
 
 def patchelf_program() -> str:
@@ -113,13 +99,8 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
 
 
 def _holds(path: Path, what: bytes) -> bool:
-    kept = b""
-    with path.open("rb") as stream:
-        while piece := stream.read(_CHUNK):
-            if what in kept + piece:
-                return True
-            kept = piece[-len(what) :]
-    return False
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(what) >= 0
 
 
 def host_libraries(folders: Iterable[str]) -> list[str]:

@@ -134,19 +134,19 @@ def _build(
             hosts.get("python", "python3"), workers(environment.variables), log,
         )  # fmt: skip
         try:
-            done = make_layer(job)
+            newest, named = make_layer(job)
         except StepError as error:
             raise failure(title, error, _keep(environment.store, layer, error)) from None
         except OSError as error:
             if error.errno in _UNWRITABLE:
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
-    if done.named:
-        log(f"{title}: right in images alone, for their paths: {', '.join(done.named)}")
+    if named:
+        log(f"{title}: right in images alone, for their paths: {', '.join(named)}")
     made = folder / "made"
     made.mkdir()
     os.rename(job.staged, made / "tree")
-    glibc = ".".join(map(str, done.glibc)) if done.glibc != (0, 0) else ""
+    glibc = ".".join(map(str, newest)) if newest != (0, 0) else ""
     write_manifest(made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc))
     return made
 

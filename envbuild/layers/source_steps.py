@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
-from envbuild.layers.relocate import Relocated, host_libraries, relocate
+from envbuild.layers.relocate import host_libraries, relocate
 from envbuild.layers.source_job import PREFIX, SourceBuild
 
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
@@ -32,8 +32,8 @@ _LOOK = 'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; 
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
-def make_layer(job: SourceBuild) -> Relocated:
-    """Build and install the layer of `job` into `job.staged`, and make these files work at any path.
+def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
+    """Build and install the layer of `job` into `job.staged`, make these files work at any path; return as `relocate`.
 
     Raises StepError for a command that fails, BuildError for an unusable archive or result.
     """

@@ -237,7 +237,7 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     assert list(elf.needed) == asked.stdout.split()
     assert elf.runpath == "$ORIGIN/a:/b"
     assert elf.glibc > (2, 0)
-    assert relocate(tmp_path, _arch(), []).glibc == elf.glibc
+    assert relocate(tmp_path, _arch(), [])[0] == elf.glibc
 
 
 @settings(max_examples=200, deadline=None)
@@ -274,7 +274,7 @@ def test_a_library_that_names_the_folder_of_its_build_is_refused(tmp_path: Path)
         stream.write(b"\0" * 3_000_000 + b"/somewhere/work/source/foo.c\0")
     with pytest.raises(BuildError, match="folder that it was built in"):
         relocate(tmp_path, _arch(), ["/somewhere/work"])
-    assert relocate(tmp_path, _arch(), ["/elsewhere"]).elf == 1
+    assert relocate(tmp_path, _arch(), ["/elsewhere"])[0] > (2, 0)
 
 
 def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_path: Path) -> None:
@@ -285,10 +285,10 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    done = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
+    _, named = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
     text = (tmp_path / "lib/pkgconfig/foo.pc").read_text()
     assert text == "prefix=${pcfiledir}/../..\nRequires: bar\nLibs: -L${pcfiledir}/../../lib -lbar\n"
-    assert done.named == ("bin/foo-config",)
+    assert named == ["bin/foo-config"]
 
 
 @pytest.mark.parametrize(
