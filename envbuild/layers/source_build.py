@@ -28,8 +28,7 @@ from envbuild.layers.relocate import patchelf_program
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_job import BuildHost, SourceBuild, StepError
 from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
-from envbuild.layers.source_steps import make_layer, unpack_cuda
-from envbuild.layers.source_wheel import unpack_tools
+from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.progress import transfer
 from envbuild.recipe.sources import SourceLayer

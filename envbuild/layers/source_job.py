@@ -17,6 +17,8 @@ PREFIX = "/opt/env"
 EPOCH = 315532800
 # A placeholder in an option; "${x}" belongs to a shell or a Makefile.
 PLACE = re.compile(r"(?<!\$)\{([a-z0-9][a-z0-9_.+-]*)\}")
+# The folder of the wheels in SourceLayer.build, relative to the work folder.
+TOOLS = "tools"
 _QUIET = ("programs", "strip")
 
 

@@ -15,12 +15,13 @@ import stat
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
 from envbuild.layers.relocate import host_libraries, relocate
-from envbuild.layers.source_job import PREFIX, SourceBuild
+from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
 
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
 # RecursionError for a folder that is a link to itself.
@@ -106,9 +107,11 @@ def _make(job: SourceBuild) -> None:
 
 
 def _wheel(job: SourceBuild) -> None:
-    from envbuild.layers.source_wheel import build_wheel
+    from envbuild.layers.source_wheel import add_scripts, build_wheel
 
-    build_wheel(job)
+    wheel, version = build_wheel(job)
+    unpack_wheel(wheel, job.staged, version)
+    add_scripts(job.staged, wheel.name)
 
 
 _SYSTEMS = {"autotools": _autotools, "make": _make, "wheel": _wheel}
@@ -260,3 +263,13 @@ def unpack_cuda(wheels: list[Path], folder: Path) -> None:
         if not plain.exists():
             plain.symlink_to(library.name)
     (folder / "lib64").symlink_to("lib")
+
+
+def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
+    """Unpack the wheels that a build runs below `work`: modules, and programs in bin. Raises as `unzip`."""
+    folder = work / TOOLS
+    folder.mkdir()
+    for wheel in wheels:
+        unzip(wheel, folder)
+    for scripts in sorted(folder.glob("*.data/scripts")):
+        shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.layers.source_job import PREFIX, SourceBuild
-from envbuild.layers.source_steps import unpack_wheel, unzip
+from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
 from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
 
-# The folder of the wheels in SourceLayer.build, relative to the work folder.
-TOOLS = "tools"
 _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
 # Variables with compiler options; a recipe's options follow ours, and take precedence.
@@ -32,18 +27,8 @@ _START = b"""#!/bin/sh
 """
 
 
-def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
-    """Unpack the wheels that a build runs below `work`: modules, and programs in bin. Raises as `unzip`."""
-    folder = work / TOOLS
-    folder.mkdir()
-    for wheel in wheels:
-        unzip(wheel, folder)
-    for scripts in sorted(folder.glob("*.data/scripts")):
-        shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)
-
-
-def build_wheel(job: SourceBuild) -> None:
-    """Build the project of `job` for the interpreter `job.python`, and unpack its wheel into `job.staged`.
+def build_wheel(job: SourceBuild) -> tuple[Path, str]:
+    """Build the project of `job` for the interpreter `job.python`; return its wheel, and the version of Python.
 
     The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError when the project builds no
     wheel or several.
@@ -59,9 +44,7 @@ def build_wheel(job: SourceBuild) -> None:
     wheels = sorted((work / "dist").glob("*.whl"))
     if len(wheels) != 1:
         raise BuildError(f"{job.title}: pip made {len(wheels)} wheels of it, not one")
-    version = (work / "python-version").read_text(encoding="ascii").strip()
-    unpack_wheel(wheels[0], job.staged, version)
-    _add_scripts(job.staged, wheels[0].name)
+    return wheels[0], (work / "python-version").read_text(encoding="ascii").strip()
 
 
 def renew_records(tree: Path, name: str) -> None:
@@ -105,7 +88,7 @@ def _variables(job: SourceBuild) -> dict[str, str]:
     return variables
 
 
-def _add_scripts(tree: Path, where: str) -> None:
+def add_scripts(tree: Path, where: str) -> None:
     """Create the scripts of entry points, and make scripts run the interpreter beside them."""
     programs = tree / "bin"
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():

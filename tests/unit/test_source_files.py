@@ -166,7 +166,7 @@ def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(tmp
     (info / "entry_points.txt").write_text("[console_scripts]\nfoo = foo.cli:Main.run\n")
     (tree / "bin").mkdir()
     (tree / "bin/script").write_text("#!python -s\nprint('script')\n")
-    source_wheel._add_scripts(tree, "foo")
+    source_wheel.add_scripts(tree, "foo")
     source_wheel.renew_records(tree, "foo")
     report = check_files(site)
     assert (report.missing, report.altered, report.unowned) == ([], [], []) and report.files == 7
