@@ -17,6 +17,8 @@ from envbuild.debian.control import parse_control
 from envbuild.errors import BuildError, LockError
 from envbuild.image import entry as kinds
 from envbuild.image.entry import Entry, Tree
+from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.untar import Slice
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60
@@ -119,7 +121,7 @@ def _entry(item: tarfile.TarInfo, name: str) -> Entry:
     return Entry(path, kind, mode, size, target, item.uid, item.gid, int(item.mtime), device)
 
 
-def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
+def _find(file: BinaryIO, name: str, part: str) -> tuple[str, Slice]:
     """Return the name of the ar member that begins with `part`, and the member as a stream."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise _faulty(name, "it is no ar archive")
@@ -138,13 +140,15 @@ def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
         if number == 0 and (member != "debian-binary" or not file.read(size).startswith(b"2.")):
             raise _faulty(name, "it is no Debian package of format 2")
         if member.startswith(part):
-            return member, _Section(file, place + _HEADER, size)
+            source = PositionedStream(file, name)
+            source.go(place + _HEADER)
+            return member, Slice(source, size)
         place += _HEADER + size + size % 2
         number += 1
     raise _faulty(name, f"it has no {part}")
 
 
-def _decompressed(member: str, stream: _Section, name: str) -> IO[bytes]:
+def _decompressed(member: str, stream: Slice, name: str) -> IO[bytes]:
     import gzip
     import lzma
 
@@ -172,20 +176,6 @@ class _CheckedContent:
     def read(self, size: int = -1, /) -> bytes:
         with _reporting(self._name):
             return self._stream.read(size)
-
-
-class _Section:
-    """A part of a file, read from its start to its end."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        file.seek(start)
-        self._file, self._left = file, size
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes of the rest, all of it for a negative `size`."""
-        data = self._file.read(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data
 
 
 def _faulty(name: str, what: str) -> BuildError:

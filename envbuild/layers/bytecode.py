@@ -23,7 +23,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import MAGIC_NUMBER
 from typing import IO
 
 from envbuild import process
@@ -79,8 +78,7 @@ class Compiler:
 def compiler_for(python: str, environment: Environment) -> Compiler:
     """Return the host's Python `python` ("3.11"): envbuild's own, else one that uv finds. Raises HostError for none."""
     if ".".join(map(str, sys.version_info[:2])) == python and sys.implementation.cache_tag:
-        version = ".".join(map(str, sys.version_info[:3]))
-        return Compiler(sys.executable, version, sys.implementation.cache_tag, MAGIC_NUMBER)
+        return find_compiler(sys.executable)
     command = [environment.uv, "python", "find", "--no-project", "--no-config", python]
     done = process.run(command, env=environment.uv_environment(), check=False)
     path = done.stdout.strip()
