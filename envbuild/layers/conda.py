@@ -24,7 +24,7 @@ from envbuild.image.layer import with_parents
 from envbuild.image.tar_stream import Member
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
-from envbuild.layers.conda_files import CondaFile, Shared, entry_points, is_bytecode, place_of
+from envbuild.layers.conda_files import BYTECODE, CondaFile, Shared, entry_points, place_of
 from envbuild.layers.conda_package import (
     Info,
     PackagePath,
@@ -150,7 +150,7 @@ class _Tree:
         if not agrees(listed, member):
             raise BuildError(f"{where}: a {member.kind}, which info/paths.json does not list")
         place = place_of(listed.path, info, self._scheme)
-        if place in self._without or is_bytecode(place):
+        if place in self._without or BYTECODE.fullmatch(place):
             return
         if place in self._rows:
             raise BuildError(f"{where}: comes twice")

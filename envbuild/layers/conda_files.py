@@ -28,7 +28,8 @@ from envbuild.store.store import Store
 
 _ACTIVATION = re.compile(r"etc/conda/activate\.d/.*", re.DOTALL)
 _LINK_SCRIPT = re.compile(r"bin/\.[^/]+-(?:pre|post)-link\.sh")
-_BYTECODE = re.compile(r"(?:.*/)?__pycache__/[^/]+\.pyc")
+# The bytecode of a module, which the compiler of the image provides instead.
+BYTECODE = re.compile(r"(?:.*/)?__pycache__/[^/]+\.pyc")
 _POINT = re.compile(r"\s*([^\s./\\][^/\\\x00-\x1f]*?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
 _SCRIPT = """#!/{prefix}/bin/python{python}
 # -*- coding: utf-8 -*-
@@ -84,7 +85,7 @@ def installed_paths(info: Info, scheme: Scheme, where: str) -> list[str]:
     """Return the paths of a package's files and links below the prefix. Raises BuildError for a bad entry point."""
     placed = (place_of(path, info, scheme) for path, row in info.paths.items() if row.kind != "directory")
     scripts = (path for path, _ in entry_points(info, scheme, where))
-    return list(dict.fromkeys([*(path for path in placed if not is_bytecode(path)), *scripts]))
+    return list(dict.fromkeys([*(path for path in placed if not BYTECODE.fullmatch(path)), *scripts]))
 
 
 def entry_points(info: Info, scheme: Scheme, where: str) -> Iterator[tuple[str, bytes]]:
@@ -110,11 +111,6 @@ def place_of(path: str, info: Info, scheme: Scheme) -> str:
         if first == "python-scripts":
             return f"bin/{rest}"
     return path
-
-
-def is_bytecode(path: str) -> bool:
-    """Return whether the path is a module's bytecode, which the compiler of the image provides instead."""
-    return _BYTECODE.fullmatch(path) is not None
 
 
 def shared_paths(files: Sequence[CondaFile], wheels: Sequence[WheelFile], scheme: Scheme, store: Store) -> Shared:

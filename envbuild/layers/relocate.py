@@ -22,22 +22,24 @@ _TEXT = 1 << 22
 
 
 def relocate(
-    tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Sequence[str] = ()
+    tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Iterable[str] = ()
 ) -> tuple[tuple[int, int], list[str]]:
     """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
 
     Return the newest glibc that its ELF files need, (0, 0) for none, and the text files that still contain PREFIX or
     the build folder. `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are
     the folders in which required layers were found, which later are at PREFIX. No ELF file may contain a path of these.
-    `hosts` are folders with libraries on the nodes. Raises BuildError for a file that cannot be relocated, HostError
-    when patchelf is missing.
+    `hosts` are the folders of host layers. Raises BuildError for a file that cannot be relocated, HostError when
+    patchelf is missing.
     """
+    folders = [os.path.join(folder, name) for folder in hosts for name in ("lib64", "lib")]
+    libraries = [folder for folder in folders if os.path.isdir(folder)]
     newest, named = (0, 0), []
     stand_ins = [str(place) for place in places.values()]
     for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(tree).as_posix()
         if is_elf(path):
-            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], hosts))
+            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], libraries))
         elif _move_text(path, name, traces, stand_ins):
             named.append(name)
     return newest, named
@@ -101,9 +103,3 @@ def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence
 def _holds(path: Path, what: bytes) -> bool:
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(what) >= 0
-
-
-def host_libraries(folders: Iterable[str]) -> list[str]:
-    """Return the existing folders with libraries of host layers: lib64 and lib below each of `folders`."""
-    found = [os.path.join(folder, name) for folder in folders for name in ("lib64", "lib")]
-    return [folder for folder in found if os.path.isdir(folder)]

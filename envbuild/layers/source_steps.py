@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
-from envbuild.layers.relocate import host_libraries, relocate
+from envbuild.layers.relocate import relocate
 from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
 
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
@@ -65,7 +65,7 @@ def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
     if layer.system == "wheel" and job.python.startswith("/"):
         traces.add(str(job.environment))
     arch = layer.target.rpartition("-")[2]
-    done = relocate(job.staged, arch, sorted(traces), job.places, host_libraries(job.hosts.values()))
+    done = relocate(job.staged, arch, sorted(traces), job.places, job.hosts.values())
     if layer.system == "wheel":
         from envbuild.layers.source_wheel import renew_records
 
