@@ -26,8 +26,8 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
     """
     if not plan.sources:
         return {}
-    from envbuild.layers.relocate import patchelf_program
     from envbuild.layers.source_build import fetch_source
+    from envbuild.layers.source_files import patchelf_program
     from envbuild.layers.source_standalone import describe
     from envbuild.layers.wheels import fetch_wheels
 

@@ -21,7 +21,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of
-from envbuild.layers.source_manifest import read_manifest
+from envbuild.layers.source_files import read_manifest
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.names import normalise
 from envbuild.recipe.sources import SourceLayer

@@ -24,10 +24,9 @@ from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.layers.relocate import patchelf_program
 from envbuild.layers.source_causes import failure, keep_log
+from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, SourceBuild, StepError
-from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.progress import transfer

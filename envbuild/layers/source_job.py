@@ -138,7 +138,7 @@ class SourceBuild:
             "CONFIG_SITE": "/dev/null",
             "NOCONFIGURE": "1",
             "CPPFLAGS": f"-ffile-prefix-map={inside}=/usr/src/{self.layer.name}",
-            # A build ID is a digest of the linker's output, which still has the build folder that relocate.py
+            # A build ID is a digest of the linker's output, which still has the build folder that source_files.py
             # overwrites later.
             "LDFLAGS": "-Wl,--build-id=none",
             "PKG_CONFIG_PATH": ":".join(map(str, configs)),

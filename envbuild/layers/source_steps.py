@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
-from envbuild.layers.relocate import relocate
+from envbuild.layers.source_files import relocate
 from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
 
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,

@@ -26,10 +26,17 @@ from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
-from envbuild.layers.relocate import patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure
+from envbuild.layers.source_files import (
+    SourceManifest,
+    list_files,
+    patchelf_program,
+    read_manifest,
+    relocate,
+    run_path,
+    write_manifest,
+)
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy, unpack, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
