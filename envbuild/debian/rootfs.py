@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from envbuild.debian.deb import Control, read_control, read_data
+from envbuild.debian.deb import read_control, read_data
 from envbuild.debian.defaults import TreeRules, load_rules
 from envbuild.debian.generated import SOURCES, InstalledPackage, database, made
 from envbuild.debian.lock import LockedDeb
@@ -47,7 +47,8 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
                 f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
                 "remove the file and fetch it again",
             )
-        merge.begin(deb.name, control)
+        merge.name, merge.listing, merge.conffiles = deb.name, [], {}
+        merge.expected = frozenset(control.conffiles)
         for entry, content in read_data(path, deb.name):
             yield from merge.item(entry, content)
         installed.append(InstalledPackage(control, tuple(merge.listing), dict(merge.conffiles)))
@@ -68,8 +69,8 @@ def merged(path: str) -> str:
 class _Merge:
     """The state of a merge.
 
-    `seen` maps each path in the tree to its kind and package. `name`, `listing` and `conffiles` belong to the current
-    package: its name, its paths as in the package, and the MD5 of its conffiles.
+    `seen` maps each path in the tree to its kind and package. `name`, `listing`, `conffiles` and `expected` belong to
+    the current package: its name, its paths as in the package, the MD5 of its conffiles so far, the paths of them all.
     """
 
     rules: TreeRules
@@ -79,12 +80,7 @@ class _Merge:
     name: str = ""
     listing: list[str] = field(default_factory=list)
     conffiles: dict[str, str] = field(default_factory=dict)
-    _expected: frozenset[str] = frozenset()
-
-    def begin(self, name: str, control: Control) -> None:
-        """Start the next package."""
-        self.name, self.listing, self.conffiles = name, [], {}
-        self._expected = frozenset(control.conffiles)
+    expected: frozenset[str] = frozenset()
 
     def item(self, entry: Entry, content: Readable | None) -> Tree:
         """Yield the items for an entry of the current package, with missing parents."""
@@ -152,7 +148,7 @@ class _Merge:
 
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
         """Return the content again, after keeping a copy if other files are generated from it."""
-        source, conffile = SOURCES.fullmatch(path), entry.path in self._expected
+        source, conffile = SOURCES.fullmatch(path), entry.path in self.expected
         if not (source or conffile):
             return content
         if entry.size > _MAX_SOURCE:

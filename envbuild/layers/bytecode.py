@@ -157,7 +157,9 @@ class _Pool:
         self._compiler = compiler
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._threads, self._most = Workers(processes), processes + 2
-        self._children = _Children()
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         self._share: _Share = []
         self._size = 0
         self._waiting: deque[Answer[_Compiled]] = deque()
@@ -167,7 +169,10 @@ class _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._children.stop()  # none is left except after an error or Ctrl-C
+        with self._lock:
+            self._stopped = True
+            for child in self._running:  # none is left except after an error or Ctrl-C
+                child.kill()
         self._threads.close()
         with contextlib.suppress(OSError):  # a full disk was already reported by a write
             self._spool.close()
@@ -191,7 +196,7 @@ class _Pool:
 
     def _send(self) -> None:
         if self._share:
-            self._waiting.append(self._threads.submit(_compile, self._compiler, self._share, self._children))
+            self._waiting.append(self._threads.submit(self._compile, self._share))
             self._share, self._size = [], 0
 
     def _collect(self) -> None:
@@ -205,17 +210,27 @@ class _Pool:
         except OSError as error:
             raise _no_room(error) from error
 
+    def _compile(self, share: _Share) -> _Compiled:
+        frames = []
+        for path, source in share:
+            name = os.fsencode("/" + path)
+            frames += [struct.pack("<II", len(name), len(source)), name, source]
+        status, out = self._run(b"".join(frames))
+        results, at = [], 0
+        for path, source in share:
+            start = at + 4
+            at = start + int.from_bytes(out[at:start], "little")
+            if len(out) < max(start, at):
+                raise HostError(
+                    f"{self._compiler.python} ended with status {status} while compiling /{path}",
+                    "build with --no-bytecode: every start in the container is slower then",
+                )
+            results.append((path, len(source), out[start:at]))
+        return results
 
-class _Children:
-    """The running compiling processes. After `stop`, none is started."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
-
-    def run(self, command: list[str], data: bytes) -> tuple[int, bytes]:
-        """Run `command` with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
+    def _run(self, data: bytes) -> tuple[int, bytes]:
+        """Run a process with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
+        command = [self._compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
         with self._lock:
             if self._stopped:
                 return -signal.SIGKILL, b""
@@ -234,32 +249,6 @@ class _Children:
             with self._lock:
                 self._running.discard(child)
         return child.returncode, out
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for child in self._running:
-                child.kill()
-
-
-def _compile(compiler: Compiler, share: _Share, children: _Children) -> _Compiled:
-    frames = []
-    for path, source in share:
-        name = os.fsencode("/" + path)
-        frames += [struct.pack("<II", len(name), len(source)), name, source]
-    command = [compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
-    status, out = children.run(command, b"".join(frames))
-    results, at = [], 0
-    for path, source in share:
-        start = at + 4
-        at = start + int.from_bytes(out[at:start], "little")
-        if len(out) < max(start, at):
-            raise HostError(
-                f"{compiler.python} ended with status {status} while compiling /{path}",
-                "build with --no-bytecode: every start in the container is slower then",
-            )
-        results.append((path, len(source), out[start:at]))
-    return results
 
 
 def _environment() -> dict[str, str]:
