@@ -82,15 +82,14 @@ def read_info(package: Path) -> Info:
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package, "info")) as items:
         for member, content in items:
-            name = clean(member.name, package.name)
-            folder, _, rest = name.partition("/")
+            folder, _, rest = member.name.partition("/")
             if folder != "info":
                 # In a .tar.bz2, info/ comes first, or (from old builders) last.
                 if "index.json" in found and ("paths.json" in found or "files" in found):
                     break
             elif rest in _METADATA and content is not None:
                 if member.size > _MAX_INFO:
-                    raise BuildError(f"{package.name}: {name} has {member.size} bytes")
+                    raise BuildError(f"{package.name}: {member.name} has {member.size} bytes")
                 found[rest] = content.read(member.size)
     return _info(found, package.name)
 
@@ -103,10 +102,8 @@ def package_files(package: Path) -> Files:
     """
     with contextlib.closing(_members(package, "pkg")) as items:
         for member, content in items:
-            member.name = clean(member.name, package.name)
-            if member.name == "info" or member.name.startswith("info/"):
-                continue
-            yield member, content
+            if member.name.partition("/")[0] != "info":
+                yield member, content
 
 
 def clean(name: str, package: str) -> str:
@@ -132,7 +129,8 @@ def _members(package: Path, part: str) -> Files:
             inner = stack.enter_context(archive.open(_part(archive, part, name)))
             stream = decompressed(cast(BinaryIO, Guarded(inner, name, kind)), f"{name}: {part}")
         for member, content in tar_items(stream, name):
-            if clean(member.name, name):
+            member.name = clean(member.name, name)
+            if member.name:
                 yield member, content
 
 
