@@ -135,7 +135,8 @@ def _fill_store(
 
 
 def _put_sources(layer: SourceLayer, store: Path, environment: Environment, offline: bool) -> None:
-    from envbuild.layers.source_fetch import KIND, fetch_source, fetch_wheels
+    from envbuild.layers.source_build import KIND, fetch_source
+    from envbuild.layers.wheels import fetch_wheels
 
     archive = fetch_source(layer, environment, offline=offline)
     _put(archive, store / KIND / layer.sha256 / archive.name)

@@ -21,7 +21,7 @@ from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
-from envbuild.layers.segments import CachedSegment, SegmentCache
+from envbuild.layers.layer_cache import CachedSegment, SegmentCache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import transfer

@@ -26,9 +26,10 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
     """
     if not plan.sources:
         return {}
-    from envbuild.layers.relocate import patchelf_program
-    from envbuild.layers.source_fetch import fetch_source, fetch_wheels
+    from envbuild.layers.source_build import fetch_source
+    from envbuild.layers.source_files import patchelf_program
     from envbuild.layers.source_standalone import describe
+    from envbuild.layers.wheels import fetch_wheels
 
     files: dict[str, Path | bytes] = {}
     for layer in plan.sources:

@@ -40,8 +40,7 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.layers.conda_paths import CondaFile
-    from envbuild.layers.conda_shared import Shared
+    from envbuild.layers.conda_files import CondaFile, Shared
 
 Log = Callable[[str], None]
 # PATH of images whose base sets none.
@@ -130,8 +129,8 @@ def fill(
     conda_layers, wheel_layers = alone(files, wheels)
     parts = wheel_parts(wheels, scheme, compiler, plan.mtime, wheel_layers)
     if files:
-        from envbuild.layers.conda_parts import conda_parts
-        from envbuild.layers.conda_shared import shared_paths
+        from envbuild.layers.conda import conda_parts
+        from envbuild.layers.conda_files import shared_paths
 
         shared = shared_paths(files, wheels, scheme, environment.store)
         _say_scripts(shared, maker.log)
@@ -149,8 +148,7 @@ def _conda_files(plan: Plan, environment: Environment, *, offline: bool) -> list
     """Return the conda packages of `plan`, if any. Raises BuildError for one that no source has."""
     if not plan.conda:
         return []
-    from envbuild.layers.conda_files import locate_conda
-    from envbuild.layers.conda_paths import CondaFile
+    from envbuild.layers.conda_files import CondaFile, locate_conda
 
     found = locate_conda(plan, environment, offline=offline)
     return [CondaFile(package, path, path.stat().st_size) for package, path in found]

@@ -21,14 +21,14 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of
-from envbuild.layers.source_manifest import read_manifest
+from envbuild.layers.source_files import read_manifest
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.names import normalise
 from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
-    from envbuild.layers.conda_paths import CondaFile
+    from envbuild.layers.conda_files import CondaFile
 
 # ioctl_ficlone(2) makes two files share their blocks; file systems that cannot do it fail.
 _FICLONE = 0x40049409
@@ -149,8 +149,8 @@ def _package_paths(
         start = f"{scheme.prefix}/"
         yield f"{wheel.name} {wheel.version}", [path.removeprefix(start) for path in paths]
     if conda:
+        from envbuild.layers.conda_files import installed_paths
         from envbuild.layers.conda_package import read_info
-        from envbuild.layers.conda_paths import installed_paths
 
         for one in conda:
             listed = installed_paths(read_info(one.path), scheme, one.path.name)

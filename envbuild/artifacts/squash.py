@@ -23,7 +23,7 @@ from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
-from envbuild.layers.segments import CachedSegment
+from envbuild.layers.layer_cache import CachedSegment
 from envbuild.progress import OnProgress
 
 _COPY = 8 << 20

@@ -1,37 +1,33 @@
-"""`resolve_base`: from the names of packages to a lock, over the network."""
+"""A Debian base over the network: from the names of packages to a lock, from a lock to files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from envbuild.cache.retry import NotFound, RequestFailed
-from envbuild.debian.index import Package, PackageIndex
+from envbuild.cache.download import locked_partial
+from envbuild.cache.retry import Mismatch, NotFound, RequestFailed
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
-from envbuild.debian.release import DebianRelease, fetch_packages, fetch_release, load_keys
-from envbuild.debian.resolve import resolve
+from envbuild.debian.release import fetch_packages, fetch_release, load_keys
+from envbuild.debian.resolve import Package, PackageIndex, resolve
 from envbuild.debian.sources import DebianSuite, suites
-from envbuild.errors import LockError
+from envbuild.errors import BuildError, LockError
 from envbuild.image.blobs import Blobs
-from envbuild.progress import log, transfer
+from envbuild.progress import OnProgress, log, transfer
 from envbuild.store.client import Client
+from envbuild.store.fetch import fetch_each
 
 if TYPE_CHECKING:
     from pysequoia import Cert
 
 
 def resolve_base(
-    suite: str,
-    packages: Iterable[str],
-    without: Iterable[str],
-    arch: str,
-    *,
-    archives: Sequence[DebianSuite],
-    client: Client,
-    blobs: Blobs,
-    keyring: Path | None = None,
-) -> DebianLock:
+    suite: str, packages: Iterable[str], without: Iterable[str], arch: str, *,
+    archives: Sequence[DebianSuite], client: Client, blobs: Blobs, keyring: Path | None = None,
+) -> DebianLock:  # fmt: skip
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
     For each of the suite, its updates and its security fixes, the first good one of `archives` is used. Raises
@@ -50,20 +46,17 @@ def resolve_base(
 
 
 def _add_first(
-    index: PackageIndex,
-    candidates: Sequence[DebianSuite],
-    suite: str,
-    arch: str,
-    client: Client,
-    blobs: Blobs,
+    index: PackageIndex, candidates: Sequence[DebianSuite], suite: str, arch: str, client: Client, blobs: Blobs,
     keys: Sequence[Cert],
-) -> str:
+) -> str:  # fmt: skip
     """Add the first good archive of `candidates` to `index`; return the date of its Release."""
     answers: list[str] = []
     for archive in candidates:
         try:
             release = fetch_release(archive, client, keys)
-            _say_if_old(release)
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            if release.valid_until and release.valid_until < now and "snapshot" not in archive.url:
+                log(f"{archive} has not been renewed since {release.date}: newer security fixes may be missing")
             for component in archive.components:
                 with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
                     path, form = fetch_packages(release, component, arch, client, blobs, on_progress)
@@ -84,23 +77,85 @@ def _add_first(
     )
 
 
-def _say_if_old(release: DebianRelease) -> None:
-    from datetime import UTC, datetime
-
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    if release.valid_until and release.valid_until < now and "snapshot" not in release.archive.url:
-        log(f"{release.archive} has not been renewed since {release.date}: newer security fixes may be missing")
-
-
 def _locked(package: Package) -> LockedDeb:
     fields = package.fields()
     size = fields.get("size", "")
-    return LockedDeb(
-        package.name,
-        package.version,
-        fields.get("architecture", ""),
-        fields.get("filename", ""),
-        fields.get("sha256", "").lower(),
-        int(size) if size.isdecimal() else 0,
-        package.archive,
+    architecture, path, sha256 = (fields.get(name, "") for name in ("architecture", "filename", "sha256"))
+    count = int(size) if size.isdecimal() else 0
+    return LockedDeb(package.name, package.version, architecture, path, sha256.lower(), count, package.archive)
+
+
+def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client) -> list[Path]:
+    """Return a file for each package of `lock`, in its order; files in `blobs` are not downloaded again.
+
+    `archives` are tried in order; none means offline. Raises BuildError that names every package that no archive has,
+    with the answer of each archive; completed downloads are kept for the next run.
+    """
+    missing = [deb for deb in lock.packages if not _here(deb, blobs)]
+    if missing:
+        answers: dict[str, list[str]] = {deb.name: [] for deb in missing}
+        down: dict[str, str] = {}
+
+        def fetch(deb: LockedDeb, on_progress: OnProgress) -> None:
+            _fetch_one(deb, blobs, archives, client, answers[deb.name], down, on_progress)
+
+        title, size = f"fetching {len(missing)} Debian packages", sum(deb.size for deb in missing)
+        try:
+            # The largest first, so that not one large download remains at the end.
+            fetch_each(sorted(missing, key=lambda deb: -deb.size), fetch, client, title, size)
+        except OSError as error:
+            raise BuildError(
+                f"the store {blobs.root} cannot be written: {error.strerror or error}",
+                "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
+            ) from error
+        if lacking := [deb for deb in missing if not _here(deb, blobs)]:
+            raise _not_found(lacking, answers)
+    return [blobs.path(deb.digest) for deb in lock.packages]
+
+
+def _here(deb: LockedDeb, blobs: Blobs) -> bool:
+    try:
+        return blobs.path(deb.digest).stat().st_size == deb.size
+    except OSError:
+        return False
+
+
+def _fetch_one(
+    deb: LockedDeb, blobs: Blobs, archives: Sequence[DebianSuite], client: Client, answers: list[str],
+    down: dict[str, str], on_progress: OnProgress,
+) -> None:  # fmt: skip
+    roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
+    with locked_partial(blobs.partial(deb.digest), client.stop) as partial:
+        for root in roots:
+            if _here(deb, blobs):  # another process was faster
+                break
+            source = str(DebianSuite(root, deb.archive))
+            if root in down:
+                answers.append(f"{source}: {down[root]}")
+                continue
+            # Quote "+": some servers read it as a blank.
+            url = f"{root}/{quote(deb.path)}"
+            try:
+                client.download(url, partial, frozenset([deb.sha256]), on_progress, deb.size)
+            except NotFound:
+                answers.append(f"{source}: not there")
+            except Mismatch as other:
+                answers.append(f"{source}: has other content, sha256:{other.sha256}")
+            except RequestFailed as error:
+                answers.append(f"{source}: {error}")
+                if error.is_down:
+                    down[root] = str(error)
+            else:
+                blobs.adopt(partial, deb.digest)
+                break
+
+
+def _not_found(lacking: Sequence[LockedDeb], answers: dict[str, list[str]]) -> BuildError:
+    lines = []
+    for deb in lacking:
+        lines.append(f"{deb}: no archive has {deb.path} with {deb.digest}")
+        lines += [f"    {answer}" for answer in answers[deb.name]] or ["    none is asked"]
+    return BuildError(
+        "\n".join(lines),
+        "name a mirror of Debian's in site.toml, check the proxy, or lock again: mirrors keep no old versions",
     )

@@ -18,15 +18,14 @@ _RELATION = re.compile(
     r"\s*(?:\(\s*(?P<operator><<|<=|=|>=|>>)\s*(?P<version>[^\s()]+)\s*\))?"
 )
 _VERSION = re.compile(r"(?:(?P<epoch>[0-9]+):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?")
+# The results of `compare_versions` that satisfy an operator.
+_ORDERS = {"<<": (-1,), "<=": (-1, 0), "=": (0,), ">=": (0, 1), ">>": (1,)}
 _FIELD = re.compile(r"([!-9;-~]+):[ \t]*(.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One alternative of a relationship: a package name, optionally with an architecture and a version bound.
-
-    `qualifier` and `operator` are "" if absent.
-    """
+    """One alternative of a relationship: a package name, and if not "" an architecture and a version bound."""
 
     name: str
     qualifier: str = ""
@@ -39,28 +38,13 @@ class Relation:
 
     def admits(self, version: str | None) -> bool:
         """Return whether a package of `version` satisfies the relation; None is a name provided without a version."""
-        if not self.operator:
-            return True
-        if version is None:
-            return False
-        order = compare_versions(version, self.version)
-        match self.operator:
-            case "<<":
-                return order < 0
-            case "<=":
-                return order <= 0
-            case "=":
-                return order == 0
-            case ">=":
-                return order >= 0
-        return order > 0
+        if not self.operator or version is None:
+            return not self.operator
+        return compare_versions(version, self.version) in _ORDERS[self.operator]
 
 
 def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
-    """Return the groups of a relationship field; of each group one alternative must be satisfied.
-
-    Raises LockError, naming `where`, for text that is not such a field.
-    """
+    """Return the groups of alternatives in a relationship field. Raises LockError, naming `where`, for other text."""
     groups = []
     for group in field.split(","):
         if not group.strip():
@@ -78,8 +62,8 @@ def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
 def parse_control(text: str, where: str) -> dict[str, str]:
     """Return the fields of the one paragraph `text`, by name in lower case (names are case-insensitive).
 
-    Continuation lines follow newlines, without the blank that marks them. Raises LockError, naming `where`, for
-    a line that does not belong into a paragraph and for a duplicate field.
+    Continuation lines follow newlines, without the blank that marks them. Raises LockError, naming `where`, for a line
+    that does not belong into a paragraph and for a duplicate field.
     """
     fields: dict[str, str] = {}
     last = ""
@@ -106,10 +90,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def compare_versions(one: str, other: str) -> int:
-    """Return a number below, equal to or above 0 if `one` is older than, equal to or newer than `other`.
-
-    Raises LockError for text that is not a version.
-    """
+    """Return -1, 0 or 1 if `one` is older than, equal to or newer than `other`. Raises LockError for no version."""
     left, right = _key(one), _key(other)
     return (left > right) - (left < right)
 
@@ -123,10 +104,7 @@ def _key(version: str) -> tuple[int, tuple[object, ...], tuple[object, ...]]:
 
 
 def _part(text: str) -> tuple[object, ...]:
-    """Return a sort key in the order of Debian Policy.
-
-    Non-digits and digits alternate; "~" sorts before the end, the end before letters, letters before all else.
-    """
+    # Non-digits and digits alternate; "~" sorts before the end, the end before letters, letters before all else.
     key: list[object] = []
     for letters, digits in re.findall(r"([^0-9]*)([0-9]*)", text or "0")[:-1]:
         key += [(*map(_weight, letters), 0), int(digits or 0)]

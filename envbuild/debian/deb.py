@@ -17,6 +17,8 @@ from envbuild.debian.control import parse_control
 from envbuild.errors import BuildError, LockError
 from envbuild.image import entry as kinds
 from envbuild.image.entry import Entry, Tree
+from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.untar import Slice
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60
@@ -38,8 +40,8 @@ _KINDS = {
 class Control:
     """The control data of a package.
 
-    `text` is its control file, `fields` are the fields of that file by lower-case name, `conffiles` are paths
-    relative to the root, `md5sums` is the text of that file in the package.
+    `text` is its control file, `fields` are the fields of that file by lower-case name, `conffiles` are paths relative
+    to the root, `md5sums` is the text of that file in the package.
     """
 
     text: str
@@ -50,10 +52,9 @@ class Control:
 
 def read_control(path: Path, name: str) -> Control:
     """Return the control data of the package `name` at `path`. Raises BuildError for a faulty package."""
-    wanted = ("control", "conffiles", "md5sums")
     found: dict[str, str] = {}
     for entry, content in _members(path, name, "control.tar"):
-        if entry.path in wanted and content is not None:
+        if entry.path in ("control", "conffiles", "md5sums") and content is not None:
             if entry.size > _MAX_CONTROL:
                 raise _faulty(name, f"its {entry.path} has {entry.size} bytes")
             found[entry.path] = content.read().decode("utf-8", "replace")
@@ -64,19 +65,14 @@ def read_control(path: Path, name: str) -> Control:
         raise _faulty(name, error.message) from None
     if fields.get("package") != name:
         raise _faulty(name, f"its control file is of {fields.get('package')!r}")
-    conffiles = []
-    for line in found.get("conffiles", "").splitlines():
-        # "remove-on-upgrade PATH" names a file that the package no longer has.
-        if line.startswith("/"):
-            conffiles.append(relative(line.strip().lstrip("/"), name))
-    return Control(text, fields, tuple(conffiles), found.get("md5sums", ""))
+    # "remove-on-upgrade PATH" names a file that the package no longer has.
+    lines = [line for line in found.get("conffiles", "").splitlines() if line.startswith("/")]
+    conffiles = tuple(relative(line.strip().lstrip("/"), name) for line in lines)
+    return Control(text, fields, conffiles, found.get("md5sums", ""))
 
 
 def read_data(path: Path, name: str) -> Tree:
-    """Return the files of the package `name`, in its own order; the root is "".
-
-    Raises BuildError when the package is faulty or contains a path that leaves the root.
-    """
+    """Return the files of the package `name`, in its own order; the root is "". Raises BuildError for a faulty one."""
     return _members(path, name, "data.tar")
 
 
@@ -104,39 +100,28 @@ def _reporting(name: str) -> Iterator[None]:
     """Turn any error in the data into a BuildError that names the package."""
     import lzma
 
+    import zstandard
+
     try:
         yield
-    except (lzma.LZMAError, zlib.error, EOFError, tarfile.TarError, UnicodeError) as error:
+    except (lzma.LZMAError, zlib.error, zstandard.ZstdError, EOFError, tarfile.TarError, UnicodeError) as error:
         raise _faulty(name, f"it is damaged: {error}") from None
     except OSError as error:  # includes gzip.BadGzipFile
         raise _faulty(name, f"it cannot be read: {error.strerror or error}") from None
-    except Exception as error:
-        if type(error).__module__.startswith("zstandard") or type(error).__name__ == "ZstdError":
-            raise _faulty(name, f"it is damaged: {error}") from None
-        raise
 
 
 def _entry(item: tarfile.TarInfo, name: str) -> Entry:
     kind = _KINDS.get(item.type)
     if kind is None:
         raise _faulty(name, f"{item.name!r} is of the unknown type {item.type!r}")
-    target = item.linkname
-    if kind == kinds.HARDLINK:
-        target = relative(target, name)
-    return Entry(
-        relative(item.name, name),
-        kind,
-        item.mode & 0o7777,
-        item.size if kind == kinds.FILE else 0,
-        target,
-        item.uid,
-        item.gid,
-        int(item.mtime),
-        (item.devmajor, item.devminor) if kind in (kinds.CHAR, kinds.BLOCK) else (0, 0),
-    )
+    target = relative(item.linkname, name) if kind == kinds.HARDLINK else item.linkname
+    size = item.size if kind == kinds.FILE else 0
+    device = (item.devmajor, item.devminor) if kind in (kinds.CHAR, kinds.BLOCK) else (0, 0)
+    mode, path = item.mode & 0o7777, relative(item.name, name)
+    return Entry(path, kind, mode, size, target, item.uid, item.gid, int(item.mtime), device)
 
 
-def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
+def _find(file: BinaryIO, name: str, part: str) -> tuple[str, Slice]:
     """Return the name of the ar member that begins with `part`, and the member as a stream."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise _faulty(name, "it is no ar archive")
@@ -155,28 +140,29 @@ def _find(file: BinaryIO, name: str, part: str) -> tuple[str, _Section]:
         if number == 0 and (member != "debian-binary" or not file.read(size).startswith(b"2.")):
             raise _faulty(name, "it is no Debian package of format 2")
         if member.startswith(part):
-            return member, _Section(file, place + _HEADER, size)
+            source = PositionedStream(file, name)
+            source.go(place + _HEADER)
+            return member, Slice(source, size)
         place += _HEADER + size + size % 2
         number += 1
     raise _faulty(name, f"it has no {part}")
 
 
-def _decompressed(member: str, stream: _Section, name: str) -> IO[bytes]:
+def _decompressed(member: str, stream: Slice, name: str) -> IO[bytes]:
+    import gzip
+    import lzma
+
+    import zstandard
+
     file = cast("IO[bytes]", stream)
     match member.rpartition(".tar")[2]:
         case "":
             return file
         case ".gz":
-            import gzip
-
             return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
         case ".xz":
-            import lzma
-
             return cast("IO[bytes]", lzma.LZMAFile(file))
         case ".zst":
-            import zstandard
-
             return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file))
     raise _faulty(name, f"{member} is compressed in a way that is not known here")
 
@@ -190,20 +176,6 @@ class _CheckedContent:
     def read(self, size: int = -1, /) -> bytes:
         with _reporting(self._name):
             return self._stream.read(size)
-
-
-class _Section:
-    """A part of a file, read from its start to its end."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        file.seek(start)
-        self._file, self._left = file, size
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes of the rest, all of it for a negative `size`."""
-        data = self._file.read(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data
 
 
 def _faulty(name: str, what: str) -> BuildError:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from envbuild.errors import RecipeError
 
@@ -20,8 +21,8 @@ _FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"
 class TreeRules:
     """The rules that turn packages into a tree.
 
-    `drop` and `keep` match whole paths (slim). The others replace maintainer scripts: `copies` maps target →
-    source, `links` path → text, `folders` path → (mode, gid), `alternatives` path → files, best first.
+    `drop` and `keep` match whole paths (slim). The others replace maintainer scripts: `copies` maps target → source,
+    `links` path → text, `folders` path → (mode, gid), `alternatives` path → files, best first.
     """
 
     drop: re.Pattern[str]
@@ -33,11 +34,8 @@ class TreeRules:
 
 
 def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
-    """Return the names of the packages of a base of `suite`; `python` adds Python and what it alone needs.
-
-    Raises RecipeError for a suite without data.
-    """
-    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    """Return the packages of a base of `suite`; `python` adds Python. Raises RecipeError for a suite without data."""
+    data = _data()
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))
         raise RecipeError(f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}")
@@ -47,37 +45,29 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
 
 def default_without() -> tuple[str, ...]:
     """Return the packages that a base omits: only maintainer scripts need them."""
-    return tuple(tomllib.loads(_FILE.read_text(encoding="utf-8"))["base"]["without"])
+    return tuple(_data()["base"]["without"])
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)
 def load_rules() -> TreeRules:
     """Return the rules for the tree of a base."""
-    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-    slim, made = data["slim"], data["made"]
-    return TreeRules(
-        _any_of(slim["drop"]),
-        _any_of(slim["keep"]),
-        made["copies"],
-        made["links"],
-        {path: (mode, gid) for path, (mode, gid) in made["folders"].items()},
-        _for_triplets(made["alternatives"]),
-    )
-
-
-def _for_triplets(alternatives: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    return {
+    slim, made = _data()["slim"], _data()["made"]
+    folders = {path: (mode, gid) for path, (mode, gid) in made["folders"].items()}
+    alternatives = {
         path.format(triplet=triplet): tuple(name.format(triplet=triplet) for name in names)
-        for path, names in alternatives.items()
+        for path, names in made["alternatives"].items()
         for triplet in _TRIPLETS
     }
+    return TreeRules(_any_of(slim["drop"]), _any_of(slim["keep"]), made["copies"], made["links"], folders, alternatives)
 
 
 def _any_of(globs: list[str]) -> re.Pattern[str]:
-    """Return a pattern for paths that match one of `globs`.
-
-    A "*" at the end matches everything below, any other "*" matches within one name.
-    """
+    # A "*" at the end matches everything below, any other "*" matches within one name.
     texts = []
     for glob in globs:
         text = re.escape(glob.removesuffix("*")).replace(r"\*", "[^/]+")
@@ -87,19 +77,14 @@ def _any_of(globs: list[str]) -> re.Pattern[str]:
 
 def newest_suite() -> str:
     """Return the suite for bases that do not need Debian's Python: the one with the newest glibc."""
-    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-    return str(data["base"]["newest"])
+    return str(_data()["base"]["newest"])
 
 
 def suites_by_python() -> dict[str, str]:
     """Return Python's version → the suite that has it."""
-    data = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-    found = {}
-    for suite, table in data["suites"].items():
-        for name in table["python"]:
-            if match := re.fullmatch(r"python(\d+\.\d+)-minimal", name):
-                found[match[1]] = suite
-    return found
+    minimal = re.compile(r"python(\d+\.\d+)-minimal")
+    suites = _data()["suites"].items()
+    return {m[1]: suite for suite, table in suites for name in table["python"] if (m := minimal.fullmatch(name))}
 
 
 def rules_digest() -> str:

@@ -13,12 +13,17 @@ from envbuild.errors import LockError
 # name of an architecture in targets → Debian's name
 DEBIAN_ARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 ARCHIVES = ("debian", "debian-security")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9+.\-]+")
-_VERSION = re.compile(r"[0-9A-Za-z.+~:\-]+")
-_PATH = re.compile(r"[A-Za-z0-9_.+~%:\-]+(?:/[A-Za-z0-9_.+~%:\-]+)*\.deb")
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _SUITE = re.compile(r"[a-z][a-z0-9.\-]*")
+# The texts of a package.
+_TEXTS = {
+    "name": _NAME,
+    "version": re.compile(r"[0-9A-Za-z.+~:\-]+"),
+    "arch": _NAME,
+    "path": re.compile(r"[A-Za-z0-9_.+~%:\-]+(?:/[A-Za-z0-9_.+~%:\-]+)*\.deb"),
+    "sha256": re.compile(r"[0-9a-f]{64}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +45,26 @@ class LockedDeb:
     def __str__(self) -> str:
         return f"{self.name} {self.version} ({self.arch})"
 
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self.sha256}"
+
 
 @dataclass(frozen=True, slots=True)
 class DebianLock:
     """All packages of a base, sorted by name.
 
-    `date` is that of the newest archive (ISO 8601, UTC); the snapshot of that date has all of the packages
-    forever.
+    `date` is that of the newest archive (ISO 8601, UTC); the snapshot of that date has all of the packages forever.
     """
 
     suite: str
     date: str
     packages: tuple[LockedDeb, ...]
 
-    @property
-    def arch(self) -> str:
-        """Debian's name of the architecture; "all" if no package is specific to one."""
-        return next((deb.arch for deb in self.packages if deb.arch != "all"), "all")
-
     def as_toml_table(self) -> dict[str, Any]:
         """Return the lock as plain values for TOML."""
-        return {
-            "suite": self.suite,
-            "date": self.date,
-            "package": [{field: getattr(deb, field) for field in LockedDeb.__slots__} for deb in self.packages],
-        }
+        rows = [{field: getattr(deb, field) for field in LockedDeb.__slots__} for deb in self.packages]
+        return {"suite": self.suite, "date": self.date, "package": rows}
 
 
 def from_table(table: Mapping[str, Any], where: str) -> DebianLock:
@@ -87,27 +87,18 @@ def from_table(table: Mapping[str, Any], where: str) -> DebianLock:
 def _deb(item: Any, where: str) -> LockedDeb:
     if not isinstance(item, Mapping):
         raise _faulty(where, "not a table")
-    name = _text(item, "name", _NAME, where)
-    where = f"{where} ({name})"
-    size, path = item.get("size"), _text(item, "path", _PATH, where)
+    where = f"{where} ({_text(item, 'name', _NAME, where)})"
+    texts = {key: _text(item, key, pattern, where) for key, pattern in _TEXTS.items()}
+    size, archive = item.get("size"), item.get("archive")
     if type(size) is not int or size <= 0:
         raise _faulty(where, "`size` is not a count of bytes")
-    if {".", ".."} & set(path.split("/")):
-        raise _faulty(where, f"`path` is {path!r}, which leaves the archive")
-    archive = item.get("archive")
+    if {".", ".."} & set(texts["path"].split("/")):
+        raise _faulty(where, f"`path` is {texts['path']!r}, which leaves the archive")
     if archive not in ARCHIVES:
         raise _faulty(where, f"`archive` is {archive!r}, not one of {', '.join(ARCHIVES)}")
     if unknown := item.keys() - set(LockedDeb.__slots__):
         raise _faulty(where, f"unknown key {sorted(unknown)[0]!r}")
-    return LockedDeb(
-        name,
-        _text(item, "version", _VERSION, where),
-        _text(item, "arch", _NAME, where),
-        path,
-        _text(item, "sha256", _SHA256, where),
-        size,
-        archive,
-    )
+    return LockedDeb(**texts, size=size, archive=archive)
 
 
 def _text(table: Mapping[str, Any], key: str, pattern: re.Pattern[str], where: str) -> str:

@@ -1,7 +1,7 @@
 """One suite of an archive: its signed Release file, and the package lists whose digests that file contains.
 
-Sources: Debian's repository format (wiki.debian.org/DebianRepository/Format), OpenPGP (RFC 9580) by Sequoia. As
-for apt, one good signature by a known key is enough.
+Sources: Debian's repository format (wiki.debian.org/DebianRepository/Format), OpenPGP (RFC 9580). As for apt, one good
+signature by a known key is enough.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FORMS = (".xz", ".gz", "")
 class DebianRelease:
     """The content of a signed Release file.
 
-    `date` and `valid_until` are ISO 8601 in UTC; `files` maps each path below the suite's folder to its sha256
-    and its size in bytes.
+    `date` and `valid_until` are ISO 8601 in UTC; `files` maps each path below the suite's folder to its sha256 and its
+    size in bytes.
     """
 
     archive: DebianSuite
@@ -45,17 +45,9 @@ class DebianRelease:
     by_hash: bool
     files: Mapping[str, tuple[str, int]]
 
-    @property
-    def folder(self) -> str:
-        return f"{self.archive.url}/dists/{self.archive.suite}"
-
 
 def load_keys(keyring: Path | None = None) -> list[Cert]:
-    """Return the keys that may sign an archive.
-
-    They are those of `keyring` (armored or binary), else those shipped with envbuild. Raises LockError when
-    there are none.
-    """
+    """Return the keys in `keyring` (armored or binary), else those shipped. Raises LockError when there are none."""
     from pysequoia import Cert
 
     files = sorted(_SHIPPED.glob("*.asc")) if keyring is None else [keyring]
@@ -75,16 +67,15 @@ def load_keys(keyring: Path | None = None) -> list[Cert]:
 def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) -> DebianRelease:
     """Fetch and verify an archive's InRelease, or its Release and Release.gpg.
 
-    Raises RequestFailed for an archive that cannot be read, LockError for one that is unsigned, badly signed,
-    signed only by unknown or expired keys, or of another suite.
+    Raises RequestFailed for an archive that cannot be read, LockError for one that is unsigned, badly signed, signed
+    only by unknown or expired keys, or of another suite.
     """
-    folder = f"{archive.url}/dists/{archive.suite}"
     try:
-        signed = verified(_get(f"{folder}/InRelease", client), None, keys, f"{archive}: InRelease")
+        signed = verified(_get(f"{archive.folder}/InRelease", client), None, keys, f"{archive}: InRelease")
     except NotFound:
-        content = _get(f"{folder}/Release", client)
+        content = _get(f"{archive.folder}/Release", client)
         try:
-            signature = _get(f"{folder}/Release.gpg", client)
+            signature = _get(f"{archive.folder}/Release.gpg", client)
         except NotFound:
             raise _unsigned(f"{archive}: Release") from None
         signed = verified(content, signature, keys, f"{archive}: Release")
@@ -92,10 +83,7 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
 
 
 def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
-    """Return the signed part of `content`: its cleartext-signed text, or all of it with a detached `signature`.
-
-    Raises LockError, naming `where`, without a good signature by one of `keys`.
-    """
+    """Return the signed part of `content`, all of it with a detached `signature`. Raises LockError for a bad one."""
     from pysequoia import Sig, verify
 
     asked: list[str] = []
@@ -104,22 +92,18 @@ def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], wher
         asked.extend(ids)
         return list(keys)
 
+    if signature is None and not content.lstrip().startswith(b"-----BEGIN PGP SIGNED MESSAGE-----"):
+        raise _unsigned(where)
     try:
-        if signature is None:
-            if not content.lstrip().startswith(b"-----BEGIN PGP SIGNED MESSAGE-----"):
-                raise _unsigned(where)
-            signed = verify(bytes=content, store=known)
-            # This excludes text outside the signature.
-            return bytes(signed.bytes or b"")
+        if signature is None:  # the result excludes text outside the signature
+            return bytes(verify(bytes=content, store=known).bytes or b"")
         verify(bytes=content, store=known, signature=Sig.from_bytes(signature))
         return content
-    except LockError:
-        raise
     except Exception as error:  # noqa: BLE001 - pysequoia raises whatever Rust's anyhow becomes
         raise LockError(
             f"{where}: {_why(asked, keys) or _first(error)}",
-            "a proxy or mirror may have changed it; a mirror that signs with its own key needs that key "
-            "as the site's keyring",
+            "a proxy or mirror may have changed it; a mirror that signs with its own key needs that key as the site's "
+            "keyring",
         ) from None
 
 
@@ -140,52 +124,43 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
     date = _iso(fields.get("date", ""))
     if not date or not files:
         raise LockError(f"{archive}: the Release file has no {'Date' if files else 'SHA256'}")
-    return DebianRelease(
-        archive, date, _iso(fields.get("valid-until", "")), fields.get("acquire-by-hash") == "yes", files
-    )
+    valid_until, by_hash = _iso(fields.get("valid-until", "")), fields.get("acquire-by-hash") == "yes"
+    return DebianRelease(archive, date, valid_until, by_hash, files)
 
 
 def fetch_packages(
-    release: DebianRelease,
-    component: str,
-    arch: str,
-    client: Client,
-    blobs: Blobs,
-    on_progress: OnProgress = lambda _count: None,
+    release: DebianRelease, component: str, arch: str, client: Client, blobs: Blobs, on_progress: OnProgress
 ) -> tuple[Path, str]:
     """Return the file of a component's package list for a Debian architecture, and its compression (".xz", ".gz", "").
 
-    A list that `blobs` already has is not downloaded. Raises RequestFailed, and LockError when the suite has no
-    such list or the archive serves another one.
+    A list that `blobs` already has is not downloaded. Raises RequestFailed, and LockError when the suite has no such
+    list or the archive serves another one.
     """
-    for form in _FORMS:
-        name = f"{component}/binary-{arch}/Packages{form}"
-        if name in release.files:
-            break
-    else:
-        raise LockError(f"{release.archive} has no packages of {component} for {arch}")
+    archive, base = release.archive, f"{component}/binary-{arch}"
+    form = next((form for form in _FORMS if f"{base}/Packages{form}" in release.files), None)
+    if form is None:
+        raise LockError(f"{archive} has no packages of {component} for {arch}")
+    name = f"{base}/Packages{form}"
     sha256, size = release.files[name]
     digest = f"sha256:{sha256}"
     if (place := blobs.path(digest)).is_file():
         return place, form
-    base, _, _ = name.rpartition("/")
     # By hash first: then it is no error when the list is replaced during the download.
-    urls = [f"{release.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
-    urls.append(f"{release.folder}/{name}")
+    urls = [f"{archive.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
+    urls.append(f"{archive.folder}/{name}")
     with locked_partial(blobs.partial(digest), client.stop) as partial:
         for url in urls:
             try:
                 client.download(url, partial, frozenset([sha256]), on_progress, size)
+                break
             except NotFound:
                 if url == urls[-1]:
                     raise
-                continue
             except Mismatch as other:
                 raise LockError(
-                    f"{release.archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
+                    f"{archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
                     "the mirror may be in the midst of an update: try again, or name another",
                 ) from None
-            break
         return blobs.adopt(partial, digest), form
 
 

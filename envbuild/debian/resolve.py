@@ -1,23 +1,107 @@
-"""Resolver: names → all packages that they need, reproducible, with the reason for every failure.
+"""Resolver: names → all packages of several suites that they need, reproducible, with the reason for every failure.
 
-Each package is taken in its newest version. Of alternatives, the first that exists is taken; of several
-providers, the first by name; but a package that is already chosen is preferred if it satisfies the relation
-(Debian Policy 7.1, 7.5, 7.6).
+Each package is taken in its newest version. Of alternatives, the first that exists is taken; of several providers, the
+first by name; but a package that is already chosen is preferred if it satisfies the relation (Debian Policy 7.1, 7.5,
+7.6).
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from envbuild.debian.control import Relation
-from envbuild.debian.index import Package, PackageIndex, provided
+from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
 from envbuild.errors import LockError
 
+_CHUNK = 1 << 20
+_NAME = re.compile(rb"^Package:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
+_VERSION = re.compile(rb"^Version:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
+_PROVIDES = re.compile(rb"^Provides:", re.MULTILINE | re.IGNORECASE)
 # Qualifiers that every package satisfies, because there is one architecture only (Policy 7.1).
 _ANY = frozenset({"", "any", "native", "all"})
 _Group = tuple[Relation, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Package:
+    """A package of a suite; its paragraph `raw` is parsed when needed: a suite has 60,000 packages, a base 60."""
+
+    name: str
+    version: str
+    archive: str
+    raw: bytes
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields by lower-case name. Raises LockError for a faulty paragraph."""
+        return parse_control(self.raw.decode("utf-8", "replace"), f"the entry of {self.name}")
+
+    def relations(self, *names: str) -> tuple[_Group, ...]:
+        """Return the groups of the relationship fields `names`, in that order."""
+        fields = self.fields()
+        return tuple(group for name in names for group in parse_relations(fields.get(name, ""), f"{self.name}: {name}"))
+
+    def provided(self) -> dict[str, list[str | None]]:
+        """Return the names that it provides besides its own, with their versions (None for no version)."""
+        given: dict[str, list[str | None]] = {}
+        for group in self.relations("provides"):
+            for relation in group:
+                given.setdefault(relation.name, []).append(relation.version or None)
+        return given
+
+
+@dataclass(slots=True)
+class PackageIndex:
+    """The newest version of each package over all added suites; of equal versions, the one added first."""
+
+    packages: dict[str, Package] = field(default_factory=dict)
+    _providing: dict[str, Package] = field(default_factory=dict)
+
+    def add(self, path: Path, form: str, archive: str) -> None:
+        """Add a Packages file with the compression `form` (".xz", ".gz", ""). Raises LockError when it is damaged."""
+        import gzip
+        import lzma
+        import zlib
+
+        opened: Any = {".xz": lzma.open, ".gz": gzip.open, "": open}[form]
+        try:
+            with opened(path, "rb") as stream:
+                rest = b""
+                while chunk := stream.read(_CHUNK):
+                    *whole, rest = (rest + chunk).split(b"\n\n")
+                    self._add(whole, archive)
+                self._add([rest.strip(b"\n")], archive)
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+            raise LockError(f"{path}: not a list of packages: {error}") from error
+
+    def providers(self, relation: Relation) -> list[Package]:
+        """Return the packages that provide the name in `relation`, by name; only a versioned Provides meets a bound."""
+        needle = relation.name.encode()
+        found = [
+            package
+            for package in self._providing.values()
+            if needle in package.raw and any(map(relation.admits, package.provided().get(relation.name, ())))
+        ]
+        return sorted(found, key=lambda package: package.name)
+
+    def _add(self, paragraphs: Iterable[bytes], archive: str) -> None:
+        for raw in paragraphs:
+            if not raw.strip():
+                continue
+            name, version = _NAME.search(raw), _VERSION.search(raw)
+            if name is None or version is None:
+                raise ValueError("an entry without Package or Version")
+            package = Package(name[1].decode(), version[1].decode(), archive, raw)
+            known = self.packages.get(package.name)
+            if known is not None and compare_versions(package.version, known.version) <= 0:
+                continue
+            self.packages[package.name] = package
+            self._providing.pop(package.name, None)
+            if _PROVIDES.search(raw):
+                self._providing[package.name] = package
 
 
 @dataclass(slots=True)
@@ -31,7 +115,7 @@ class _Selection:
     def add(self, package: Package, asked_by: str) -> None:
         self.packages[package.name] = package
         self.asked_by[package.name] = asked_by
-        for name, versions in provided(package).items():
+        for name, versions in package.provided().items():
             self._virtual.setdefault(name, []).extend((package, v) for v in versions)
 
     def meeting(self, relation: Relation) -> Iterator[Package]:
@@ -54,9 +138,9 @@ class _Selection:
 def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str) -> list[Package]:
     """Return `wanted` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
 
-    A package in `without` is left out even if others need it, together with what only it needs; a wanted
-    package is never left out. Raises LockError for a name that does not exist, a dependency that nothing
-    satisfies, and packages that exclude each other.
+    A package in `without` is left out even if others need it, together with what only it needs; a wanted package is
+    never left out. Raises LockError for a name that does not exist, a dependency that nothing satisfies, and packages
+    that exclude each other.
     """
     names = sorted(set(wanted))
     left_out = frozenset(without) - set(names)
@@ -75,7 +159,7 @@ def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], 
             if any(True for relation in usable for _ in selection.meeting(relation)):
                 continue
             found = _first(index, usable)
-            if found is None:
+            if not found:
                 raise _unmet(index, selection, package, group)
             if not found.isdisjoint(left_out):
                 continue
@@ -86,32 +170,30 @@ def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], 
     return [selection.packages[name] for name in sorted(selection.packages)]
 
 
-def _first(index: PackageIndex, group: Sequence[Relation]) -> frozenset[str] | None:
-    """Return the packages that satisfy the first satisfiable alternative of `group`, None if there is none."""
+def _first(index: PackageIndex, group: Sequence[Relation]) -> frozenset[str]:
+    """Return the packages that satisfy the first satisfiable alternative of `group`."""
     for relation in group:
         own = index.packages.get(relation.name)
         if own is not None and relation.admits(own.version):
             return frozenset([own.name])
         if providers := index.providers(relation):
             return frozenset(package.name for package in providers)
-    return None
+    return frozenset()
 
 
 def _check_conflicts(selection: _Selection) -> None:
     for name in sorted(selection.packages):
         package = selection.packages[name]
-        for kind in ("conflicts", "breaks"):
-            for group in package.relations(kind):
-                for relation in group:
-                    for other in selection.meeting(relation):
-                        # A package may exclude a name that it provides itself: it then is the only provider.
-                        if other.name != name:
-                            raise LockError(
-                                f"{name} {package.version} {kind} with {other.name} {other.version} "
-                                f"(it excludes {relation})\n"
-                                f"    {selection.chain(name)}\n    {selection.chain(other.name)}",
-                                "leave one of them out of the base's packages",
-                            )
+        rows = [(kind, one) for kind in ("conflicts", "breaks") for group in package.relations(kind) for one in group]
+        for kind, relation in rows:
+            for other in selection.meeting(relation):
+                # A package may exclude a name that it provides itself: it then is the only provider.
+                if other.name != name:
+                    raise LockError(
+                        f"{name} {package.version} {kind} with {other.name} {other.version} (it excludes {relation})\n"
+                        f"    {selection.chain(name)}\n    {selection.chain(other.name)}",
+                        "leave one of them out of the base's packages",
+                    )
 
 
 def _unmet(index: PackageIndex, selection: _Selection, package: Package, group: _Group) -> LockError:

@@ -1,6 +1,6 @@
 """Debian packages → the tree of one layer, as dpkg would unpack them with a merged /usr.
 
-No maintainer script is run; made.py creates the files that programs need from them.
+No maintainer script is run; generated.py creates the files that programs need from them.
 """
 
 from __future__ import annotations
@@ -11,26 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from envbuild.debian.database import InstalledPackage, database
-from envbuild.debian.deb import Control, read_control, read_data
+from envbuild.debian.deb import read_control, read_data
 from envbuild.debian.defaults import TreeRules, load_rules
+from envbuild.debian.generated import SOURCES, InstalledPackage, database, made
 from envbuild.debian.lock import LockedDeb
-from envbuild.debian.script_files import SOURCES, made
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 
-# Folders that are links: files of packages below the first go below the second. Debian has those of /usr since
-# 12 (base-files creates them since 13); var/run and var/lock come from base-files itself.
-_ALIASES = {
-    "bin": "usr/bin",
-    "sbin": "usr/sbin",
-    "lib": "usr/lib",
-    "lib32": "usr/lib32",
-    "lib64": "usr/lib64",
-    "libx32": "usr/libx32",
-    "var/run": "run",
-    "var/lock": "run/lock",
-}
+# Folders that are links: files of packages below the first go below the second. Debian has those of /usr since 12
+# (base-files creates them since 13); var/run and var/lock come from base-files itself.
+_ALIASES = {name: f"usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32")}
+_ALIASES |= {"var/run": "run", "var/lock": "run/lock"}
 _ALWAYS = ("bin", "lib", "sbin")
 # Limit for files that are read into memory because others are generated from them; none in Debian comes near.
 _MAX_SOURCE = 16 << 20
@@ -39,9 +30,9 @@ _MAX_SOURCE = 16 << 20
 def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
     """Return the base made of `debs` (locked package, its file): the same items in the same order each time.
 
-    Parents come before their children; the root itself is not among the items. Each item has `mtime` (seconds
-    since 1970). Raises BuildError, naming the package, for one that is damaged, is not the locked one, or has a
-    file that another one has.
+    Parents come before their children; the root itself is not among the items. Each item has `mtime` (seconds since
+    1970). Raises BuildError, naming the package, for one that is damaged, is not the locked one, or has a file that
+    another one has.
     """
     merge = _Merge(load_rules(), mtime)
     for alias in _ALWAYS:
@@ -49,24 +40,21 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
     installed = []
     # base-files first: it sets the modes of the common folders.
     for deb, path in sorted(debs, key=lambda item: (item[0].name != "base-files", item[0].name)):
-        control = _checked(deb, path)
-        merge.begin(deb.name, control)
+        control = read_control(path, deb.name)
+        has = (control.fields.get("version"), control.fields.get("architecture"))
+        if has != (deb.version, deb.arch):
+            raise BuildError(
+                f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked",
+                "remove the file and fetch it again",
+            )
+        merge.name, merge.listing, merge.conffiles = deb.name, [], {}
+        merge.expected = frozenset(control.conffiles)
         for entry, content in read_data(path, deb.name):
             yield from merge.item(entry, content)
         installed.append(InstalledPackage(control, tuple(merge.listing), dict(merge.conffiles)))
     files = made(merge.rules, merge.sources, frozenset(merge.seen), mtime)
     for entry, data in [*files, *database(installed)]:
         yield from merge.own(entry, data)
-
-
-def _checked(deb: LockedDeb, path: Path) -> Control:
-    control = read_control(path, deb.name)
-    has = (control.fields.get("version"), control.fields.get("architecture"))
-    if has != (deb.version, deb.arch):
-        raise BuildError(
-            f"{path}: holds {deb.name} {has[0]} ({has[1]}), but {deb} is locked", "remove the file and fetch it again"
-        )
-    return control
 
 
 def merged(path: str) -> str:
@@ -81,8 +69,8 @@ def merged(path: str) -> str:
 class _Merge:
     """The state of a merge.
 
-    `seen` maps each path in the tree to its kind and package. `name`, `listing` and `conffiles` belong to the
-    current package: its name, its paths as in the package, and the MD5 of its conffiles.
+    `seen` maps each path in the tree to its kind and package. `name`, `listing`, `conffiles` and `expected` belong to
+    the current package: its name, its paths as in the package, the MD5 of its conffiles so far, the paths of them all.
     """
 
     rules: TreeRules
@@ -92,12 +80,7 @@ class _Merge:
     name: str = ""
     listing: list[str] = field(default_factory=list)
     conffiles: dict[str, str] = field(default_factory=dict)
-    _expected: frozenset[str] = frozenset()
-
-    def begin(self, name: str, control: Control) -> None:
-        """Start the next package."""
-        self.name, self.listing, self.conffiles = name, [], {}
-        self._expected = frozenset(control.conffiles)
+    expected: frozenset[str] = frozenset()
 
     def item(self, entry: Entry, content: Readable | None) -> Tree:
         """Yield the items for an entry of the current package, with missing parents."""
@@ -113,7 +96,9 @@ class _Merge:
         path = merged(entry.path)
         if content is not None:
             content = self._remembered(entry, path, content)
-        if self._dropped(path, entry.kind):
+        # Links directly in usr/share/doc are kept: they lead to a licence elsewhere.
+        licence = entry.kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3
+        if self.rules.drop.fullmatch(path) and not self.rules.keep.fullmatch(path) and not licence:
             return
         if known := self.seen.get(path):
             if entry.kind == known[0] == DIR:
@@ -138,19 +123,19 @@ class _Merge:
             self.name = "envbuild"
             yield from self._parents(entry.path)
             self.seen[entry.path] = (entry.kind, self.name)
-            size = len(data) if data is not None else 0
-            yield (replace(entry, size=size, mtime=self.mtime), io.BytesIO(data) if data is not None else None)
+            content = None if data is None else io.BytesIO(data)
+            yield replace(entry, size=len(data or b""), mtime=self.mtime), content
 
     def alias(self, alias: str) -> Tree:
-        """Yield the link `alias`, once, after the folder that it names; links in /var come later, from made.py."""
+        """Yield the link `alias`, once, after the folder that it names; links in /var come later, from generated.py."""
         if alias not in self.seen and _ALIASES[alias].startswith("usr/"):
             yield from self._parents(_ALIASES[alias] + "/")
             self.seen[alias] = (SYMLINK, "envbuild")
             yield Entry(alias, SYMLINK, 0o777, target=_ALIASES[alias], mtime=self.mtime), None
 
     def _parents(self, path: str) -> Tree:
-        parts = path.split("/")[:-1]
-        for count in range(1, len(parts) + 1):
+        parts = path.split("/")
+        for count in range(1, len(parts)):
             parent = "/".join(parts[:count])
             kind, owner = self.seen.get(parent, ("", ""))
             if not kind:
@@ -161,18 +146,9 @@ class _Merge:
                     f"{self.name}: /{path} lies below /{parent}, which is no folder but a {kind} of {owner}"
                 )
 
-    def _dropped(self, path: str, kind: str) -> bool:
-        """Return whether the slim rules drop `path`.
-
-        Links directly in usr/share/doc are kept: they lead to a licence elsewhere.
-        """
-        if not self.rules.drop.fullmatch(path) or self.rules.keep.fullmatch(path):
-            return False
-        return not (kind == SYMLINK and path.startswith("usr/share/doc/") and path.count("/") == 3)
-
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
         """Return the content again, after keeping a copy if other files are generated from it."""
-        source, conffile = SOURCES.fullmatch(path), entry.path in self._expected
+        source, conffile = SOURCES.fullmatch(path), entry.path in self.expected
         if not (source or conffile):
             return content
         if entry.size > _MAX_SOURCE:

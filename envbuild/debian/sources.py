@@ -20,22 +20,23 @@ _SNAPSHOT = "https://snapshot.debian.org/archive"
 _ETC_APT = Path("/etc/apt")
 _OFF = frozenset({"no", "false", "without", "off", "disable"})
 _SCHEMES = ("http://", "https://", "file:/")
-# Releases and roles of Debian's suites: a server that has one of them has the others too.
+# Debian's releases and their roles: a server that has one of them has the others too.
 _RELEASES = ("bullseye", "bookworm", "trixie", "forky", "sid", "testing", "stable", "oldstable")
 _PROXY = re.compile(r"^\s*Acquire::https?::Proxy\s+\"([^\"]*)\"\s*;", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DebianSuite:
-    """One suite of an archive.
-
-    `url` is the archive's root without a final slash; it may hold credentials, which neither `str()` nor
-    `repr()` shows.
-    """
+    """A suite of an archive; `url` has no final slash; `str()` and `repr()` leave out credentials in it."""
 
     url: str
     suite: str
     components: tuple[str, ...] = ("main",)
+
+    @property
+    def folder(self) -> str:
+        """The URL of its Release file's folder."""
+        return f"{self.url}/dists/{self.suite}"
 
     @property
     def kind(self) -> str:
@@ -58,8 +59,8 @@ def archives(
 ) -> list[DebianSuite]:
     """Return all archives to try, in order: the site's mirror, the host's apt sources, snapshots of `date`.
 
-    Without `security_mirror`, a mirror that ends in "/debian" is assumed to have "/debian-security" beside it,
-    as mirrors do. `date` is ISO 8601 in UTC.
+    Without `security_mirror`, a mirror that ends in "/debian" is assumed to have "/debian-security" beside it, as
+    mirrors do. `date` is ISO 8601 in UTC.
     """
     found = []
     if mirror:
@@ -70,8 +71,8 @@ def archives(
     if security_mirror:
         found.append(DebianSuite(security_mirror.rstrip("/"), suites(suite)[2]))
     found += host_archives(suite, etc)
-    # A snapshot is taken hours after the date in its Release, and a URL leads to the newest snapshot not after
-    # its time: try one day later first. Files that a Release lists stay in the pool for longer than a day.
+    # A snapshot is taken hours after the date in its Release, and a URL leads to the newest snapshot not after its
+    # time: try one day later first. Files that a Release lists stay in the pool for longer than a day.
     when = datetime.strptime(date, "%Y-%m-%dT%H:%M:%SZ")
     for moment in (when + timedelta(days=1), when):
         for name in suites(suite):
@@ -83,9 +84,9 @@ def archives(
 def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
     """Return the archives in this host's apt sources that have `suite`, its updates and its security fixes.
 
-    They are in apt's order of files; there are none if the host is not Debian. If the host uses another Debian
-    release, its servers have `suite` too. Only the component main counts: every host must get the same lock.
-    Raises LockError, naming the file, for one that cannot be read as apt does.
+    They are in apt's order of files; there are none if the host is not Debian. If the host uses another Debian release,
+    its servers have `suite` too. Only the component main counts: every host must get the same lock. Raises LockError,
+    naming the file, for one that cannot be read as apt does.
     """
     same, others = [], []
     for path in _files(etc):
@@ -106,20 +107,14 @@ def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
 
 
 def debian_client(pip: PipConfig, env: Mapping[str, str], etc: Path = _ETC_APT) -> Client:
-    """Return a client for archives, with pip's configuration and the environment.
-
-    When neither names a proxy, apt's proxy is used.
-    """
-    named = pip.proxy or any(env.get(n) for n in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))  # fmt: skip
+    """Return a client for archives, with the proxy of pip's configuration or the environment, else that of apt."""
+    named = pip.proxy or any(env.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))
     proxy = None if named else apt_proxy(etc)
     return Client(replace(pip, proxy=proxy) if proxy else pip, env)
 
 
 def apt_proxy(etc: Path = _ETC_APT) -> str | None:
-    """Return the proxy of apt's configuration if it has the plain form `Acquire::http::Proxy "…";`, else None.
-
-    The last setting counts, as in apt.
-    """
+    """Return the proxy that apt's configuration sets last in the form `Acquire::http::Proxy "…";`, None for none."""
     proxy = None
     for path in [*sorted((etc / "apt.conf.d").glob("*")), etc / "apt.conf"]:
         try:
@@ -149,12 +144,9 @@ def _one_line(text: str) -> Iterator[DebianSuite]:
 def _deb822(text: str, path: Path) -> Iterator[DebianSuite]:
     for paragraph in paragraphs(text):
         fields = parse_control(paragraph, str(path))
-        if "deb" not in fields.get("types", "").split():
-            continue
-        if fields.get("enabled", "yes").strip().lower() in _OFF:
-            continue
-        components = tuple(fields.get("components", "").split())
-        for url in fields.get("uris", "").split():
-            if url.startswith(_SCHEMES):
-                for suite in fields.get("suites", "").split():
-                    yield DebianSuite(url.rstrip("/"), suite, components)
+        listed = {name: fields.get(name, "").split() for name in ("types", "uris", "suites", "components")}
+        if "deb" in listed["types"] and fields.get("enabled", "yes").strip().lower() not in _OFF:
+            for url in listed["uris"]:
+                if url.startswith(_SCHEMES):
+                    for suite in listed["suites"]:
+                        yield DebianSuite(url.rstrip("/"), suite, tuple(listed["components"]))

@@ -20,8 +20,7 @@ from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify
 from envbuild.kinds.docker import DOCKER
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.source_layers import build_layers
-from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compiler import compiler_for
+from envbuild.layers.bytecode import Compiler, compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.requested import RequestedLayers, check_here, for_image
 from envbuild.layers.trainer import Trainer

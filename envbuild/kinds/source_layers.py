@@ -17,7 +17,7 @@ from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
-    from envbuild.layers.build_host import BuildHost
+    from envbuild.layers.source_job import BuildHost
 
 Log = Callable[[str], None]
 BuildHosts = Callable[[Path], AbstractContextManager["BuildHost"]]

@@ -23,7 +23,7 @@ from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result
 from envbuild.kinds.image import PreparedImage, source_date
 from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
-from envbuild.layers.segments import SegmentCache
+from envbuild.layers.layer_cache import SegmentCache
 from envbuild.lock.base import pull
 from envbuild.progress import human_size, transfer
 from envbuild.recipe.targets import Target

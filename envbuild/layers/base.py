@@ -59,13 +59,9 @@ def base_image(
 
 
 def _debian(
-    plan: Plan,
-    lock: DebianLock,
-    compiler: Compiler | None,
-    environment: Environment,
-    maker: LayerCache[M],
+    plan: Plan, lock: DebianLock, compiler: Compiler | None, environment: Environment, maker: LayerCache[M],
     offline: bool,
-) -> BaseImage[M]:
+) -> BaseImage[M]:  # fmt: skip
     from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"
@@ -82,7 +78,7 @@ def _debian(
     key += [[deb.name, deb.version, deb.arch, deb.sha256] for deb in lock.packages]
 
     def tree() -> Tree:
-        files = debian_files(plan, environment, offline=offline)
+        files = locked_files(lock, plan.mtime, environment, offline=offline)
         return with_bytecode(files, compiler, [f"usr/lib/{interpreter}"], plan.mtime)
 
     title = f"Debian {lock.suite}, {len(lock.packages)} packages"
@@ -98,18 +94,9 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
     return f"/{PREFIX}/bin/python", version
 
 
-def debian_files(plan: Plan, environment: Environment, *, offline: bool) -> Tree:
-    """Return the tree of the Debian packages in the base of `plan`; see `locked_files`."""
-    assert plan.base is not None and isinstance(plan.base.base, DebianLock)
-    return locked_files(plan.base.base, plan.mtime, environment, offline=offline)
-
-
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
-    """Return the tree of the Debian packages in `lock`, which are downloaded if they are not in the store.
-
-    Raises BuildError for a package that no archive has.
-    """
-    from envbuild.debian.fetch import fetch_debs
+    """Return the tree of the packages in `lock`, downloaded if needed. Raises BuildError if no archive has one."""
+    from envbuild.debian.base import fetch_debs
     from envbuild.debian.rootfs import debian_tree
     from envbuild.debian.sources import debian_client
 
@@ -121,18 +108,14 @@ def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offl
 
 def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: LayerCache[M]) -> BaseImage[M]:
     assert plan.image is not None
-    arch = Target.parse(plan.target).arch
-    pulled = pull(lock.reference, lock.digest, arch, environment, plan.folder)
-    interpreter, version = plan.image.python, plan.python
+    pulled = pull(lock.reference, lock.digest, Target.parse(plan.target).arch, environment, plan.folder)
     if plan.conda:
         interpreter, version = _conda_python(plan)
     else:
+        interpreter, version = plan.image.python, plan.python
         _check_interpreter(interpreter, pulled, lock, environment.store)
-    layers = image_layers(pulled, lock.reference, maker)
-    return BaseImage(
-        lock.reference, lock.digest, layers, interpreter, version,
-        dict(pulled.config.get("config") or {}), system_packages=not plan.conda,
-    )  # fmt: skip
+    layers, config = image_layers(pulled, lock.reference, maker), dict(pulled.config.get("config") or {})
+    return BaseImage(lock.reference, lock.digest, layers, interpreter, version, config, system_packages=not plan.conda)
 
 
 def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ...]:
@@ -149,17 +132,14 @@ def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ..
 
 
 def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store) -> None:
-    """Raise BuildError when the base does not have the interpreter `python`.
-
-    Reading a large base's tree takes a while, so a positive result is stored.
-    """
+    """Raise BuildError when the base does not have the interpreter `python`."""
+    # Reading a large base's tree takes a while, so a positive result is stored.
     note = store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
     with contextlib.suppress(OSError, ValueError):
         if python in json.loads(note.read_text(encoding="utf-8")):
             return
     tree = open_image(pulled)
-    path = python.strip("/")
-    if not has_file(tree, path):
+    if not has_file(tree, python.strip("/")):
         near = sorted(f"/{name}" for name in tree.entries if re.search(r"(^|/)bin/python3\.\d+$", name))
         raise BuildError(
             f"{lock.reference} has no {python}",

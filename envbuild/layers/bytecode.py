@@ -12,10 +12,12 @@ fixed share of the modules, regardless of the number of processors.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -24,8 +26,10 @@ from dataclasses import dataclass
 from typing import IO
 
 from envbuild import process
+from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
+from envbuild.layers.contents import Joined
 from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
@@ -71,6 +75,22 @@ class Compiler:
         return f"{self.tag} {self.version} {self.magic.hex()}"
 
 
+def compiler_for(python: str, environment: Environment) -> Compiler:
+    """Return the host's Python `python` ("3.11"): envbuild's own, else one that uv finds. Raises HostError for none."""
+    if ".".join(map(str, sys.version_info[:2])) == python and sys.implementation.cache_tag:
+        return find_compiler(sys.executable)
+    command = [environment.uv, "python", "find", "--no-project", "--no-config", python]
+    done = process.run(command, env=environment.uv_environment(), check=False)
+    path = done.stdout.strip()
+    if done.returncode != 0 or not os.path.exists(path):
+        raise HostError(
+            f"no Python {python} on this host to make the image's bytecode with",
+            f"install Python {python} (`uv python install {python}`), or build with --no-bytecode: every start in the "
+            "container is slower then",
+        )
+    return find_compiler(path)
+
+
 def find_compiler(python: str) -> Compiler:
     """Query the version of the interpreter at `python`. Raises HostError when it does not run."""
     done = process.run([python, "-S", "-c", _IDENTITY], check=False, env=_environment())
@@ -90,51 +110,34 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
         yield from tree
         return
     prefixes = tuple(folder + "/" for folder in below)
-    with closing(tree), _spool() as spool, _Pool(compiler, spool) as pool:
+    with closing(tree), _Pool(compiler) as pool:
         own: set[str] = set()  # numpy's wheel contains a .pyc, which its RECORD lists
         for entry, content in tree:
             if entry.path.endswith(".pyc"):
                 own.add(entry.path)
-            if content is not None and _is_module(entry, prefixes):
+            is_module = entry.path.endswith(".py") and entry.path.startswith(prefixes) and entry.size <= _MAX_SOURCE
+            if content is not None and is_module:
                 source = _whole(content, entry.size)
                 if len(source) == entry.size:  # else the writer of the tree raises an error
                     pool.add(entry.path, source)
-                content = _Joined(source, content)
+                content = Joined(source, content)
             yield entry, content
-        for entry, content in _compiled(pool, compiler, mtime):
-            if entry.path not in own:
-                yield entry, content
-
-
-def _is_module(entry: Entry, prefixes: tuple[str, ...]) -> bool:
-    return (
-        entry.kind == FILE
-        and entry.path.endswith(".py")
-        and entry.path.startswith(prefixes)
-        and entry.size <= _MAX_SOURCE
-    )
+        for path, source_size, code in pool.results():
+            folder, _, name = path.rpartition("/")
+            place = f"{folder}/__pycache__/{name.removesuffix('.py')}.{compiler.tag}.pyc"
+            if place not in own:
+                # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
+                data = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size) + code
+                yield Entry(place, FILE, 0o644, len(data), mtime=mtime), io.BytesIO(data)
 
 
 def _whole(content: Readable, size: int) -> bytes:
-    """Read `size` bytes, fewer when the content is shorter; a single read may return less than is available."""
+    # A single read may return less than is available.
     parts = []
     while size and (data := content.read(size)):
         parts.append(data)
         size -= len(data)
     return b"".join(parts)
-
-
-@contextlib.contextmanager
-def _spool() -> Iterator[IO[bytes]]:
-    try:
-        stream = tempfile.TemporaryFile()  # noqa: SIM115
-    except OSError as error:
-        raise _no_room(error) from error
-    try:
-        yield stream
-    finally:
-        with contextlib.suppress(OSError):  # a full disk was already reported by a write
-            stream.close()
 
 
 def _no_room(error: OSError) -> BuildError:
@@ -143,65 +146,36 @@ def _no_room(error: OSError) -> BuildError:
     )
 
 
-def _compiled(pool: _Pool, compiler: Compiler, mtime: int) -> Tree:
-    for path, source_size, code in pool.results():
-        folder, _, name = path.rpartition("/")
-        # PEP 552: magic, flags 0 (timestamp), the source's mtime and size.
-        head = compiler.magic + struct.pack("<III", 0, mtime & 0xFFFFFFFF, source_size)
-        place = f"{folder}/__pycache__/{name.removesuffix('.py')}.{compiler.tag}.pyc"
-        yield Entry(place, FILE, 0o644, len(head) + code.size, mtime=mtime), _Joined(head, code)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of the spool, read from start to end."""
-
-    spool: IO[bytes]
-    at: int
-    size: int
-
-    def read(self, size: int = -1, /) -> bytes:
-        count = self.size if size < 0 else min(size, self.size)
-        data = os.pread(self.spool.fileno(), count, self.at)
-        self.at += len(data)
-        self.size -= len(data)
-        return data
-
-
-@dataclass(slots=True)
-class _Joined:
-    """Bytes, followed by the rest of a content."""
-
-    head: bytes
-    rest: Readable
-
-    def read(self, size: int = -1, /) -> bytes:
-        count = len(self.head) if size < 0 else size
-        data, self.head = self.head[:count], self.head[count:]
-        if size < 0 or len(data) < size:
-            data += self.rest.read(size if size < 0 else size - len(data))
-        return data
-
-
 class _Pool:
-    """A pool of compiling processes that receive the modules in shares; the results are in `spool`."""
+    """A pool of compiling processes that receive the modules in shares; the results are in a temporary file."""
 
-    def __init__(self, compiler: Compiler, spool: IO[bytes]) -> None:
-        self._compiler, self._spool, self._end = compiler, spool, 0
+    def __init__(self, compiler: Compiler) -> None:
+        try:
+            self._spool: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError as error:
+            raise _no_room(error) from error
+        self._compiler = compiler
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._threads, self._most = Workers(processes), processes + 2
-        self._children = _Children()
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         self._share: _Share = []
         self._size = 0
         self._waiting: deque[Answer[_Compiled]] = deque()
-        self._done: list[tuple[str, int, _Piece]] = []
+        self._done: list[tuple[str, int, int]] = []  # (path, size of the source, size of the code)
 
     def __enter__(self) -> _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._children.stop()  # none is left except after an error or Ctrl-C
+        with self._lock:
+            self._stopped = True
+            for child in self._running:  # none is left except after an error or Ctrl-C
+                child.kill()
         self._threads.close()
+        with contextlib.suppress(OSError):  # a full disk was already reported by a write
+            self._spool.close()
 
     def add(self, path: str, source: bytes) -> None:
         self._share.append((path, source))
@@ -211,17 +185,18 @@ class _Pool:
         while len(self._waiting) > self._most or (self._waiting and self._waiting[0].ready()):
             self._collect()
 
-    def results(self) -> Iterator[tuple[str, int, _Piece]]:
+    def results(self) -> Iterator[tuple[str, int, bytes]]:
         """Yield (path, size of the source, compiled code) of each module, in the order of submission."""
         self._send()
         while self._waiting:
             self._collect()
-        yield from self._done
+        self._spool.seek(0)
+        for path, source_size, size in self._done:
+            yield path, source_size, self._spool.read(size)
 
     def _send(self) -> None:
         if self._share:
-            job = self._threads.submit(_compile, self._compiler, self._share, self._children)
-            self._waiting.append(job)
+            self._waiting.append(self._threads.submit(self._compile, self._share))
             self._share, self._size = [], 0
 
     def _collect(self) -> None:
@@ -230,23 +205,32 @@ class _Pool:
             for path, size, code in modules:
                 if code:
                     self._spool.write(code)
-                    self._done.append((path, size, _Piece(self._spool, self._end, len(code))))
-                    self._end += len(code)
+                    self._done.append((path, size, len(code)))
             self._spool.flush()
         except OSError as error:
             raise _no_room(error) from error
 
+    def _compile(self, share: _Share) -> _Compiled:
+        frames = []
+        for path, source in share:
+            name = os.fsencode("/" + path)
+            frames += [struct.pack("<II", len(name), len(source)), name, source]
+        status, out = self._run(b"".join(frames))
+        results, at = [], 0
+        for path, source in share:
+            start = at + 4
+            at = start + int.from_bytes(out[at:start], "little")
+            if len(out) < max(start, at):
+                raise HostError(
+                    f"{self._compiler.python} ended with status {status} while compiling /{path}",
+                    "build with --no-bytecode: every start in the container is slower then",
+                )
+            results.append((path, len(source), out[start:at]))
+        return results
 
-class _Children:
-    """The running compiling processes. After `stop`, none is started."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
-
-    def run(self, command: list[str], data: bytes) -> tuple[int, bytes]:
-        """Run `command` with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
+    def _run(self, data: bytes) -> tuple[int, bytes]:
+        """Run a process with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
+        command = [self._compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
         with self._lock:
             if self._stopped:
                 return -signal.SIGKILL, b""
@@ -265,32 +249,6 @@ class _Children:
             with self._lock:
                 self._running.discard(child)
         return child.returncode, out
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for child in self._running:
-                child.kill()
-
-
-def _compile(compiler: Compiler, share: _Share, children: _Children) -> _Compiled:
-    frames = []
-    for path, source in share:
-        name = os.fsencode("/" + path)
-        frames += [struct.pack("<II", len(name), len(source)), name, source]
-    command = [compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
-    status, out = children.run(command, b"".join(frames))
-    results, at = [], 0
-    for path, source in share:
-        start = at + 4
-        at = start + int.from_bytes(out[at:start], "little")
-        if len(out) < max(start, at):
-            raise HostError(
-                f"{compiler.python} ended with status {status} while compiling /{path}",
-                "build with --no-bytecode: every start in the container is slower then",
-            )
-        results.append((path, len(source), out[start:at]))
-    return results
 
 
 def _environment() -> dict[str, str]:

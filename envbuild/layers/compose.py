@@ -1,7 +1,4 @@
-"""Content, order and titles of an image's layers.
-
-docs/reference/layering.md explains the order and the grouping.
-"""
+"""Content, order and titles of an image's layers; docs/reference/layering.md explains order and grouping."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 # overlayfs supports 127 layers, including those of the base.
 LARGE = 100_000
 MOST_LARGE = 60
-
-
 Frame = list[tuple[Entry, BytesIO | None]]
 
 
@@ -81,14 +76,10 @@ def alone(*kinds: Sequence[Sized]) -> list[int]:
 
 
 def groups(packages: Sequence[S], alone: int) -> list[list[S]]:
-    """Return the packages of each layer.
-
-    Each of the `alone` largest packages has its own layer, largest first; the others share the last one, sorted by
-    name.
-    """
+    """Return the packages of each layer: the `alone` largest ones, largest first, and the others, sorted by name."""
     by_size = sorted(packages, key=lambda package: (-package.size, package.name))
     small = sorted(by_size[alone:], key=lambda package: package.name)
-    return [[package] for package in by_size[:alone]] + ([small] if small else [])
+    return [*([package] for package in by_size[:alone]), *([small] if small else [])]
 
 
 def title_of(packages: Sequence[tuple[str, str]]) -> str:
@@ -98,14 +89,10 @@ def title_of(packages: Sequence[tuple[str, str]]) -> str:
 
 
 def wheel_parts(
-    wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int, most: int = MOST_LARGE
+    wheels: Sequence[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int, alone: int
 ) -> list[LayerRequest]:
-    """Return the layers of `wheels`.
-
-    Each large wheel has its own layer, but at most `most` of them, largest first; the others share the last one.
-    """
-    large = sum(wheel.size >= LARGE for wheel in wheels)
-    return [_wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, min(large, most))]
+    """Return the layers of `wheels`: each of the `alone` largest wheels in its own, the others in the last one."""
+    return [_wheel_part(group, scheme, compiler, mtime) for group in groups(wheels, alone)]
 
 
 def _wheel_part(group: list[WheelFile], scheme: Scheme, compiler: Compiler | None, mtime: int) -> LayerRequest:
@@ -134,41 +121,27 @@ def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> 
 
 
 def environment_part(
-    trainer: WheelFile,
-    scheme: Scheme,
-    interpreter: str,
-    python_version: str,
-    state: str,
-    compiler: Compiler | None,
-    mtime: int,
-    *,
-    system_packages: bool,
-    conda: bool = False,
-    folders: Sequence[str] = (),
-) -> LayerRequest:
+    trainer: WheelFile, scheme: Scheme, interpreter: str, python_version: str, state: str, compiler: Compiler | None,
+    mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
+) -> LayerRequest:  # fmt: skip
     """Return the last layer: the environment's frame, the trainer and envbuild.json with the content `state`.
 
     `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's Python; a
     `conda` environment contains its own Python and needs only conda's marker file. `folders` are created if the base
     lacks them.
     """
-    if conda:
-        # conda, mamba and pixi treat a folder with this file as an environment.
-        history = Entry(f"{scheme.prefix}/conda-meta/history", FILE, 0o644, mtime=mtime)
-        frame: Frame = [(history, None)]
-    else:
-        frame = _frame(scheme, interpreter, python_version, system_packages, mtime)
-    record = state.encode()
+    # conda, mamba and pixi treat a folder with this file as an environment.
+    marker: Frame = [(Entry(f"{scheme.prefix}/conda-meta/history", mtime=mtime), None)]
+    frame = marker if conda else _frame(scheme, interpreter, python_version, system_packages, mtime)
+
+    def content() -> Tree:
+        yield from frame
+        yield from wheel_tree(trainer.path, scheme, mtime)
+        for folder in folders:
+            yield Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime), None
+        yield _file(f"{scheme.prefix}/envbuild.json", state, mtime)
 
     def tree() -> Tree:
-        def content() -> Tree:
-            yield from frame
-            yield from wheel_tree(trainer.path, scheme, mtime)
-            for folder in folders:
-                yield (Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime), None)
-            place = f"{scheme.prefix}/envbuild.json"
-            yield Entry(place, FILE, 0o644, len(record), mtime=mtime), BytesIO(record)
-
         modules = with_bytecode(content(), compiler, [scheme.site_packages], mtime)
         with closing(with_parents(modules, mtime)) as files:
             for entry, stream in files:
@@ -187,20 +160,23 @@ def _frame(scheme: Scheme, interpreter: str, python_version: str, system_package
         f"include-system-site-packages = {str(system_packages).lower()}\n"
         f"version = {python_version}\n"
         f"executable = {interpreter}\n"
-    ).encode()
-    links = {"python": interpreter, "python3": "python", f"python{scheme.python}": "python"}
-    frame: Frame = [(Entry(f"{scheme.prefix}/pyvenv.cfg", FILE, 0o644, len(config), mtime=mtime), BytesIO(config))]
-    for name, target in links.items():
+    )
+    frame: Frame = [_file(f"{scheme.prefix}/pyvenv.cfg", config, mtime)]
+    for name, target in (("python", interpreter), ("python3", "python"), (f"python{scheme.python}", "python")):
         frame.append((Entry(f"{scheme.scripts}/{name}", SYMLINK, 0o777, 0, target, mtime=mtime), None))
     if system_packages:
         # The base's own torchrun would start the base's interpreter, without this environment.
         text = (
             f"#!{scheme.interpreter}\nimport sys\nfrom torch.distributed.run import main\n"
             'if __name__ == "__main__":\n    sys.exit(main())\n'
-        ).encode()
-        entry = Entry(f"{scheme.scripts}/torchrun", FILE, 0o755, len(text), mtime=mtime)
-        frame.append((entry, BytesIO(text)))
+        )
+        frame.append(_file(f"{scheme.scripts}/torchrun", text, mtime, 0o755))
     return frame
+
+
+def _file(path: str, text: str, mtime: int, mode: int = 0o644) -> tuple[Entry, BytesIO]:
+    data = text.encode()
+    return Entry(path, FILE, mode, len(data), mtime=mtime), BytesIO(data)
 
 
 def key_of(kind: str, inputs: object) -> str:

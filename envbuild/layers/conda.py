@@ -1,11 +1,11 @@
-"""A conda package as a tree: every file at its installed path, streamed from the archive, and the package's record.
+"""Layers of conda packages: every file at its installed path, streamed from the archive, and the package's record.
 
 Sources: conda's "Package specification"; conda enhancement proposal 17 (paths of noarch Python packages); the records
 in conda-meta as conda and rattler write them. The tests compare with an installation by rattler.
 
 Differences from conda: modes are 0644 and 0755, times are fixed, and bytecode in `__pycache__` is left out, because it
 contains the times of the sources. The record lists the installed files, so neither this bytecode nor files that another
-package replaces.
+package replaces. The layers are ordered and grouped like those of wheels; see docs/reference/layering.md.
 """
 
 from __future__ import annotations
@@ -15,22 +15,62 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
+from envbuild.image.layer import with_parents
 from envbuild.image.tar_stream import Member
-from envbuild.layers.conda_package import Info, PackagePath, agrees, package_files, read_info
-from envbuild.layers.conda_paths import CondaFile, entry_points, is_bytecode, place_of
-from envbuild.layers.prefixes import replaced_binary, replaced_text
+from envbuild.layers.bytecode import Compiler, with_bytecode
+from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
+from envbuild.layers.conda_files import BYTECODE, CondaFile, Shared, entry_points, place_of
+from envbuild.layers.conda_package import (
+    Info,
+    PackagePath,
+    agrees,
+    package_files,
+    read_info,
+    replaced_binary,
+    replaced_text,
+)
+from envbuild.layers.contents import HashedContent
 from envbuild.layers.wheel import Scheme
-from envbuild.lock.conda import CondaPackage
 
 META = "conda-meta"
 _STEP = 1 << 18
 # A text file with a replaced prefix is spooled until its length is known: a small one in memory, a larger one on disk.
 _IN_MEMORY = 4 << 20
+
+
+def conda_parts(
+    files: Sequence[CondaFile], shared: Shared, scheme: Scheme, compiler: Compiler | None, mtime: int, alone: int
+) -> list[LayerRequest]:
+    """Return the layers of `files`: each of the `alone` largest packages in its own, the others in the last one."""
+    return [_part(group, shared, scheme, compiler, mtime) for group in groups(files, alone)]
+
+
+def _part(
+    group: Sequence[CondaFile], shared: Shared, scheme: Scheme, compiler: Compiler | None, mtime: int
+) -> LayerRequest:
+    without = [shared.without.get(file.name, ()) for file in group]
+    key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
+    for file, lost in zip(group, without, strict=True):
+        one = file.package
+        # Inputs of the record in conda-meta besides the package's own content.
+        told = [one.subdir, one.url, one.md5, one.depends]
+        key.append([one.name, one.version, one.build, one.sha256, told, lost])
+
+    def files() -> Tree:
+        for file, lost in zip(group, without, strict=True):
+            yield from conda_tree(file, scheme, mtime, frozenset(lost))
+
+    def tree() -> Tree:
+        # The standard library and site-packages.
+        modules = [f"{scheme.prefix}/lib/python{scheme.python}"]
+        return with_parents(with_bytecode(files(), compiler, modules, mtime), mtime)
+
+    return LayerRequest(title_of([(f.name, f.package.version) for f in group]), key_of("conda", key), tree)
 
 
 def conda_tree(file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str] = frozenset()) -> Tree:
@@ -42,33 +82,18 @@ def conda_tree(file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[s
     yield from _Tree(file, scheme, mtime, without).tree()
 
 
-class _Checked:
-    """A file's content, hashed while it is read; at its end the digest must match the listed one."""
+class _Checked(HashedContent):
+    """A hashed content of `whole` bytes; at its end, the digest must be `wanted` (hexadecimal) if that is not ""."""
 
-    def __init__(self, content: Readable, size: int, wanted: str, where: str) -> None:
-        self._content, self._left, self._wanted, self._where = content, size, wanted, where
-        self._sha256 = hashlib.sha256()
-        if not size:
-            self._check()
+    def __init__(self, content: Readable, whole: int, wanted: str, where: str) -> None:
+        super().__init__(content)
+        self._whole, self._wanted, self._where = whole, wanted, where
 
     def read(self, size: int = -1, /) -> bytes:
-        data = self._content.read(size)
-        if data:
-            self._sha256.update(data)
-            self._left -= len(data)
-            if self._left <= 0:
-                self._check()
-        return data
-
-    def digest(self) -> str:
-        """Read the rest, and return the digest of the whole content."""
-        while self.read(_STEP):
-            pass
-        return self._sha256.hexdigest()
-
-    def _check(self) -> None:
-        if self._wanted and self._sha256.hexdigest() != self._wanted:
+        data = super().read(size)
+        if self._wanted and self.size >= self._whole and self._sha256.hexdigest() != self._wanted:
             raise BuildError(f"{self._where}: not the file that info/paths.json lists")
+        return data
 
 
 class _Pieces:
@@ -98,8 +123,10 @@ class _Tree:
         self._modes: dict[str, int] = {}
 
     def tree(self) -> Tree:
-        info = read_info(self._file.path)
-        _check_index(info, self._file.package, self._name)
+        info, package = read_info(self._file.path), self._file.package
+        names = [str(info.index.get(key)) for key in ("name", "version", "build")]
+        if names != [package.name, package.version, package.build]:
+            raise BuildError(f"{self._name}: it is {' '.join(names)}, locked is {package.stem}")
         missing = set(info.paths)
         with contextlib.closing(package_files(self._file.path)) as files:
             for member, content in files:
@@ -109,22 +136,21 @@ class _Tree:
                 missing.discard(member.name)
                 yield from self._member(listed, member, content, info)
         if missing:
-            names = ", ".join(sorted(missing)[:3])
-            raise BuildError(f"{self._name}: info/paths.json lists files that the package does not contain: {names}")
+            some = ", ".join(sorted(missing)[:3])
+            raise BuildError(f"{self._name}: info/paths.json lists files that the package does not contain: {some}")
         for path, script in entry_points(info, self._scheme, self._name):
             if path not in self._rows and path not in self._without:
                 yield self._whole(path, script, 0o755)
-                row = {"path_type": "unix_python_entry_point", "sha256": _sha256(script)}
-                self._rows[path] = {"_path": path, **row, "size_in_bytes": len(script)}
-        record = self._record(info)
-        yield self._whole(f"{META}/{self._file.package.stem}.json", record, 0o644)
+                digest = {"sha256": _sha256(script), "size_in_bytes": len(script)}
+                self._rows[path] = {"_path": path, "path_type": "unix_python_entry_point", **digest}
+        yield self._whole(f"{META}/{self._file.package.stem}.json", self._record(info), 0o644)
 
     def _member(self, listed: PackagePath, member: Member, content: Readable | None, info: Info) -> Tree:
         where = f"{self._name}: {member.name}"
         if not agrees(listed, member):
             raise BuildError(f"{where}: a {member.kind}, which info/paths.json does not list")
         place = place_of(listed.path, info, self._scheme)
-        if place in self._without or is_bytecode(place):
+        if place in self._without or BYTECODE.fullmatch(place):
             return
         if place in self._rows:
             raise BuildError(f"{where}: comes twice")
@@ -141,9 +167,8 @@ class _Tree:
             row |= {"sha256": listed.sha256} if listed.sha256 else {}
         elif member.kind == SYMLINK:
             yield Entry(self._path(place), SYMLINK, 0o777, 0, member.link, mtime=self._mtime), None
-            text = _sha256(member.link.encode("utf-8", "surrogateescape"))
-            row["path_type"] = "softlink"
-            row |= _digests(listed.sha256, text) | {"size_in_bytes": listed.size or 0}
+            digests = _digests(listed.sha256, _sha256(member.link.encode("utf-8", "surrogateescape")))
+            row |= digests | {"path_type": "softlink", "size_in_bytes": listed.size or 0}
         else:
             raise BuildError(f"{where}: a member of kind {member.kind!r}")
 
@@ -155,42 +180,29 @@ class _Tree:
         old, new = listed.placeholder.encode(), f"/{self._scheme.prefix}".encode()
         if not old:
             yield self._entry(place, mode, member.size), original
-            row |= {"sha256": original.digest(), "size_in_bytes": member.size}
+            row |= {"sha256": original.digest().hex(), "size_in_bytes": member.size}
             return
         chunks = iter(lambda: original.read(_STEP), b"")
-        replaced = replaced_text if listed.mode == "text" else replaced_binary
-        size, spooled = member.size, None
-        try:
-            pieces = replaced(chunks, old, new, where)
+        with contextlib.ExitStack() as stack:
             if listed.mode == "text":
-                spooled = _spool(pieces)
-                size = spooled.tell()
-                spooled.seek(0)
-            source: Readable = cast("Readable", spooled) if spooled else _Pieces(pieces)
-            result = _Checked(source, size, "", self._name)
+                source, size = stack.enter_context(_spooled(replaced_text(chunks, old, new)))
+            else:
+                source, size = _Pieces(replaced_binary(chunks, old, new, where)), member.size
+            result = HashedContent(source)
             yield self._entry(place, mode, size), result
-            row |= _digests(original.digest(), result.digest())
-        finally:
-            if spooled:
-                spooled.close()
-        row |= {"size_in_bytes": size, "file_mode": listed.mode}
-        row["prefix_placeholder"] = listed.placeholder
+            row |= _digests(original.digest().hex(), result.digest().hex())
+        row |= {"size_in_bytes": size, "file_mode": listed.mode, "prefix_placeholder": listed.placeholder}
 
     def _hard_link(self, listed: PackagePath, member: Member, info: Info, place: str, row: dict[str, Any]) -> Tree:
-        """Yield a second name of a file as a hard link.
-
-        It is a separate file when the tree has no such file, or the two have different placeholders.
-        """
+        """Yield a second name of a file as a hard link, or as a file if the first one is missing or would differ."""
         name = member.link.removeprefix("./")
         other = info.paths.get(name)
         target = place_of(name, info, self._scheme)
         same = other and (other.placeholder, other.mode) == (listed.placeholder, listed.mode)
         if same and target in self._modes:
             mode = self._modes[place] = self._modes[target]
-            link = self._path(target)
-            yield Entry(self._path(place), HARDLINK, mode, 0, link, mtime=self._mtime), None
-            own = ("_path", "path_type", "no_link")
-            row |= {k: v for k, v in self._rows[target].items() if k not in own}
+            yield Entry(self._path(place), HARDLINK, mode, 0, self._path(target), mtime=self._mtime), None
+            row |= {k: v for k, v in self._rows[target].items() if k not in ("_path", "path_type", "no_link")}
             return
         # Reread the archive for the target's content. Rare: the target was replaced by another package, or is bytecode.
         with contextlib.closing(package_files(self._file.path)) as files:
@@ -227,28 +239,21 @@ class _Tree:
         return self._entry(place, mode, len(data)), io.BytesIO(data)
 
 
-def _check_index(info: Info, package: CondaPackage, where: str) -> None:
-    """Raise BuildError for another package than the locked one."""
-    names = [str(info.index.get(key)) for key in ("name", "version", "build")]
-    if names != [package.name, package.version, package.build]:
-        raise BuildError(f"{where}: it is {' '.join(names)}, locked is {package.stem}")
-
-
-def _spool(pieces: Iterable[bytes]) -> tempfile.SpooledTemporaryFile[bytes]:
-    spooled: tempfile.SpooledTemporaryFile[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
-    try:
-        for piece in pieces:
-            spooled.write(piece)
-    except OSError as error:
-        spooled.close()
-        raise BuildError(
-            f"no temporary file for a text with its prefix: {error.strerror}",
-            "set TMPDIR to a writable folder with free disk space",
-        ) from error
-    except BaseException:
-        spooled.close()
-        raise
-    return spooled
+@contextlib.contextmanager
+def _spooled(pieces: Iterable[bytes]) -> Iterator[tuple[Readable, int]]:
+    """Yield the joined pieces as a content, and their size."""
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as spooled:
+        try:
+            for piece in pieces:
+                spooled.write(piece)
+            size = spooled.tell()
+            spooled.seek(0)
+        except OSError as error:
+            raise BuildError(
+                f"no temporary file for a text with its prefix: {error.strerror}",
+                "set TMPDIR to a writable folder with free disk space",
+            ) from error
+        yield cast("Readable", spooled), size
 
 
 def _digests(original: str, result: str) -> dict[str, str]:

@@ -1,29 +1,30 @@
-"""A conda package as a stream: its metadata, and its files in the order of its archive.
+"""A conda package as a stream: its metadata, its files in the order of its archive, and the prefix in these files.
 
 Sources: conda's "Package specification" (info/index.json, paths.json, link.json, and files, has_prefix and no_link of
 packages without paths.json); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
-pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar.
+pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar. Details of prefixes follow rattler, with
+which the tests compare: in a text, each placeholder is replaced; in a binary file, each placeholder in a NUL-terminated
+string is replaced, and the string is padded with NULs to its old length.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import shlex
 import zipfile
-import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
-from envbuild.image.entry import DIR, FILE, Readable
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Readable
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
+from envbuild.layers.contents import Guarded, reading
 
 # These files are read as a whole; torch's paths.json has 4 MiB.
 _MAX_INFO = 64 << 20
@@ -31,8 +32,13 @@ _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix", "no
 # The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# A longer string with a placeholder is an error: real ones are paths and lists of paths.
+_MAX_STRING = 16 << 20
+# The kinds of members that a path of a kind may have.
+_MEMBER_KINDS = {
+    "directory": (DIR,), "softlink": (SYMLINK,), "hardlink": (FILE, HARDLINK), "": (FILE, HARDLINK, SYMLINK)
+}  # fmt: skip
 Files = Generator[tuple[Member, Readable | None], None, None]
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,8 @@ class PackagePath:
 class Info:
     """The metadata of a package.
 
-    It consists of index.json unchanged, the installed paths by their names in the archive, and a noarch Python
-    package's entry points ("NAME = MODULE:FUNCTION").
+    `index` is its index.json, `paths` has the installed paths by their names in the archive, `entry_points` are those
+    of a noarch Python package ("NAME = MODULE:FUNCTION").
     """
 
     index: dict[str, Any]
@@ -72,22 +78,18 @@ class Info:
 
 
 def read_info(package: Path) -> Info:
-    """Return the metadata of `package`, a .conda or .tar.bz2 file, without reading its files.
-
-    Raises BuildError, naming the package, when it is not a conda package, or is damaged.
-    """
+    """Return the metadata of `package` without reading its files. Raises BuildError for a damaged package."""
     found: dict[str, bytes] = {}
     with contextlib.closing(_members(package, "info")) as items:
         for member, content in items:
-            name = clean(member.name, package.name)
-            folder, _, rest = name.partition("/")
+            folder, _, rest = member.name.partition("/")
             if folder != "info":
                 # In a .tar.bz2, info/ comes first, or (from old builders) last.
                 if "index.json" in found and ("paths.json" in found or "files" in found):
                     break
             elif rest in _METADATA and content is not None:
                 if member.size > _MAX_INFO:
-                    raise BuildError(f"{package.name}: {name} has {member.size} bytes")
+                    raise BuildError(f"{package.name}: {member.name} has {member.size} bytes")
                 found[rest] = content.read(member.size)
     return _info(found, package.name)
 
@@ -100,17 +102,12 @@ def package_files(package: Path) -> Files:
     """
     with contextlib.closing(_members(package, "pkg")) as items:
         for member, content in items:
-            member.name = clean(member.name, package.name)
-            if member.name == "info" or member.name.startswith("info/"):
-                continue
-            yield member, content
+            if member.name.partition("/")[0] != "info":
+                yield member, content
 
 
 def clean(name: str, package: str) -> str:
-    """Return a path in an archive without "./" before and "/" after it.
-
-    Raises BuildError for a path that leads outside.
-    """
+    """Return a path in an archive without "./" before and "/" after it. Raises BuildError if it leads outside."""
     path = name.removeprefix("./").rstrip("/")
     if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(path.split("/")):
         if name.rstrip("/") in (".", ""):
@@ -119,41 +116,30 @@ def clean(name: str, package: str) -> str:
     return path
 
 
-def damaged(package: str, error: Exception) -> BuildError:
-    """Return the error for an archive that cannot be read."""
-    if isinstance(error, OSError) and error.strerror:
-        return BuildError(f"{package}: cannot be read: {error.strerror}")
-    return BuildError(f"{package}: not a conda package, or damaged: {error or type(error).__name__}")
-
-
 def _members(package: Path, part: str) -> Files:
     """Yield the members of the part `info` or `pkg`; all members of a .tar.bz2, which has no parts."""
-    name = package.name
-    try:
-        with contextlib.ExitStack() as stack:
-            if name.endswith(".tar.bz2"):
-                raw = stack.enter_context(_open_bz2(package))
-                stream = cast(BinaryIO, _Forward(raw, name))
-            else:
-                archive = stack.enter_context(zipfile.ZipFile(package))
-                inner = stack.enter_context(archive.open(_part(archive, part, name)))
-                guarded = cast(BinaryIO, _Forward(inner, name))
-                stream = decompressed(guarded, f"{name}: {part}")
-            for member, content in tar_items(stream, name):
-                if clean(member.name, name):
-                    yield member, content
-    except _DAMAGE as error:
-        raise damaged(name, error) from error
+    name, kind = package.name, "conda package"
+    with reading(name, kind), contextlib.ExitStack() as stack:
+        if name.endswith(".tar.bz2"):
+            import bz2
 
-
-def _open_bz2(package: Path) -> IO[bytes]:
-    import bz2
-
-    return bz2.open(package, "rb")
+            stream = cast(BinaryIO, Guarded(stack.enter_context(bz2.open(package)), name, kind))
+        else:
+            archive = stack.enter_context(zipfile.ZipFile(package))
+            inner = stack.enter_context(archive.open(_part(archive, part, name)))
+            stream = decompressed(cast(BinaryIO, Guarded(inner, name, kind)), f"{name}: {part}")
+        for member, content in tar_items(stream, name):
+            member.name = clean(member.name, name)
+            if member.name:
+                yield member, content
 
 
 def _part(archive: zipfile.ZipFile, part: str, name: str) -> zipfile.ZipInfo:
-    version = json.loads(archive.read("metadata.json")) if _has(archive, "metadata.json") else {}
+    version = {}
+    if (info := archive.NameToInfo.get("metadata.json")) is not None:
+        if info.file_size > _MAX_INFO:
+            raise ValueError("metadata.json is too large")
+        version = json.loads(archive.read(info))
     number = version.get("conda_pkg_format_version") if isinstance(version, dict) else None
     if number != 2:
         raise BuildError(f"{name}: a conda package of format {number!r}, only 2 is known")
@@ -162,30 +148,6 @@ def _part(archive: zipfile.ZipFile, part: str, name: str) -> zipfile.ZipInfo:
     if len(found) != 1:
         raise BuildError(f"{name}: a conda package has one {part}-*.tar.zst, this has {len(found)}")
     return found[0]
-
-
-def _has(archive: zipfile.ZipFile, name: str) -> bool:
-    if name not in archive.namelist():
-        return False
-    if archive.getinfo(name).file_size > _MAX_INFO:
-        raise ValueError(f"{name} is too large")
-    return True
-
-
-class _Forward(io.RawIOBase):
-    """A forward-only stream that turns exceptions from damaged data into BuildError."""
-
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
-        try:
-            return self._stream.read(size)
-        except _DAMAGE as error:
-            raise damaged(self._name, error) from error
 
 
 def _info(found: dict[str, bytes], package: str) -> Info:
@@ -263,11 +225,52 @@ def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
 
 def agrees(listed: PackagePath, member: Member) -> bool:
     """Return whether a member of the archive has the listed kind and size."""
-    if listed.kind == "directory":
-        return member.kind == DIR
-    if listed.kind == "softlink":
-        return member.kind == "symlink"
-    if listed.kind == "hardlink":
-        sized = member.kind != FILE or listed.size is None or listed.size == member.size
-        return member.kind in (FILE, "hardlink") and sized
-    return member.kind in (FILE, "hardlink", "symlink")
+    sized = listed.kind != "hardlink" or member.kind != FILE or listed.size in (None, member.size)
+    return member.kind in _MEMBER_KINDS[listed.kind] and sized
+
+
+def replaced_text(chunks: Iterable[bytes], old: bytes, new: bytes) -> Iterator[bytes]:
+    """Yield `chunks` with `new` in place of each `old`."""
+    held = b""
+    for chunk in chunks:
+        # A possible start of another placeholder is held back until more data arrives.
+        *whole, held = (held + chunk).split(old)
+        for piece in whole:
+            yield piece + new
+        keep = _start_length(held, old)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+            held = held[len(held) - keep :]
+    yield held
+
+
+def replaced_binary(chunks: Iterable[bytes], old: bytes, new: bytes, where: str = "") -> Iterator[bytes]:
+    """Yield `chunks` with `new` in place of each `old`, in strings that end at a NUL or at the end of the file.
+
+    The length stays the same. Raises BuildError, naming `where`, when `new` is longer than `old`, or a string with the
+    placeholder exceeds 16 MiB.
+    """
+    if len(new) > len(old):
+        raise BuildError(f"{where}: its placeholder for the prefix has only {len(old)} bytes")
+    strings = re.compile(re.escape(old) + rb"[^\0]*")
+
+    def padded(match: re.Match[bytes]) -> bytes:
+        return match[0].replace(old, new).ljust(len(match[0]), b"\0")
+
+    held = b""
+    for chunk in chunks:
+        held += chunk
+        done = held.rfind(b"\0") + 1
+        at = held.find(old, done)
+        # The last string may continue in the next chunk, and the last bytes may be the start of a placeholder.
+        end = at if at >= 0 else max(done, len(held) - _start_length(held, old))
+        yield strings.sub(padded, held[:end])
+        held = held[end:]
+        if len(held) > _MAX_STRING:
+            raise BuildError(f"{where}: a string of more than {_MAX_STRING} bytes with the prefix in it")
+    yield strings.sub(padded, held)
+
+
+def _start_length(data: bytes, old: bytes) -> int:
+    """Return the length of the longest end of `data` that is a proper start of `old`."""
+    return next((size for size in range(len(old) - 1, 0, -1) if data.endswith(old[:size])), 0)

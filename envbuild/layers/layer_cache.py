@@ -1,30 +1,40 @@
 """Cached layers in the store, identified by their inputs, so that each is written only once.
 
-An image's layers have one of two forms: compressed tars for daemons and registries (this module), or segments of a
-squashfs (`layers/segments.py`). The same inputs determine the content of both, so other modules use `LayerCache`, the
-interface of both.
+An image's layers have one of two forms: compressed tars for daemons and registries, or segments of a squashfs. The same
+inputs determine the content of both, so other modules use `LayerCache`, the interface of both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from envbuild.atomic import write_atomically
+from envbuild.atomic import replacing, write_atomically
+from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.fingerprint import conda_digest, record_digest
-from envbuild.image.entry import Tree, closing
+from envbuild.image.compression import Hashed, decompressed, open_layer
+from envbuild.image.entry import Readable, Tree, closing
+from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
 from envbuild.store.store import Store
 
+Log = Callable[[str], None]
+Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
 # Only in a site-packages folder itself, not in one that a package vendors.
@@ -41,28 +51,27 @@ class CachedLayer:
     distributions: Distributions = ()
 
 
-class Installs(Protocol):
-    """A cached layer in any form."""
+@dataclass(frozen=True, slots=True)
+class CachedSegment:
+    """A layer in the store as a segment, its title, and the distributions that it installs."""
 
-    @property
-    def distributions(self) -> Distributions: ...
+    segment: Segment
+    title: str
+    distributions: Distributions = ()
 
 
-M_co = TypeVar("M_co", bound=Installs, covariant=True)
-M = TypeVar("M", bound=Installs)
+M_co = TypeVar("M_co", bound=CachedLayer | CachedSegment, covariant=True)
+M = TypeVar("M", bound=CachedLayer | CachedSegment)
 
 
 class LayerCache(Protocol[M_co]):
     """A cache of layers in one form, which writes missing layers; `log` logs its actions."""
 
     @property
-    def log(self) -> Callable[[str], None]: ...
+    def log(self) -> Log: ...
 
     def part(self, part: LayerRequest) -> M_co:
-        """Return the layer of `part`, from the store if it exists there.
-
-        Raises BuildError when it cannot be written.
-        """
+        """Return the layer of `part`, from the store if it exists there. Raises BuildError if it cannot be written."""
         ...
 
     def blob(self, layer: Layer, title: str) -> M_co:
@@ -75,36 +84,44 @@ class TarCache:
     """The `LayerCache` of compressed tars."""
 
     store: Store
-    log: Callable[[str], None]
+    log: Log
 
     def part(self, part: LayerRequest) -> CachedLayer:
         """See `LayerCache`."""
-        made = known_part(part, self.store)
-        if made is not None:
-            return made
         note = _note(part, self.store)
-        try:
-            with file_lock(note.with_suffix(".lock"), remove=True):
-                made = known_part(part, self.store)  # another process may have written it
-                if made is not None:
-                    return made
-                self.log(f"  layer: {short(part.title)}")
-                found: list[tuple[str, str, str]] = []
-                layer = write_layer(recorded(part.tree(), found), self.store.blobs)
-                made = CachedLayer(layer, part.title, tuple(sorted(found)))
-                write_atomically(note, _render(made))
-        except OSError as error:
-            raise self.store.unwritable(error) from error
-        return made
+
+        def write() -> CachedLayer:
+            found: list[tuple[str, str, str]] = []
+            layer = write_layer(recorded(part.tree(), found), self.store.blobs)
+            blob, distributions = layer.blob, tuple(sorted(found))
+            index = {
+                "media_type": blob.media_type, "digest": blob.digest, "size": blob.size,
+                "diff_id": layer.diff_id, "unpacked": layer.unpacked, "distributions": distributions,
+            }  # fmt: skip
+            write_atomically(note, json.dumps(index))
+            return CachedLayer(layer, part.title, distributions)
+
+        return cached(lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
         """See `LayerCache`."""
         return CachedLayer(layer, title)
 
 
-def short(title: str) -> str:
-    """Return a layer's title, shortened to one line."""
-    return title if len(title) < 90 else title[:88] + " …"
+def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store, log: Log) -> M:
+    """Return the layer that `known` finds, else `write` it while others wait. Raises BuildError if that fails."""
+    found = known()
+    if found is not None:
+        return found
+    try:
+        with file_lock(place.with_suffix(".lock"), remove=True):
+            found = known()  # another process may have written it
+            if found is None:
+                log(f"  layer: {title if len(title) < 90 else title[:88] + ' …'}")
+                found = write()
+            return found
+    except OSError as error:
+        raise store.unwritable(error) from error
 
 
 def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
@@ -116,16 +133,15 @@ def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
     conda: list[tuple[str, str, str]] = []
     with closing(tree):
         for entry, content in tree:
-            match = _RECORD.fullmatch(entry.path)
-            if match and content is not None:
+            record, is_conda = _RECORD.fullmatch(entry.path), _CONDA.fullmatch(entry.path)
+            if content is not None and (record or is_conda):
                 data = content.read(entry.size)
-                name, _, version = match[1].rpartition("-")
-                found.append((normalise(name), version, record_digest(data)))
                 content = io.BytesIO(data)
-            elif content is not None and _CONDA.fullmatch(entry.path):
-                data = content.read(entry.size)
-                conda.append(_conda(json.loads(data)))
-                content = io.BytesIO(data)
+                if record:
+                    name, _, version = record[1].rpartition("-")
+                    found.append((normalise(name), version, record_digest(data)))
+                else:
+                    conda.append(_conda(json.loads(data)))
             yield entry, content
     if conda:
         found[:] = conda
@@ -142,34 +158,17 @@ def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return record["name"], record["version"], conda_digest(rows)
 
 
-def _render(made: CachedLayer) -> str:
-    layer = made.layer
-    return json.dumps(
-        {
-            "media_type": layer.blob.media_type,
-            "digest": layer.blob.digest,
-            "size": layer.blob.size,
-            "diff_id": layer.diff_id,
-            "unpacked": layer.unpacked,
-            "distributions": made.distributions,
-        }
-    )
-
-
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
     """Return the tar of `part` from the store; None when its index is missing or invalid, or the blob is missing."""
-    blobs = store.blobs
     try:
         data = json.loads(_note(part, store).read_text(encoding="utf-8"))
-        digest, diff_id, size = str(data["digest"]), str(data["diff_id"]), data["size"]
-        blob = Descriptor(str(data["media_type"]), digest, size)
-        layer = Layer(blob, diff_id, int(data["unpacked"]))
+        blob = Descriptor(str(data["media_type"]), str(data["digest"]), data["size"])
+        layer = Layer(blob, str(data["diff_id"]), int(data["unpacked"]))
         found = read_distributions(data["distributions"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if blob.media_type not in COMPRESSION or not is_digest(digest) or not is_digest(diff_id):
-        return None
-    return CachedLayer(layer, part.title, found) if blobs.has(blob) else None
+    good = blob.media_type in COMPRESSION and is_digest(blob.digest) and is_digest(layer.diff_id)
+    return CachedLayer(layer, part.title, found) if good and store.blobs.has(blob) else None
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
@@ -179,3 +178,77 @@ def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
 
 def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCache:
+    """The `LayerCache` of segments, compressed with `codec` in `workers` threads."""
+
+    store: Store
+    codec: Codec
+    workers: int
+    log: Log
+
+    def part(self, part: LayerRequest) -> CachedSegment:
+        """See `LayerCache`."""
+        found: list[tuple[str, str, str]] = []
+        items = partial(_of_part, part, found)
+        # A tar of the layer in the store contains the same files, including their bytecode.
+        if (tar := known_part(part, self.store)) is not None:
+            found += tar.distributions
+            items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
+        return self._made(part.key, part.title, items, found)
+
+    def blob(self, layer: Layer, title: str) -> CachedSegment:
+        """See `LayerCache`. Raises BuildError for a layer that does not match its configuration's diff_id."""
+        return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
+
+    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
+        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
+        return self._made(diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id), [])
+
+    def _made(
+        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
+    ) -> CachedSegment:
+        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
+        place = self.store.folder("segments") / f"{key}-{codec}"
+        data = place.with_suffix(".data")
+
+        def write() -> CachedSegment:
+            with replacing(data) as path:
+                segment = write_segment(items(), path, self.codec, self.workers)
+            distributions = tuple(sorted(found))
+            write_atomically(place.with_suffix(".json"), json.dumps(distributions))
+            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
+            return CachedSegment(replace(segment, path=data), title, distributions)
+
+        return cached(lambda: _known(place, title), write, place, title, self.store, self.log)
+
+
+def _known(place: Path, title: str) -> CachedSegment | None:
+    segment = load(place.with_suffix(".index"), place.with_suffix(".data"))
+    if segment is None:
+        return None
+    try:
+        rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        return CachedSegment(segment, title, read_distributions(rows))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
+    with closing(recorded(part.tree(), found)) as tree:
+        for entry, content in tree:
+            yield of_entry(entry), content
+
+
+def _of_tar(path: Path, name: str) -> Items:
+    with open_layer(path, name) as stream:
+        yield from tar_items(stream, name)
+
+
+def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str) -> Items:
+    with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
+        yield from tar_items(cast(BinaryIO, hashed), name)
+        if hashed.finish() != diff_id:
+            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")

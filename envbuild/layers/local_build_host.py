@@ -13,13 +13,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.errors import HostError
-
-if TYPE_CHECKING:
-    from envbuild.recipe.sources import SourceLayer
+from envbuild.recipe.sources import SourceLayer
 
 # The variables of the caller that a build gets: search paths, and the settings of environment modules for compilers.
 # Tokens, proxies and flags are excluded: they would appear in logs, or change the result unnoticed.
@@ -34,12 +31,9 @@ _DECIDE = (
     "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH",
     "CRAYPE_VERSION", "CRAY_CPU_TARGET",
 )  # fmt: skip
-
 # An option that makes a Python project use the host's MPI.
 _MPI = re.compile(r"[A-Z0-9_]*WITH_MPI=1")
-
-# Kills a command's whole process group when this process dies: make would forward the signal to its children only, not
-# to theirs.
+# Kills a command's whole process group when this process dies: make would forward the signal to its children alone.
 _GUARD = 'trap "trap - TERM; kill -KILL 0" TERM; "$@" & wait $!'
 
 
@@ -61,9 +55,10 @@ def host_identity(layer: SourceLayer, variables: Mapping[str, str]) -> str:
     with contextlib.suppress(HostError):
         parts.append(_compiler(layer, kept, "CXX", ("c++", "g++")))
     if any(_MPI.fullmatch(option) for option in layer.configure):
-        parts.append(_mpi(kept))
-    parts.append(" ".join(platform.libc_ver()))
-    parts.append(os.uname().machine)
+        # "mpirun (Open MPI) 4.1.4"
+        program = shutil.which("mpirun", path=kept["PATH"])
+        parts.append(" ".join(_version([program], kept).stdout.split()[:4]) if program else "no MPI")
+    parts += [" ".join(platform.libc_ver()), os.uname().machine]
     decide = [f"{name}={kept[name]}" for name in _DECIDE if kept.get(name)]
     if decide:
         parts.append("modules " + hashlib.sha256("\n".join(decide).encode()).hexdigest()[:16])
@@ -77,7 +72,7 @@ def _compiler(layer: SourceLayer, variables: Mapping[str, str], key: str, names:
         program = shutil.which(words[0], path=variables["PATH"]) if words else None
         if program is None:
             continue
-        done = process.run([program, *words[1:], "--version"], env={**variables, "LC_ALL": "C"}, check=False)
+        done = _version([program, *words[1:]], variables)
         if done.returncode == 0 and done.stdout.strip():
             return done.stdout.strip().splitlines()[0]
     raise HostError(
@@ -87,13 +82,8 @@ def _compiler(layer: SourceLayer, variables: Mapping[str, str], key: str, names:
     )
 
 
-def _mpi(variables: Mapping[str, str]) -> str:
-    """Return the MPI on PATH by its launcher's version message: "mpirun (Open MPI) 4.1.4"."""
-    program = shutil.which("mpirun", path=variables["PATH"])
-    if program is None:
-        return "no MPI"
-    done = process.run([program, "--version"], env={**variables, "LC_ALL": "C"}, check=False)
-    return " ".join(done.stdout.split()[:4])
+def _version(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return process.run([*command, "--version"], env={**variables, "LC_ALL": "C"}, check=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +118,5 @@ class LocalBuildHost:
 
 @contextlib.contextmanager
 def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
-    """Yield this host as the build host, with the work folder `work`.
-
-    Builds get only the variables from `variables` that name compilers and modules.
-    """
+    """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules."""
     yield LocalBuildHost(work, build_variables(variables))

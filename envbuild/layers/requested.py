@@ -21,14 +21,12 @@ from envbuild.recipe.targets import Target, host_arch
 
 # The value of `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"
+_COMPILED = "layer {} is a Python package that is compiled against the environment's torch: {}"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedLayers:
-    """The layers that a recipe requests for one target.
-
-    `builder` is the lock of the builder image for `sources`, None if this host builds them.
-    """
+    """The layers of a recipe for one target; `builder` is the lock of the image that builds `sources`, if any."""
 
     sources: tuple[SourceLayer, ...] = ()
     hosts: tuple[HostLayer, ...] = ()
@@ -36,10 +34,7 @@ class RequestedLayers:
 
 
 def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
-    """Return the layers of `target`, not yet bound to a build host.
-
-    Raises RecipeError or UsageError.
-    """
+    """Return the layers of `target`, not yet bound to a build host. Raises RecipeError or UsageError."""
     if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
         return RequestedLayers()
     from envbuild.layers.source_known import source_layers
@@ -62,15 +57,11 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
         except HostError:  # no compiler: `check_here` reports it if it builds here
             return UNKNOWN
 
-    sources = (replace(one, environment=identity(one)) for one in found.sources)
-    return replace(found, sources=tuple(sources))
+    return replace(found, sources=tuple(replace(one, environment=identity(one)) for one in found.sources))
 
 
 def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
-    """Bind the Python projects among `layers` to the packages of `lock`.
-
-    They are compiled against these packages, and compiled again when a package changes.
-    """
+    """Bind the Python projects among `layers` to the packages of `lock`, against which they are compiled."""
     if not any(one.system == "wheel" for one in layers.sources):
         return layers
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
@@ -100,10 +91,9 @@ def before_environment(layers: RequestedLayers) -> RequestedLayers:
 def for_image(
     loaded: LoadedRecipe, target: Target, environment: Environment, **use: Unpack[LockUse]
 ) -> RequestedLayers:
-    """Return the layers of an image, which are built in a builder image.
+    """Return the layers of an image, which are built in a builder image, whose lock is written if missing or stale.
 
-    The lock of the builder image is written when it is missing or stale. Raises LockError when `locked` is set and
-    there is no such lock, UsageError for a layer that images do not support.
+    Raises LockError when `locked` is set and there is no such lock, UsageError for a layer that images do not support.
     """
     found = requested_layers(loaded, target)
     if not found.sources:
@@ -118,31 +108,21 @@ def for_image(
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:
     """Raise HostError when `layers` cannot be built on this host and are not in the store."""
-    if not layers.sources:
-        return
-    arch = Target.parse(layers.sources[0].target).arch
-    if arch != host_arch():
-        if not _all_stored(layers, environment):
-            raise other_host(layers.sources, arch)
-    elif layers.builder is None:
-        from envbuild.layers.local_build_host import host_identity
-
-        for one in layers.sources:
-            if one.environment.startswith(UNKNOWN):
-                host_identity(one, environment.variables)
-
-
-def _all_stored(layers: RequestedLayers, environment: Environment) -> bool:
-    from envbuild.layers.source_build import stored_layer
-
     hosts = {one.name: one.path for one in layers.hosts}
     done: dict[str, Path] = {}
-    for source in layers.sources:
-        tree = stored_layer(source, done, environment, hosts)
-        if tree is None:
-            return False
-        done[source.name] = tree
-    return True
+    for one in layers.sources:
+        arch = Target.parse(one.target).arch
+        if arch != host_arch():
+            from envbuild.layers.source_build import stored_layer
+
+            tree = stored_layer(one, done, environment, hosts)
+            if tree is None:
+                raise other_host(layers.sources, arch)
+            done[one.name] = tree
+        elif layers.builder is None and one.environment.startswith(UNKNOWN):
+            from envbuild.layers.local_build_host import host_identity
+
+            host_identity(one, environment.variables)
 
 
 def check_for_image(layers: RequestedLayers) -> None:
@@ -159,8 +139,7 @@ def check_for_image(layers: RequestedLayers) -> None:
             )
         if one.system == "wheel":
             raise UsageError(
-                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
-                "envbuild does not build such layers for images yet",
+                _COMPILED.format(one.name, "envbuild does not build such layers for images yet"),
                 "build a venv (envbuild venv) or a conda environment with it on shared storage, or leave it out of "
                 f"this target (`targets = [...]` in [layers.{one.name}])",
             )
@@ -171,8 +150,7 @@ def check_python(layers: RequestedLayers, python: Path | None) -> None:
     for one in layers.sources:
         if one.system == "wheel" and python is None:
             raise UsageError(
-                f"layer {one.name} is a Python package that is compiled against the environment's torch: "
-                "it is built with an environment, not alone",
+                _COMPILED.format(one.name, "it is built with an environment, not alone"),
                 "envbuild venv RECIPE, or envbuild conda RECIPE",
             )
 

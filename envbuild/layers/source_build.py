@@ -15,42 +15,43 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path, PurePath
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.layers.build_host import BuildHost
-from envbuild.layers.relocate import Relocated, host_libraries, patchelf_program, relocate
 from envbuild.layers.source_causes import failure, keep_log
-from envbuild.layers.source_fetch import fetch_source, fetch_wheels
-from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
-from envbuild.layers.source_steps import make_layer
-from envbuild.layers.source_unpack import unpack_cuda
-from envbuild.layers.source_wheel import environment_of, renew_records, unpack_tools
+from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
+from envbuild.layers.source_job import BuildHost, SourceBuild, StepError
+from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
+from envbuild.layers.wheels import fetch_wheels
+from envbuild.progress import transfer
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
+from envbuild.site.pip_config import redact
+from envbuild.store.client import Client
+from envbuild.store.fetch import download
+from envbuild.store.sources import local_files, remote_sources
 from envbuild.store.store import Store, remove_tree
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
 _ENGINE = 1
+KIND = "sources"
+_INDEX = "index:"
 _KEPT_LOGS = 20
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+BuildHosts = Callable[[Path], AbstractContextManager[BuildHost]]
+Log = Callable[[str], None]
 
 
 def build_layer(
-    layer: SourceLayer,
-    requires: Mapping[str, Path],
-    build_host: Callable[[Path], AbstractContextManager[BuildHost]],
-    environment: Environment,
-    log: Callable[[str], None],
-    *,
-    offline: bool,
-    hosts: Mapping[str, str] = {},
-) -> Path:
+    layer: SourceLayer, requires: Mapping[str, Path], build_host: BuildHosts, environment: Environment, log: Log, *,
+    offline: bool, hosts: Mapping[str, str] = {},
+) -> Path:  # fmt: skip
     """Return the store's folder with the layer's files for the environment's root; build it if it is missing.
 
     `requires` are the folders that this function returned for layers that `layer` requires, `hosts` the nodes' folders
@@ -66,29 +67,17 @@ def build_layer(
     missing = [name for name in layer.requires if name not in requires and name not in hosts]
     if missing:
         raise BuildError(f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet")
-    needed, folders = _needed(layer, requires, hosts)
-    python = PurePath(hosts.get("python", "python3")) if layer.system == "wheel" else None
     store = environment.store
-    tree = _place(store, layer, needed, folders)
+    tree = _tree(store, layer, requires, hosts)
     if read_manifest(tree) is not None:
         return tree
-    archive = fetch_source(layer, environment, offline=offline)
-    cuda = fetch_wheels(layer.wheels, environment, offline=offline)
-    tools = fetch_wheels(layer.build, environment, offline=offline)
-    lock = store.folder("partial") / f"built-{tree.parent.name}.lock"
-    try:
-        with file_lock(lock, remove=True):
-            if read_manifest(tree) is None:
-                begun = time.monotonic()
-                with store.working("building") as folder:
-                    made = _build(
-                        layer, archive, cuda, tools, needed, folders, python, build_host, folder,
-                        environment, log,
-                    )  # fmt: skip
-                    _put(store, made, tree.parent)
-                log(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
-    finally:
-        lock.with_suffix(".lock").unlink(missing_ok=True)
+    with file_lock(store.folder("partial") / f"built-{tree.parent.name}.lock", remove=True):
+        if read_manifest(tree) is None:
+            begun = time.monotonic()
+            with store.working("building") as folder:
+                made = _build(layer, requires, hosts, build_host, folder, environment, log, offline)
+                _put(store, made, tree.parent)
+            log(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
     return tree
 
 
@@ -96,107 +85,68 @@ def stored_layer(
     layer: SourceLayer, requires: Mapping[str, Path], environment: Environment, hosts: Mapping[str, str]
 ) -> Path | None:
     """Return the folder that `build_layer` would return without a build, or None when it would build."""
-    tree = _place(environment.store, layer, *_needed(layer, requires, hosts))
+    tree = _tree(environment.store, layer, requires, hosts)
     return tree if read_manifest(tree) is not None else None
 
 
-def _needed(
-    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]
-) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the given folders that `layer` requires: those in the store, and those on the nodes."""
-    return (
-        {name: requires[name] for name in layer.requires if name not in hosts},
-        {name: hosts[name] for name in layer.requires if name in hosts},
-    )
-
-
-def _place(store: Store, layer: SourceLayer, needed: Mapping[str, Path], folders: Mapping[str, str]) -> Path:
-    return store.root / "built" / layer_key(layer, needed, folders) / "tree"
-
-
-def layer_key(layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> str:
-    """Return the name of the layer's folder in the store.
-
-    It is a digest of the layer's inputs, the files of the built layers in `requires`, and the folders in `hosts`.
-    Raises BuildError for a required folder that is damaged.
-    """
+def _tree(store: Store, layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> Path:
+    """Return the store's folder for the layer's files, named by a digest of all inputs. Raises BuildError."""
     below = []
-    for name, folder in sorted(requires.items()):
-        manifest = read_manifest(folder)
+    for name in sorted(set(layer.requires) - hosts.keys()):
+        manifest = read_manifest(requires[name])
         if manifest is None:
-            raise BuildError(f"the built layer {name} in the store is damaged: {folder}", "remove that folder")
+            raise BuildError(f"the built layer {name} in the store is damaged: {requires[name]}", "remove that folder")
         below.append([name, manifest.digest])
-    content = [_ENGINE, layer.digest, below, sorted(hosts.items())]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    outside = {name: hosts[name] for name in layer.requires if name in hosts}
+    content = json.dumps([_ENGINE, layer.digest, below, sorted(outside.items())])
+    return store.root / "built" / hashlib.sha256(content.encode()).hexdigest() / "tree"
 
 
 def _build(
-    layer: SourceLayer,
-    archive: Path,
-    cuda: list[Path],
-    tools: list[Path],
-    requires: Mapping[str, Path],
-    hosts: Mapping[str, str],
-    python: PurePath | None,
-    build_host: Callable[[Path], AbstractContextManager[BuildHost]],
-    folder: Path,
-    environment: Environment,
-    log: Callable[[str], None],
-) -> Path:
+    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str], build_host: BuildHosts, folder: Path,
+    environment: Environment, log: Log, offline: bool,
+) -> Path:  # fmt: skip
     """Build the layer in `folder`, and return the folder there with tree and manifest."""
-    title = f"{layer.name} {layer.version}"
+    archive = fetch_source(layer, environment, offline=offline)
+    cuda = fetch_wheels(layer.wheels, environment, offline=offline)
+    tools = fetch_wheels(layer.build, environment, offline=offline)
     patchelf_program()  # raises now, not after minutes, when it is missing
-    work = folder / "work"
+    work, title = folder / "work", f"{layer.name} {layer.version}"
     work.mkdir()
     with build_host(work) as host:
-        places: dict[str, PurePath] = {name: PurePath(path) for name, path in hosts.items()}
-        own = {name: host.inside / "requires" / name for name in requires}
-        for name, tree in requires.items():
-            shutil.copytree(tree, work / "requires" / name, symlinks=True)
+        built = [name for name in layer.requires if name not in hosts]
+        for name in built:
+            shutil.copytree(requires[name], work / "requires" / name, symlinks=True)
+        places = {name: host.inside / "requires" / name for name in built}
         if cuda:
             unpack_cuda(cuda, work / "cuda")
-            own["cuda"] = host.inside / "cuda"
-        if python is not None:
-            places["python"] = python
+            places["cuda"] = host.inside / "cuda"
+        if layer.system == "wheel":
             unpack_tools(tools, work)
-        patches = [Path(patch.path) for patch in layer.patches]
-        _check_patches(layer)
-        job = SourceBuild(layer, archive, host, {**places, **own}, patches, workers(environment.variables), log)
+        for patch in layer.patches:  # the layer's digest includes the digest that the patch had for the plan
+            if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
+                raise BuildError(f"{patch.path} was changed while this ran", "run it again")
+        outside = {name: hosts[name] for name in layer.requires if name in hosts}
+        job = SourceBuild(
+            layer, archive, host, places, outside, [Path(patch.path) for patch in layer.patches],
+            hosts.get("python", "python3"), workers(environment.variables), log,
+        )  # fmt: skip
         try:
-            staged = make_layer(job)
+            newest, named = make_layer(job)
         except StepError as error:
-            kept = _keep(environment.store, layer, error)
-            raise failure(title, error, kept) from None
+            raise failure(title, error, _keep(environment.store, layer, error)) from None
         except OSError as error:
             if error.errno in _UNWRITABLE:
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
-        arch = layer.target.rpartition("-")[2]
-        traces = {str(host.inside), str(work)}
-        if python is not None and python.is_absolute():
-            traces.add(str(environment_of(python)))
-        done = relocate(staged, arch, sorted(traces), own, host_libraries(hosts.values()))
-        if python is not None:
-            renew_records(staged, layer.name)
-    return _finish(layer, staged, done, folder, log)
-
-
-def _finish(layer: SourceLayer, staged: Path, done: Relocated, folder: Path, log: Callable[[str], None]) -> Path:
-    if done.named:
-        log(f"{layer.name} {layer.version}: right in images alone, for their paths: {', '.join(done.named)}")
+    if named:
+        log(f"{title}: right in images alone, for their paths: {', '.join(named)}")
     made = folder / "made"
     made.mkdir()
-    os.rename(staged, made / "tree")
-    glibc = ".".join(map(str, done.glibc)) if done.glibc != (0, 0) else ""
+    os.rename(job.staged, made / "tree")
+    glibc = ".".join(map(str, newest)) if newest != (0, 0) else ""
     write_manifest(made, SourceManifest(layer.name, layer.version, list_files(made / "tree"), glibc))
     return made
-
-
-def _check_patches(layer: SourceLayer) -> None:
-    """Raise BuildError for a patch that changed since the plan was made: the layer's digest includes its old digest."""
-    for patch in layer.patches:
-        if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
-            raise BuildError(f"{patch.path} was changed while this ran", "run it again")
 
 
 def _put(store: Store, made: Path, place: Path) -> None:
@@ -223,3 +173,87 @@ def _keep(store: Store, layer: SourceLayer, error: StepError) -> Path | None:
     except (OSError, BuildError):
         return None
     return place
+
+
+def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool) -> Path:
+    """Return the layer's archive from the store, the site's mirrors, or its URL.
+
+    A URL "index:NAME" means pip's package index. Raises BuildError with each source that was tried and its answer.
+    """
+    if found := _in_store(layer, environment):
+        return found
+    store, answers, found_sums = environment.store, list[str](), list[str]()
+    store.folder("partial")
+    store.clean_stale()
+    client = Client(environment.pip, environment.variables)
+    for url in _urls(layer, environment, client, answers, offline):
+        shown = redact(url)
+        if offline and not url.startswith("file:"):
+            answers.append(f"{shown}: not asked, --offline")
+            continue
+        name = unquote(urlsplit(url).path).rpartition("/")[2] or layer.name
+        try:
+            with transfer(f"fetching {layer.name} {layer.version}", None) as on_progress:
+                return download(
+                    url, name, frozenset({layer.sha256}), layer.sha256, lambda: _in_store(layer, environment), client,
+                    store, on_progress, KIND,
+                )  # fmt: skip
+        except Mismatch as error:
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            found_sums.append(error.sha256)
+        except RequestFailed as error:
+            answers.append(f"{shown}: {error}")
+        except OSError as error:
+            raise store.unwritable(error) from error
+    raise _not_found(layer, answers, found_sums, offline)
+
+
+def _in_store(layer: SourceLayer, environment: Environment) -> Path | None:
+    with suppress(OSError):
+        for path in (environment.store.root / KIND / layer.sha256).iterdir():
+            if path.is_file():
+                return path
+    return None
+
+
+def _urls(
+    layer: SourceLayer, environment: Environment, client: Client, answers: list[str], offline: bool
+) -> Iterator[str]:
+    """Yield the possible URLs of the archive, in the order in which to try them."""
+    if not layer.url.startswith(_INDEX):
+        yield from environment.site.mirrored(layer.url)
+        return
+    project = layer.url.removeprefix(_INDEX)
+    for folder, names in local_files(environment.pip, ("",)):
+        own = sorted(name for name in names if name.startswith(f"{project}-{layer.version}."))
+        yield from ((folder / name).absolute().as_uri() for name in own)
+    for page in remote_sources(environment.pip, environment.site, (), offline, environment.default_index):
+        try:
+            links = [link for link in page.links(project, client) if link.sha256 == layer.sha256]
+        except RequestFailed as error:
+            answers.append(f"{page.name}: cannot be used: {error}")
+            continue
+        if not links:
+            answers.append(f"{page.name}: has no {project} with this hash")
+        yield from (link.url for link in links)
+
+
+def _not_found(layer: SourceLayer, answers: list[str], found: list[str], offline: bool) -> BuildError:
+    lines = [f"{layer.name} {layer.version}: no place has its source archive", f"wanted sha256:{layer.sha256}"]
+    lines += answers or [f"{redact(layer.url)}: not asked"]
+    if offline:
+        hint = (
+            "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
+            "site.toml"
+        )
+    elif found:
+        hint = (
+            "the archive is another one than the recipe means. If you trust it (compare with its project's release), "
+            f'set sha256 = "{found[0]}" in [layers.{layer.name}]'
+        )
+    else:
+        hint = (
+            "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml, or "
+            f"`url` in [layers.{layer.name}]"
+        )
+    return BuildError("\n    ".join(lines), hint)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shutil
 from pathlib import Path
 
 from envbuild.diagnose.engine import explain
 from envbuild.errors import BuildError
 from envbuild.layers.source_job import StepError
 
-TAIL_LINES = 25
+_TAIL_LINES = 25
 # The end of a log has the reason; compilers' messages may be long.
 _TAIL_BYTES = 1 << 16
 _CONFIG_LINES = 15
 
 
 def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
-    """Return the error for a failed step of the layer `name`.
-
-    It has the log's last lines, and `kept`, the path of the complete log.
-    """
-    log = _end(error.log_file)
-    lines = [line for line in log.splitlines() if line.strip()][-TAIL_LINES:]
+    """Return the error for a failed step of the layer `name`; `kept` is the path of the complete log."""
+    text = log = _end(error.log_file)
+    lines = [line for line in log.splitlines() if line.strip()][-_TAIL_LINES:]
     shown = [f"{name}: {error.step} failed (exit {error.status}):", *(f"  {line}" for line in lines)]
-    text = log
     for more in error.more:
         part = config_error(more)
         if part:
@@ -58,11 +54,9 @@ def _end(path: Path, most: int = _TAIL_BYTES) -> str:
 
 def keep_log(error: StepError, place: Path) -> None:
     """Copy the log of a failed step, followed by its other logs, to `place`. Raises OSError."""
-    logs: Sequence[Path] = [error.log_file, *error.more]
-    with place.open("wb") as out:
-        for log in logs:
-            if log != error.log_file:
-                out.write(f"\n==== {log.name}\n".encode())
+    shutil.copyfile(error.log_file, place)
+    with place.open("ab") as out:
+        for log in error.more:
+            out.write(f"\n==== {log.name}\n".encode())
             with log.open("rb") as stream:
-                while piece := stream.read(1 << 20):
-                    out.write(piece)
+                shutil.copyfileobj(stream, out)

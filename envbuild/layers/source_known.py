@@ -6,7 +6,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,11 @@ class Known:
     packages: tuple[str, ...] = ()
     licences: tuple[str, ...] = ()
     check: tuple[str, ...] = ()
-    versions: tuple[tuple[str, str], ...] = ()
-
-
-def known_versions(name: str) -> Mapping[str, str]:
-    """Return version → sha256 of the known archives of the source `name`."""
-    return dict(_data()["sources"].get(name, {}).get("versions", {}))
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
-    """Return the source layers of `target`, each after those it requires, and the host layers of its nodes.
-
-    Layers of kind "wheel" are left out. Raises RecipeError, naming the line of the recipe, for missing values and
-    contradictions.
-    """
+    """Return the source layers of `target`, each after those it requires, and its host layers. Raises RecipeError."""
     tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
     kinds = {name: kind_of(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
@@ -84,28 +75,25 @@ def _layer(
     loaded: LoadedRecipe, target: Target, name: str, table: LayerTable, known: Known, kinds: Mapping[str, str]
 ) -> SourceLayer:
     where = _where(loaded, name)
-    sha256 = table.sha256 or dict(known.versions).get(table.version, "")
-    url = table.url or _url(known, table.version)
+    sha256 = table.sha256 or known.versions.get(table.version, "")
+    series = ".".join(table.version.split(".")[:2])
+    url = table.url or known.url.replace("{version}", table.version).replace("{series}", series)
     if not url:
         raise RecipeError(
             f"{where}: where is the source of {name}? Known are only {', '.join(sorted(_data()['sources']))}",
             f"give `url` and `sha256` in [layers.{name}]",
         )
     if not sha256:
-        versions = [version for version, _ in known.versions]
-        about = (
-            f": its sha256 is not known here; known versions: {', '.join(versions)}"
-            if versions
-            else ": `sha256` is missing"
-        )
+        versions = list(known.versions)
+        known_ones = f"its sha256 is not known here; known versions: {', '.join(versions)}"
+        about = known_ones if versions else "`sha256` is missing"
         fetched = url if url.startswith(("http", "file:")) else "the archive"
         raise RecipeError(
-            f"{where}: {name} {table.version}{about}{nearest(table.version, versions)}",
+            f"{where}: {name} {table.version}: {about}{nearest(table.version, versions)}",
             f"give its archive's sha256 in [layers.{name}], from its project or from `curl -L {fetched} | sha256sum`",
         )
     requires = tuple(one for one in _requires(known, table) if kinds.get(one) != "wheel")
-    own = {_key(option) for option in table.configure}
-    configure = tuple(o for o in known.configure if _key(o) not in own) + table.configure
+    configure = (*_others(known.configure, table.configure), *table.configure)
     system = known.system if table.system == "default" else table.system
     places = {place for option in configure for place in PLACE.findall(option)}
     for place in sorted(places - _OWN_PLACES - {"cuda"} - set(requires)):
@@ -113,43 +101,27 @@ def _layer(
             f"{where}: an option of {name} names {{{place}}}, which is not a layer that it requires",
             f"add {place!r} to its `requires`, or write the folder's path",
         )
+    programs = {**_data()["build"]["any"], **_data()["build"][target.arch]}
     return SourceLayer(
-        name=name,
-        version=table.version,
-        target=target.name,
-        system=system,
-        url=url,
-        sha256=sha256,
-        configure=configure,
-        patches=_patches(loaded, name, table),
-        requires=requires,
-        wheels=_cuda(where, name, target) if "cuda" in places else (),
-        tools=known.tools,
+        name, table.version, target.name, system, url, sha256, configure,
+        patches=_patches(loaded, name, table), requires=requires,
+        wheels=_cuda(where, name, target) if "cuda" in places else (), tools=known.tools,
         packages=tuple(dict.fromkeys([*_data()["debian"]["packages"], *known.packages])),
-        licences=known.licences,
-        check=known.check,
-        build=_build_wheels(target) if system == "wheel" else (),
-    )
-
-
-def _url(known: Known, version: str) -> str:
-    series = ".".join(version.split(".")[:2])
-    return known.url.replace("{version}", version).replace("{series}", series)
+        licences=known.licences, check=known.check, build=_wheels(programs) if system == "wheel" else (),
+    )  # fmt: skip
 
 
 def _key(option: str) -> str:
-    """Return the subject of an option: --without-x has the subject --with-x.
-
-    A recipe's option replaces the known option with the same subject.
-    """
+    """Return the subject of an option: --without-x has the subject --with-x. It is the key for replacing options."""
     name = _NEGATED.sub(lambda match: _POSITIVE[match[0]], option.partition("=")[0])
     # HOROVOD_WITHOUT_MPI=1 has the subject HOROVOD_WITH_MPI.
     return _NEGATED_VARIABLE.sub(r"\1WITH_", name)
 
 
-def _replaced(options: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return `options` with `others`, each in place of the option with the same subject, or at the end."""
-    return list(({_key(o): o for o in options} | {_key(o): o for o in others}).values())
+def _others(options: Sequence[str], replaced: Sequence[str]) -> list[str]:
+    """Return `options` without those that have the subject of one of `replaced`."""
+    subjects = {_key(option) for option in replaced}
+    return [option for option in options if _key(option) not in subjects]
 
 
 @lru_cache(maxsize=1)
@@ -158,35 +130,26 @@ def _data() -> dict[str, Any]:
 
 
 def _known(name: str, fabric: str, target: Target) -> Known:
-    """Return the known source `name` with the additions for this fabric and target.
-
-    An unknown source has the default values.
-    """
+    """Return the known source `name` with the additions for this fabric and target, all defaults if it is unknown."""
     table = _data()["sources"].get(name)
     if table is None:
         return Known()
     lists = {key: list(table.get(key, ())) for key in ("configure", "requires", "tools", "packages")}
+    family = target.family.name
     for extra in table.get("when", ()):
-        if (
-            target.family.name in extra.get("accelerator", [target.family.name])
-            and extra.get("arch", target.arch) == target.arch
-        ):
-            own = {_key(option) for option in extra.get("configure", ())}
-            lists["configure"] = [o for o in lists["configure"] if _key(o) not in own]
+        if family in extra.get("accelerator", [family]) and extra.get("arch", target.arch) == target.arch:
+            lists["configure"] = _others(lists["configure"], extra.get("configure", ()))
             for key, values in lists.items():
                 values += extra.get(key, ())
-    for row in load_fabrics()[fabric].options_of(name, target.family.name):
-        lists["configure"] = _replaced(lists["configure"], row.configure)
+    for row in load_fabrics()[fabric].options_of(name, family):
+        # In place of the option with the same subject, or at the end.
+        lists["configure"] = list({_key(option): option for option in (*lists["configure"], *row.configure)}.values())
         lists["packages"] += row.packages
     return Known(
-        url=table["url"],
-        system=table["system"],
-        default=table.get("default", ""),
-        licences=tuple(table.get("licences", ())),
-        check=tuple(table.get("check", ())),
-        versions=tuple(table["versions"].items()),
+        table["url"], table["system"], table.get("default", ""), versions=table["versions"],
+        licences=tuple(table.get("licences", ())), check=tuple(table.get("check", ())),
         **{key: tuple(dict.fromkeys(values)) for key, values in lists.items()},
-    )
+    )  # fmt: skip
 
 
 def _requires(known: Known, table: LayerTable) -> tuple[str, ...]:
@@ -212,22 +175,19 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
     version = target.version if target.family is CUDA else None
     known = _data()["cuda"]
     rows = known.get(version, {}).get(target.arch)
-    if rows is None:
-        why = f"the target {target} has no CUDA" if version is None else f"headers of CUDA {version} are not known here"
-        raise RecipeError(
-            f"{where}: {name} is built with CUDA's headers, and {why}",
-            f"leave the layer out there (`targets = [...]` in [layers.{name}])"
-            if version is None
-            else f"choose one of {', '.join(known)}, or give a toolkit's folder in the layer's own `configure`",
-        )
-    return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
+    if rows is not None:
+        return _wheels(rows)
+    if version is None:
+        why = f"the target {target} has no CUDA"
+        hint = f"leave the layer out there (`targets = [...]` in [layers.{name}])"
+    else:
+        why = f"headers of CUDA {version} are not known here"
+        hint = f"choose one of {', '.join(known)}, or give a toolkit's folder in the layer's own `configure`"
+    raise RecipeError(f"{where}: {name} is built with CUDA's headers, and {why}", hint)
 
 
-def _build_wheels(target: Target) -> tuple[BuildWheel, ...]:
-    """Return the wheels that the build of a Python project runs on the processor of `target`."""
-    known = _data()["build"]
-    rows = {**known["any"], **known[target.arch]}
-    return tuple(BuildWheel(name, row[0], tuple(row[1:])) for name, row in rows.items())
+def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[BuildWheel, ...]:
+    return tuple(BuildWheel(name, version, tuple(hashes)) for name, (version, *hashes) in rows.items())
 
 
 def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:

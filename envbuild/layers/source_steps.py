@@ -1,64 +1,76 @@
-"""Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy.
+"""Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy, relocate.
 
-This module imports only the standard library, errors and the description of a layer, so that a stage of a Dockerfile
-can run `python -m envbuild.layers.source_standalone`. Sources: the GNU Coding Standards (configure, DESTDIR, standard
-targets), reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
+This module imports only the standard library, errors and its own neighbours, so that a stage of a Dockerfile can use it
+(see source_standalone.py). Sources: the GNU Coding Standards (configure, DESTDIR, standard targets),
+reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 from envbuild.elf import is_elf
 from envbuild.errors import BuildError
-from envbuild.layers.source_job import PREFIX, SourceBuild
+from envbuild.layers.source_files import relocate
+from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
 
-if TYPE_CHECKING:
-    pass
-
+# The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
+# RecursionError for a folder that is a link to itself.
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError)
+_DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")
 # Reports all missing programs before the build begins.
 _LOOK = 'for p; do command -v "$p" >/dev/null || { echo "$p: not found"; m=127; }; done; exit ${m:-0}'
 _UNWANTED = ("share/doc", "share/info", "share/man")
 
 
-def make_layer(job: SourceBuild) -> Path:
-    """Build and install the layer of `job`, and return the folder (on this host) with the files below the prefix.
+def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
+    """Build and install the layer of `job` into `job.staged`, make these files work at any path; return as `relocate`.
 
     Raises StepError for a command that fails, BuildError for an unusable archive or result.
     """
-    from envbuild.layers.source_unpack import unpack
-
-    work, layer = job.build_host.work, job.layer
-    (work / "tmp").mkdir()
-    (work / "stage").mkdir()
+    host, layer = job.build_host, job.layer
+    (host.work / "tmp").mkdir()
+    (host.work / "stage").mkdir()
     unpack(job.archive, job.source)
     programs = [*layer.tools, *(["patch"] if job.patches else [])]
     job.run("programs", ["sh", "-c", _LOOK, "sh", *programs])
     for patch in job.patches:
         # A fixed name, because `patch` would take a file name with a leading dash for an option.
-        shutil.copyfile(patch, work / "patch.diff")
-        job.run(
-            f"patch {patch.name}",
-            ["patch", "-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-i",
-             str(job.build_host.inside / "patch.diff")],
-        )  # fmt: skip
+        shutil.copyfile(patch, host.work / "patch.diff")
+        options = ["-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-i", str(host.inside / "patch.diff")]
+        job.run(f"patch {patch.name}", ["patch", *options])
     _SYSTEMS[layer.system](job)
     if not job.staged.is_dir() or not any(job.staged.iterdir()):
         raise BuildError(
-            f"{layer.name} {layer.version}: `make install` installed nothing below {PREFIX}",
-            "its Makefile must honour DESTDIR and PREFIX; a variable in `configure` may name {install}, "
-            "the folder to install into",
+            f"{job.title}: `make install` installed nothing below {PREFIX}",
+            "its Makefile must honour DESTDIR and PREFIX; a variable in `configure` may name {install}, the folder to "
+            "install into",
         )
     _licences(job)
     tidy(job.staged)
-    _strip(job)
-    return job.staged
+    if libraries := [host.inside / path.relative_to(host.work) for path in job.staged.rglob("*") if is_elf(path)]:
+        # Debugging information is most of a library's size.
+        job.run("strip", ["strip", "--strip-debug", *sorted(map(str, libraries))])
+    traces = {str(host.inside), str(host.work)}
+    if layer.system == "wheel" and job.python.startswith("/"):
+        traces.add(str(job.environment))
+    arch = layer.target.rpartition("-")[2]
+    done = relocate(job.staged, arch, sorted(traces), job.places, job.hosts.values())
+    if layer.system == "wheel":
+        from envbuild.layers.source_wheel import renew_records
+
+        renew_records(job.staged, layer.name)
+    return done
 
 
 def _autotools(job: SourceBuild) -> None:
@@ -76,16 +88,13 @@ def _autotools(job: SourceBuild) -> None:
             job.run("autoreconf", ["autoreconf", "--force", "--install"])
         else:
             raise BuildError(
-                f"{job.layer.name} {job.layer.version}: its archive has no configure script",
+                f"{job.title}: its archive has no configure script",
                 f'say how it is built: `system = "make"` in [layers.{job.layer.name}]',
             )
     os.chmod(job.source / "configure", 0o755)
-    job.run(
-        "configure",
-        ["./configure", f"--prefix={PREFIX}", f"--libdir={PREFIX}/lib", "--disable-static",
-         "--enable-shared", "--disable-dependency-tracking", *job.options()],
-        more=("config.log",),
-    )  # fmt: skip
+    options = [f"--prefix={PREFIX}", f"--libdir={PREFIX}/lib", "--disable-static", "--enable-shared"]
+    options += ["--disable-dependency-tracking", *job.options()]
+    job.run("configure", ["./configure", *options], more=("config.log",))
     job.run("make", ["make", f"-j{job.jobs}"])
     job.run("make install", ["make", "install", f"DESTDIR={job.stage}"])
 
@@ -98,14 +107,14 @@ def _make(job: SourceBuild) -> None:
 
 
 def _wheel(job: SourceBuild) -> None:
-    from envbuild.layers.source_wheel import build_wheel
+    from envbuild.layers.source_wheel import add_scripts, build_wheel
 
-    build_wheel(job)
+    wheel, version = build_wheel(job)
+    unpack_wheel(wheel, job.staged, version)
+    add_scripts(job.staged, wheel.name)
 
 
-_SYSTEMS: Mapping[str, Callable[[SourceBuild], None]] = {
-    "autotools": _autotools, "make": _make, "wheel": _wheel,
-}  # fmt: skip
+_SYSTEMS = {"autotools": _autotools, "make": _make, "wheel": _wheel}
 
 
 def _licences(job: SourceBuild) -> None:
@@ -115,7 +124,7 @@ def _licences(job: SourceBuild) -> None:
         if found:
             break
     else:
-        job.log(f"{job.layer.name} {job.layer.version}: no licence file in its archive")
+        job.log(f"{job.title}: no licence file in its archive")
         return
     folder = job.staged / "share" / "licenses" / job.layer.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,33 +140,136 @@ def tidy(tree: Path) -> None:
     """
     for name in _UNWANTED:
         shutil.rmtree(tree / name, ignore_errors=True)
-    for here, folders, names in os.walk(tree, topdown=False):
-        for name in names + [one for one in folders if os.path.islink(os.path.join(here, one))]:
-            path = Path(here, name)
-            if path.is_symlink():
-                target = os.readlink(path)
-                if target.startswith(PREFIX + "/"):
-                    inner = os.path.relpath(target, os.path.join(PREFIX, os.path.relpath(here, tree)))
-                    path.unlink()
-                    path.symlink_to(inner)
-            elif path.suffix in (".la", ".a"):
+    for path in sorted(tree.rglob("*"), reverse=True):  # the content of a folder before the folder
+        if path.is_symlink():
+            target = os.readlink(path)
+            if target.startswith(PREFIX + "/"):
+                inner = os.path.relpath(target, PREFIX / path.parent.relative_to(tree))
                 path.unlink()
-            else:
-                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
-        os.chmod(here, 0o755)
-        if Path(here) != tree:
+                path.symlink_to(inner)
+        elif path.is_dir():
+            path.chmod(0o755)
             with contextlib.suppress(OSError):
-                os.rmdir(here)  # empty ones only
+                path.rmdir()  # empty ones only
+        elif path.suffix in (".la", ".a"):
+            path.unlink()
+        else:
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+    tree.chmod(0o755)
 
 
-def _strip(job: SourceBuild) -> None:
-    """Strip debugging information, which is most of a library's size."""
-    root = job.build_host.work
-    found = []
-    for here, _, names in os.walk(job.staged):
-        for name in names:
-            path = Path(here, name)
-            if is_elf(path):
-                found.append(str(job.build_host.inside / path.relative_to(root)))
-    if found:
-        job.run("strip", ["strip", "--strip-debug", *sorted(found)])
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without its single top-level folder.
+
+    Raises BuildError for a file that is neither, is damaged, or has a member that leads outside.
+    """
+    raw = folder.with_name(folder.name + ".raw")
+    raw.mkdir()
+    try:
+        if zipfile.is_zipfile(archive) and not tarfile.is_tarfile(archive):
+            unzip(archive, raw)
+        else:
+            with tarfile.open(archive, "r:*") as tar:
+                _extract(tar, archive.name, raw)
+    except _DAMAGE as error:
+        raise BuildError(
+            f"{archive.name} cannot be unpacked: {error}", "a source is a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file"
+        ) from error
+    inner = list(raw.iterdir())
+    if len(inner) == 1 and inner[0].is_dir() and not inner[0].is_symlink():
+        os.rename(inner[0], folder)
+        raw.rmdir()
+    else:
+        os.rename(raw, folder)
+
+
+def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
+    """Unpack `tar` into `folder` as this user. Raises BuildError for a member that leads outside."""
+    # tarfile's filter "data" (PEP 706) is missing in Debian 12: Python 3.11 has it since 3.11.4.
+    links: set[str] = set()
+    members = []
+    for member in tar:
+        if fault := _fault(member, links):
+            raise BuildError(
+                f"{title} is not unpacked: {member.name!r} {fault}", "get the archive that its project releases"
+            )
+        if member.issym():
+            links.add(str(PurePosixPath(member.name)))
+        member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+        member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+        members.append(member)
+    trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
+    tar.extractall(folder, members, **trusted)  # type: ignore[arg-type]
+
+
+def _fault(member: tarfile.TarInfo, links: set[str]) -> str | None:
+    """Return the reason why `member` is refused, or None."""
+    # No member may be below a path in `links`, so checking names is sufficient.
+    path, target = PurePosixPath(member.name), PurePosixPath(member.linkname)
+    if path.is_absolute() or ".." in path.parts:
+        return "would lie outside"
+    if not links.isdisjoint(map(str, (path, *path.parents))):
+        return "lies below a link, or in its place"
+    if member.issym():
+        down = itertools.dropwhile(lambda part: part == "..", target.parts)
+        outside = ".." in down or os.path.normpath(path.parent / target).partition("/")[0] == ".."
+    elif member.islnk():
+        outside = ".." in target.parts or not links.isdisjoint(map(str, (target, *target.parents)))
+    else:
+        return None if member.isfile() or member.isdir() else "is a device"
+    outside = outside or target.is_absolute()
+    return f"is a link to {member.linkname!r}, which may be outside" if outside else None
+
+
+def unzip(archive: Path, folder: Path) -> None:
+    """Unpack a zip file. Raises BuildError for a member that leads outside, zipfile's exceptions for a damaged file."""
+    with zipfile.ZipFile(archive) as file:
+        for member in file.infolist():
+            path = PurePosixPath(member.filename)
+            mode = member.external_attr >> 16
+            if path.is_absolute() or ".." in path.parts or stat.S_ISLNK(mode):
+                raise BuildError(f"{archive.name} is not unpacked: {member.filename!r} may lead outside")
+            place = Path(file.extract(member, folder))
+            if not member.is_dir() and mode & 0o100:
+                place.chmod(0o755)
+
+
+def unpack_wheel(wheel: Path, prefix: Path, python: str) -> None:
+    """Unpack a wheel below an environment's root for Python `python` ("3.11"), without scripts of entry points."""
+    site = prefix / "lib" / f"python{python}" / "site-packages"
+    site.mkdir(parents=True, exist_ok=True)
+    unzip(wheel, site)
+    for data in site.glob("*.data"):
+        for part in data.iterdir():
+            into = site if not _DATA.get(part.name) else prefix / _DATA[part.name]
+            shutil.copytree(part, into, dirs_exist_ok=True)
+        shutil.rmtree(data)
+
+
+def unpack_cuda(wheels: list[Path], folder: Path) -> None:
+    """Unpack NVIDIA's wheels as one CUDA toolkit: bin, include, lib (also as lib64), libraries by linkers' names."""
+    raw = folder.with_name(folder.name + ".raw")
+    folder.mkdir()
+    for wheel in wheels:
+        raw.mkdir()
+        unzip(wheel, raw)
+        # cu12: nvidia/<part>/include; cu13: nvidia/cu13/include.
+        for part in sorted(raw.glob("nvidia/*/")):
+            shutil.copytree(part, folder, dirs_exist_ok=True)
+        shutil.rmtree(raw)
+    (folder / "lib").mkdir(exist_ok=True)
+    for library in sorted((folder / "lib").glob("lib*.so.*")):
+        plain = library.with_name(library.name.partition(".so.")[0] + ".so")
+        if not plain.exists():
+            plain.symlink_to(library.name)
+    (folder / "lib64").symlink_to("lib")
+
+
+def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
+    """Unpack the wheels that a build runs below `work`: modules, and programs in bin. Raises as `unzip`."""
+    folder = work / TOOLS
+    folder.mkdir()
+    for wheel in wheels:
+        unzip(wheel, folder)
+    for scripts in sorted(folder.glob("*.data/scripts")):
+        shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)

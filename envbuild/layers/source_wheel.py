@@ -7,117 +7,67 @@ environment, and the build tools (pip, setuptools, cmake) from a separate folder
 
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
-import io
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.layers.entry_points import entry_point_scripts
-from envbuild.layers.source_job import PREFIX
-from envbuild.layers.source_unpack import unpack_wheel, unzip
+from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
+from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
 
-if TYPE_CHECKING:
-    from envbuild.layers.source_job import SourceBuild
-
-# The folder of the wheels in SourceLayer.build, relative to the work folder.
-TOOLS = "tools"
 _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"
 # Variables with compiler options; a recipe's options follow ours, and take precedence.
 _FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
-_INSTALLER = "envbuild\n"
 # The first lines of a script that runs the interpreter beside it, wherever the environment is: sh executes the second
 # line, and Python reads it as a string.
-_START = (
-    "#!/bin/sh\n"
-    "'''exec' \"$(dirname -- \"$(realpath -- \"$0\")\")\"/'python' \"$0\" \"$@\"\n"
-    "' '''\n"
-)  # fmt: skip
+_START = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
+"""
 
 
-def unpack_tools(wheels: Sequence[Path], work: Path) -> None:
-    """Unpack the wheels that a build runs below its work folder `work`: modules, and programs in bin.
-
-    Raises BuildError for a member that leads outside, and zipfile's exceptions for a damaged wheel.
-    """
-    folder = work / TOOLS
-    folder.mkdir()
-    for wheel in wheels:
-        unzip(wheel, folder)
-    for scripts in sorted(folder.glob("*.data/scripts")):
-        shutil.copytree(scripts, folder / "bin", dirs_exist_ok=True)
-
-
-def build_wheel(job: SourceBuild) -> None:
-    """Build the project of `job` for the interpreter `job.places["python"]`, and unpack its wheel into `job.staged`.
+def build_wheel(job: SourceBuild) -> tuple[Path, str]:
+    """Build the project of `job` for the interpreter `job.python`; return its wheel, and the version of Python.
 
     The layer's options are variables of the build, NAME=VALUE. Raises StepError; BuildError when the project builds no
     wheel or several.
     """
-    python = job.places.get("python", PurePath("python3"))
     work, inside = job.build_host.work, job.build_host.inside
-    job.run("python", [str(python), "-c", _VERSION, str(inside / "python-version")])
-    job.run(
-        "pip wheel",
-        ["sh", "-c", _WITH_PATH, "sh", _programs(work, inside), str(python), "-m", "pip", "wheel", ".",
-         "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check",
-         "--wheel-dir", str(inside / "dist")],
-        _variables(job, python),
-    )  # fmt: skip
+    job.run("python", [job.python, "-c", _VERSION, str(inside / "python-version")])
+    # The tools' folders with programs; cmake's wheel has them in cmake/data/bin.
+    folders = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
+    programs = ":".join(str(inside / path.relative_to(work)) for path in folders)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    pip = [job.python, "-m", "pip", "wheel", ".", *options, "--wheel-dir", str(inside / "dist")]
+    job.run("pip wheel", ["sh", "-c", _WITH_PATH, "sh", programs, *pip], _variables(job))
     wheels = sorted((work / "dist").glob("*.whl"))
     if len(wheels) != 1:
-        raise BuildError(f"{job.layer.name} {job.layer.version}: pip made {len(wheels)} wheels of it, not one")
-    version = (work / "python-version").read_text(encoding="ascii").strip()
-    unpack_wheel(wheels[0], job.staged, version)
-    _add_scripts(job.staged, wheels[0].name)
+        raise BuildError(f"{job.title}: pip made {len(wheels)} wheels of it, not one")
+    return wheels[0], (work / "python-version").read_text(encoding="ascii").strip()
 
 
 def renew_records(tree: Path, name: str) -> None:
-    """Rewrite RECORD and INSTALLER of the one distribution in `tree`, because strip and patchelf changed its libraries.
-
-    RECORD does not list the licence texts that the layer `name` adds.
-    """
+    """Rewrite RECORD and INSTALLER of the distribution in `tree`, as strip and patchelf changed its libraries."""
+    # RECORD does not list the licence texts that the layer `name` adds.
     for info in sorted(tree.glob("lib/python*/site-packages/*.dist-info")):
-        (info / "INSTALLER").write_text(_INSTALLER, encoding="utf-8")
+        (info / "INSTALLER").write_bytes(INSTALLER)
         rows = [
-            (os.path.relpath(path, info.parent), *_hash(path))
-            for path in _files(tree)
-            if path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
+            (os.path.relpath(path, info.parent), *_row(path))
+            for path in tree.rglob("*")
+            if not path.is_dir() and path != info / "RECORD" and f"share/licenses/{name}/" not in path.as_posix()
         ]
-        rows.append((f"{info.name}/RECORD", "", ""))
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(sorted(rows))
-        (info / "RECORD").write_text(text.getvalue(), encoding="utf-8")
+        (info / "RECORD").write_bytes(render_record(rows, info.name))
         for one in ("INSTALLER", "RECORD"):
             (info / one).chmod(0o644)
 
 
-def environment_of(python: PurePath) -> PurePath:
-    """Return the environment's root of an interpreter in its bin folder."""
-    return python.parent.parent
-
-
-def _programs(work: Path, inside: PurePath) -> str:
-    """Return the tools' folders with programs, for PATH. cmake's wheel has them in cmake/data/bin."""
-    found = [*sorted((work / TOOLS).glob("*/data/bin")), work / TOOLS / "bin"]
-    return ":".join(str(inside / path.relative_to(work)) for path in found)
-
-
-def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
-    """Return the variables of the build.
-
-    They exclude the settings of the host's pip and Python, and keep paths of temporary folders out of the result.
-    """
+def _variables(job: SourceBuild) -> dict[str, str]:
+    """Return variables that exclude the settings of the host's pip and Python, and temporary paths in the result."""
     inside, ours = job.build_host.inside, job.variables()
     maps = ours["CPPFLAGS"]
-    if python.is_absolute():
-        maps = f"-ffile-prefix-map={environment_of(python)}={PREFIX} {maps}"
+    if job.python.startswith("/"):
+        maps = f"-ffile-prefix-map={job.environment}={PREFIX} {maps}"
     variables = {
         "PYTHONPATH": str(inside / TOOLS),
         "PYTHONNOUSERSITE": "1",
@@ -130,7 +80,7 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job.jobs),
         "CFLAGS": maps,
         "CXXFLAGS": maps,
-    }  # fmt: skip
+    }
     for option in job.options():
         name, _, value = option.partition("=")
         before = variables.get(name) or ours.get(name, "")
@@ -138,28 +88,21 @@ def _variables(job: SourceBuild, python: PurePath) -> dict[str, str]:
     return variables
 
 
-def _add_scripts(tree: Path, where: str) -> None:
+def add_scripts(tree: Path, where: str) -> None:
     """Create the scripts of entry points, and make scripts run the interpreter beside them."""
     programs = tree / "bin"
     for path in sorted(programs.iterdir()) if programs.is_dir() else ():
         head, _, rest = path.read_bytes().partition(b"\n")
         if head.startswith(b"#!python"):
-            path.write_bytes(_START.encode() + rest)
+            path.write_bytes(_START + rest)
             path.chmod(0o755)
     for text in sorted(tree.glob("lib/python*/site-packages/*.dist-info/entry_points.txt")):
         for name, script in entry_point_scripts(text.read_text(encoding="utf-8"), "", where):
             programs.mkdir(exist_ok=True)
-            (programs / name).write_bytes(_START.encode() + script.partition(b"\n")[2])
+            (programs / name).write_bytes(_START + script.partition(b"\n")[2])
             (programs / name).chmod(0o755)
 
 
-def _files(tree: Path) -> Iterator[Path]:
-    for here, _, names in os.walk(tree):
-        yield from (Path(here, name) for name in names)
-
-
-def _hash(path: Path) -> tuple[str, str]:
+def _row(path: Path) -> tuple[str, str]:
     with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").digest()
-    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    return f"sha256={encoded}", str(path.stat().st_size)
+        return record_row(hashlib.file_digest(stream, "sha256").digest(), path.stat().st_size)

@@ -54,7 +54,10 @@ class Trainer:
             (f"{_DIST_INFO}/METADATA", _METADATA.encode()),
             (f"{_DIST_INFO}/WHEEL", _WHEEL.encode()),
         ]
-        record = "".join(f"{name},{_record_hash(data)},{len(data)}\n" for name, data in entries)
+        record = ""
+        for name, data in entries:
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record += f"{name},sha256={digest},{len(data)}\n"
         entries.append((f"{_DIST_INFO}/RECORD", f"{record}{_DIST_INFO}/RECORD,,\n".encode()))
         buffer = io.BytesIO()
         # Stored, not deflated, so that the bytes do not depend on the zlib of the Python build.
@@ -73,8 +76,3 @@ def load_trainer() -> Trainer:
         raise BuildError(f"the trainer is missing from {folder}", "reinstall envbuild")
     sources = sorted(path for path in folder.rglob("*.py"))
     return Trainer(tuple((f"ddp_train/{path.relative_to(folder).as_posix()}", path.read_bytes()) for path in sources))
-
-
-def _record_hash(data: bytes) -> str:
-    encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
-    return f"sha256={encoded.decode()}"

@@ -1,47 +1,44 @@
 """A wheel as a tree: every file at its installed path, streamed from the archive.
 
-Sources: PyPA "Binary distribution format" (spread, .data directories, #!python) and "Recording installed projects"
-(RECORD, INSTALLER). The tests compare with PyPI's `installer`.
+Sources: PyPA "Binary distribution format" (spread, .data directories, #!python), "Recording installed projects"
+(RECORD, INSTALLER), "Entry points specification". The tests compare with PyPI's `installer`.
 """
 
 from __future__ import annotations
 
 import base64
+import configparser
 import csv
 import hashlib
 import io
 import re
 import stat
-import struct
 import zipfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
-from envbuild.layers.entry_points import entry_point_scripts
-from envbuild.layers.unzip import open_member
+from envbuild.layers.contents import Guarded, HashedContent, Joined, open_member, reading
 from envbuild.names import normalise
 
-try:  # like zipfile itself: a Python may lack it
-    from lzma import LZMAError
-except ImportError:  # pragma: no cover
-    LZMAError = zipfile.BadZipFile  # type: ignore[misc,assignment]
-
-_INSTALLER = b"envbuild\n"
+INSTALLER = b"envbuild\n"
+_VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\])?\s*")
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f/\\]")
+_SCRIPT = """#!{python}
+import sys
+from {module} import {first}
+if __name__ == "__main__":
+    sys.exit({function}())
+"""
 # Metadata is read as a whole; no real file comes near this size.
 _MAX_METADATA = 64 << 20
 _STEP = 1 << 18
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD; the other characters cannot be typed.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
-# The exceptions of zipfile for archives that are damaged, encrypted or of unknown methods.
-_DAMAGE = (
-    zipfile.BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, struct.error, OSError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +78,15 @@ def wheel_tree(wheel: Path, scheme: Scheme, mtime: int) -> Tree:
     Raises BuildError, here or when content is read, for a file that is not a wheel, is damaged, or would write outside
     of its folders.
     """
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            yield from _Wheel(archive, wheel.name, scheme, mtime).tree()
-    except _DAMAGE as error:
-        raise _damaged(wheel.name, error) from error
+    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
+        yield from _Wheel(archive, wheel.name, scheme, mtime).tree()
 
 
 def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
     """Return the paths from `wheel_tree` that other wheels may also have; no content is read."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return _Wheel(archive, wheel.name, scheme, 0).paths()
-    except _DAMAGE as error:
-        raise _damaged(wheel.name, error) from error
+    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
+        converted = _Wheel(archive, wheel.name, scheme, 0)
+        return [*converted.members(), *(path for path, _ in converted.entry_points())]
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
@@ -104,42 +96,6 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
         if stream is not None and entry.path.endswith(".dist-info/RECORD"):
             content = stream.read(entry.size)
     return content  # it comes last
-
-
-def _damaged(name: str, error: Exception) -> BuildError:
-    if isinstance(error, OSError) and error.strerror:
-        return BuildError(f"{name}: cannot be read: {error.strerror}")
-    return BuildError(f"{name}: not a wheel, or damaged: {error or type(error).__name__}")
-
-
-class _TreeContent:
-    """The content of a file: `start`, then `stream`. Hashes it for a row of RECORD if `hashed`."""
-
-    def __init__(self, stream: IO[bytes], wheel: str, start: bytes, hashed: bool) -> None:
-        self._stream, self._wheel, self._start = stream, wheel, start
-        self._size = 0
-        self._hash = hashlib.sha256() if hashed else None
-
-    def read(self, size: int = -1, /) -> bytes:
-        count = len(self._start) if size < 0 else size
-        data, self._start = self._start[:count], self._start[count:]
-        if size < 0 or len(data) < size:
-            try:
-                data += self._stream.read(size if size < 0 else size - len(data))
-            except _DAMAGE as error:
-                raise _damaged(self._wheel, error) from error
-        if self._hash is not None:
-            self._hash.update(data)
-            self._size += len(data)
-        return data
-
-    def row(self) -> tuple[str, str] | None:
-        """Read the rest, and return (hash, size) of the whole content; None when it is not hashed."""
-        if self._hash is None:
-            return None
-        while self.read(_STEP):
-            pass
-        return _row(self._hash.digest(), self._size)
 
 
 class _Wheel:
@@ -153,32 +109,26 @@ class _Wheel:
             raise BuildError(f"{name}: a wheel has one .dist-info folder, this has {len(infos)}")
         self._info = infos[0]
         self._name = self._info.removesuffix(".dist-info").rpartition("-")[0]
-        self._folder = f"{scheme.site_packages}/{self._info}"
         # installed path → its row of RECORD
         self._rows: dict[str, tuple[str, str]] = {}
 
     def tree(self) -> Tree:
         self._check_version()
         record = self._record()
-        members = self._members()
-        for path, (info, script) in members.items():
+        for path, (info, script) in self.members().items():
             with open_member(self._archive, info) as stream:
                 yield from self._copied(path, info, stream, script, record.get(info.filename))
-        for path, data in self._entry_points():
+        for path, data in self.entry_points():
             if path not in self._rows:
                 yield self._whole(path, data, 0o755)
-        yield self._whole(f"{self._folder}/INSTALLER", _INSTALLER, 0o644)
-        yield self._whole(f"{self._folder}/RECORD", self._installed_record(), 0o644)
+        folder = f"{self._scheme.site_packages}/{self._info}"
+        yield self._whole(f"{folder}/INSTALLER", INSTALLER, 0o644)
+        rows = [(self._relative(path), *row) for path, row in self._rows.items()]
+        yield self._whole(f"{folder}/RECORD", render_record(rows, self._info), 0o644)
 
-    def paths(self) -> list[str]:
-        """Return the paths of `tree` that other wheels may have: all but INSTALLER and RECORD."""
-        return [*self._members(), *(path for path, _ in self._entry_points())]
-
-    def _members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
-        """Return path → (member, is a script) of every file that is copied, sorted by path.
-
-        For a duplicate path the last member is used, and .data takes precedence: the order in which installers write.
-        """
+    def members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
+        """Return path → (member, is a script) of every file that is copied, sorted by path."""
+        # Of duplicates, the last member is used, and .data takes precedence: the order in which installers write.
         ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():
@@ -194,48 +144,47 @@ class _Wheel:
         parts = name.split("/")
         if _CONTROL.search(name) or {"", ".", ".."} & set(parts):
             raise BuildError(f"{self._file}: {name!r} is not a path inside of a wheel")
-        if len(parts) == 1 or not self._is_data(parts[0]):
+        # The folder may be spelled like the wheel file, unlike .dist-info ("Foo.Bar" and "foo_bar").
+        project = parts[0].removesuffix(".data").rpartition("-")[0]
+        is_data = parts[0].endswith(".data") and normalise(project) == normalise(self._name)
+        if len(parts) == 1 or not is_data:
             return f"{self._scheme.site_packages}/{name}", ""
         folder = self._scheme.folder(parts[1], self._name) if len(parts) > 2 else None
         if folder is None:
             raise BuildError(f"{self._file}: {name!r}: no such part of an installation")
         return "/".join([folder, *parts[2:]]), parts[1]
 
-    def _is_data(self, folder: str) -> bool:
-        # Its name may be spelled like that of the wheel file, unlike that of .dist-info ("Foo.Bar" and "foo_bar").
-        name = folder.removesuffix(".data").rpartition("-")[0]
-        return folder.endswith(".data") and normalise(name) == normalise(self._name)
-
     def _copied(
-        self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool,
-        recorded: tuple[str, str] | None,
-    ) -> Tree:  # fmt: skip
+        self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool, recorded: tuple[str, str] | None
+    ) -> Tree:
         """Yield one member. Its row is that of the wheel's RECORD if valid, else computed while it is read."""
         start, size = self._script_start(info, stream) if script else (b"", info.file_size)
-        if script or (recorded and recorded[1] != str(size)):
-            recorded = None
-        content = _TreeContent(stream, self._file, start, hashed=recorded is None)
+        content = Joined(start, Guarded(stream, self._file, "wheel"))
         mode = info.external_attr >> 16
         # As in installers: a link, which would be a risk, becomes a plain file with its target as content.
         executable = script or (stat.S_ISREG(mode) and mode & 0o111)
-        yield Entry(path, FILE, 0o755 if executable else 0o644, size, mtime=self._mtime), content
-        self._rows[path] = content.row() or recorded or ("", "")
+        entry = Entry(path, FILE, 0o755 if executable else 0o644, size, mtime=self._mtime)
+        if recorded and recorded[1] == str(size) and not script:
+            yield entry, content
+            self._rows[path] = recorded
+        else:
+            hashed = HashedContent(content)
+            yield entry, hashed
+            self._rows[path] = record_row(hashed.digest(), hashed.size)
 
     def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
-        """Return the replacement of a script's first line, if that is `#!python`, and the size of the result.
-
-        The rest of that line, `w` or options, is dropped, as installers do.
-        """
+        """Return the replacement of a script's first line, if that is `#!python`, and the size of the result."""
         head = stream.read(8)
         if head != b"#!python":
             return head, info.file_size
+        # The rest of that line, `w` or options, is dropped, as installers do.
         dropped, line = len(head), head
         while not line.endswith(b"\n") and (line := stream.readline(_STEP)):
             dropped += len(line)
         start = f"#!{self._scheme.interpreter}\n".encode()
         return start, len(start) + info.file_size - dropped
 
-    def _entry_points(self) -> Iterator[tuple[str, bytes]]:
+    def entry_points(self) -> Iterator[tuple[str, bytes]]:
         """Yield (path, content) of the scripts of entry points."""
         text = self._text("entry_points.txt") or ""
         for name, script in entry_point_scripts(text, self._scheme.interpreter, self._file):
@@ -261,22 +210,12 @@ class _Wheel:
             raise BuildError(f"{self._file}: RECORD: {error}") from None
         return {row[0]: (row[1], row[2]) for row in rows if _SHA256.fullmatch(row[1])}
 
-    def _installed_record(self) -> bytes:
-        """Return the RECORD of the installed files: paths relative to site-packages, sorted."""
-        rows = [(self._relative(path), *row) for path, row in self._rows.items()]
-        rows.append((f"{self._info}/RECORD", "", ""))
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(sorted(rows))
-        return text.getvalue().encode()
-
     def _relative(self, path: str) -> str:
         base = self._scheme.site_packages + "/"
-        if path.startswith(base):
-            return path[len(base) :]
-        return "../../../" + path[len(self._scheme.prefix) + 1 :]
+        return path.removeprefix(base) if path.startswith(base) else f"../../..{path[len(self._scheme.prefix) :]}"
 
     def _whole(self, path: str, data: bytes, mode: int) -> tuple[Entry, Readable]:
-        self._rows[path] = _row(hashlib.sha256(data).digest(), len(data))
+        self._rows[path] = record_row(hashlib.sha256(data).digest(), len(data))
         return Entry(path, FILE, mode, len(data), mtime=self._mtime), io.BytesIO(data)
 
     def _text(self, name: str) -> str | None:
@@ -294,5 +233,36 @@ class _Wheel:
             raise BuildError(f"{self._file}: {name} is not UTF-8: {error}") from None
 
 
-def _row(digest: bytes, size: int) -> tuple[str, str]:
+def entry_point_scripts(text: str, interpreter: str, where: str) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of the console and GUI scripts of an entry_points.txt.
+
+    `interpreter` is the path after `#!`. Raises BuildError, naming `where`, for a malformed file, and for a script
+    whose name leads to another folder or whose entry point names no function.
+    """
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    try:
+        parser.read_string(text)
+    except configparser.Error as error:
+        raise BuildError(f"{where}: entry_points.txt: {error}") from None
+    for section in ("console_scripts", "gui_scripts"):
+        for name, value in parser.items(section) if parser.has_section(section) else ():
+            match = _VALUE.fullmatch(value)
+            if not match or name in (".", "..") or _FORBIDDEN.search(name):
+                raise BuildError(f"{where}: entry point {name!r} = {value!r}")
+            module, function = match.groups()
+            first = function.partition(".")[0]
+            script = _SCRIPT.format(python=interpreter, module=module, first=first, function=function)
+            yield name, script.encode()
+
+
+def record_row(digest: bytes, size: int) -> tuple[str, str]:
+    """Return (hash, size) of a file as RECORD has them, from its sha256."""
     return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)
+
+
+def render_record(rows: Iterable[tuple[str, str, str]], dist_info: str) -> bytes:
+    """Return the RECORD in the folder `dist_info` with the rows (path relative to site-packages, hash, size)."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(sorted([*rows, (f"{dist_info}/RECORD", "", "")]))
+    return text.getvalue().encode()

@@ -1,34 +1,54 @@
-"""Locations of the locked wheels of a plan, and of the trainer's wheel, on this host."""
+"""The locked wheels of a plan and the trainer's wheel on this host, checked against the plan's target.
+
+Locks are checked when they are written, but a lock may have been edited or written elsewhere.
+"""
 
 from __future__ import annotations
 
 import re
+import zipfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from envbuild.environment import Environment
-from envbuild.layers.accelerator import check_wheels
+from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
-from envbuild.recipe.targets import Target
+from envbuild.recipe.accelerators import (
+    MAX_VERSION_FILE,
+    VERSION_FILE,
+    accelerator_fault,
+    torch_builds,
+    torch_libraries,
+)
+from envbuild.recipe.sources import BuildWheel
+from envbuild.recipe.targets import ARCHES, Target
 
 
 def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> tuple[list[WheelFile], WheelFile]:
-    """Return the wheels of `plan` in order, and the trainer's wheel.
-
-    Raises BuildError for a wheel that no source has, and for one that does not match the plan's target.
-    """
-    from envbuild.store.fetch import WantedWheel, locate_wheels
-
-    wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in plan.packages]
-    found = locate_wheels(
-        wanted, environment.store, environment.pip, environment.site, plan.indexes,
-        offline=offline, env=environment.variables, default_index=environment.default_index,
-    )  # fmt: skip
-    wheels = [_wheel(w.name, w.version, found[w], environment) for w in wanted]
+    """Return the wheels of `plan` in order, and the trainer's. Raises BuildError for a missing or unsuitable one."""
+    found = fetch_wheels(plan.packages, environment, plan.indexes, offline=offline)
+    wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
     return wheels, _wheel(NAME, trainer.version, own, environment)
+
+
+def fetch_wheels(
+    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (), *,
+    offline: bool,
+) -> list[Path]:  # fmt: skip
+    """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them."""
+    from envbuild.store.fetch import WantedWheel, locate_wheels
+
+    wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
+    found = locate_wheels(
+        wanted, environment.store, environment.pip, environment.site, indexes,
+        offline=offline, env=environment.variables, default_index=environment.default_index,
+    )  # fmt: skip
+    return [found[one] for one in wanted]
 
 
 def _wheel(name: str, version: str, path: Path, environment: Environment) -> WheelFile:
@@ -38,3 +58,43 @@ def _wheel(name: str, version: str, path: Path, environment: Environment) -> Whe
     known = of_store and re.fullmatch(r"[0-9a-f]{64}", folder)
     digest = folder if known else environment.store.file_digest(path)
     return WheelFile(name, version, path, digest, path.stat().st_size)
+
+
+def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
+    """Raise BuildError for a wheel for another processor than `target`'s, and a torch for another accelerator."""
+    for wheel in wheels:
+        other = wheel_arch(wheel.path.name)
+        if other is not None and other != target.arch:
+            raise BuildError(
+                f"{wheel.path.name} is for {other}, and {target.name} is for {target.arch}",
+                "the lock names a wheel of another platform: make it anew with `envbuild lock`",
+            )
+        if wheel.name == "torch":
+            fault = accelerator_fault(target.name, *_read_torch(wheel.path), exact=True)
+            if fault is not None:
+                raise BuildError(
+                    f"{wheel.path.name}: this torch {fault}",
+                    f"correct torch's version in {target.table} and lock it again; "
+                    "docs/reference/recipe.md tells which index has which build",
+                )
+
+
+def wheel_arch(name: str) -> str | None:
+    """Return the processor in the platform tag (PEP 425) of the wheel file `name`; None for any or an unknown one."""
+    platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
+    found = {arch for arch in ARCHES for platform in platforms if platform.endswith(f"_{arch}")}
+    return found.pop() if len(found) == 1 else None
+
+
+def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the accelerators that the torch in a wheel is built for, and its accelerator libraries."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names, text = archive.NameToInfo, ""
+            if VERSION_FILE in names:
+                with archive.open(VERSION_FILE) as stream:
+                    text = stream.read(MAX_VERSION_FILE).decode("utf-8", "replace")
+            libraries = [n for n in sorted(torch_libraries()) if f"torch/lib/{n}" in names]
+    except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+        raise BuildError(f"{path} is not a wheel that can be read: {error}") from error
+    return torch_builds(text), libraries

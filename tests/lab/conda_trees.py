@@ -22,7 +22,7 @@ from conda_package_streaming.package_streaming import stream_conda_info
 from lab.conda_package import PLACEHOLDER
 
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Tree
-from envbuild.layers.conda_paths import CondaFile
+from envbuild.layers.conda_files import CondaFile
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from envbuild.debian.lock import DebianLock
 from envbuild.environment import load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, SYMLINK, Entry, Readable, Tree
@@ -24,9 +25,8 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.kinds.image import prepare_image
-from envbuild.layers.base import debian_files
-from envbuild.layers.bytecode import with_bytecode
-from envbuild.layers.compiler import compiler_for
+from envbuild.layers.base import locked_files
+from envbuild.layers.bytecode import compiler_for, with_bytecode
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
@@ -52,7 +52,8 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, l
     loaded = load_recipe(_RECIPES / "pt_minimal" / "recipe.toml")
     target = loaded.target("cpu-x86_64")[0]
     prepared = prepare_image(loaded, target, environment, locked=True, offline=False, bytecode=False, log=log)
-    base = debian_files(prepared.plan, environment, offline=False)
+    assert prepared.plan.base is not None and isinstance(prepared.plan.base.base, DebianLock)
+    base = locked_files(prepared.plan.base.base, prepared.plan.mtime, environment, offline=False)
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
     layers = [write_layer(with_parents(_on_progress(base), _TIME), blobs)]
     files: Tree = _chain(wheel_tree(w.path, _Scheme("opt/conda", "3.11"), _TIME) for w in wheels)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from envbuild.errors import HostError
-from envbuild.layers.relocate import patchelf_program
+from envbuild.layers.source_files import patchelf_program
 
 
 def patchelf() -> str | None:

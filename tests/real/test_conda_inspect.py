@@ -20,8 +20,7 @@ from envbuild.image.layer import with_parents, write_layer
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
 from envbuild.layers.conda import conda_tree
-from envbuild.layers.conda_paths import CondaFile
-from envbuild.layers.conda_shared import shared_paths
+from envbuild.layers.conda_files import CondaFile, shared_paths
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store

@@ -24,13 +24,10 @@ from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import DEFAULT, codec_of
-from envbuild.layers.compiler import compiler_for
-from envbuild.layers.conda import conda_tree
-from envbuild.layers.conda_parts import conda_parts
-from envbuild.layers.conda_paths import CondaFile
-from envbuild.layers.conda_shared import Shared, shared_paths
-from envbuild.layers.layer_cache import TarCache
-from envbuild.layers.segments import SegmentCache
+from envbuild.layers.bytecode import compiler_for
+from envbuild.layers.conda import conda_parts, conda_tree
+from envbuild.layers.conda_files import CondaFile, Shared, shared_paths
+from envbuild.layers.layer_cache import SegmentCache, TarCache
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command

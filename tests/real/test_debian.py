@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.debian.base import resolve_base
+from envbuild.debian.base import fetch_debs, resolve_base
 from envbuild.debian.control import compare_versions
 from envbuild.debian.defaults import default_packages, default_without, load_rules
-from envbuild.debian.fetch import fetch_debs
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, from_table
 from envbuild.debian.rootfs import debian_tree, merged
 from envbuild.debian.sources import archives, debian_client, host_archives

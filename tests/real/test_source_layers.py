@@ -24,8 +24,8 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError
 from envbuild.layers.local_build_host import host_identity, local_build_host
 from envbuild.layers.source_build import build_layer
+from envbuild.layers.source_files import read_manifest
 from envbuild.layers.source_known import source_layers
-from envbuild.layers.source_manifest import read_manifest
 from envbuild.layers.source_standalone import describe
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import SourceLayer
@@ -417,7 +417,7 @@ def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(builder: Builde
 
     def stage(prefix: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "envbuild.layers.source_standalone", tmp_path / "layers.json", archives, prefix],
+            [sys.executable, "-m", "envbuild.artifacts.layers_stage", tmp_path / "layers.json", archives, prefix],
             capture_output=True,
             text=True,
         )

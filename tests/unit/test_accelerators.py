@@ -21,9 +21,9 @@ from envbuild.doctor.probe import Host
 from envbuild.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
-from envbuild.layers.accelerator import check_wheels
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_known import source_layers
+from envbuild.layers.wheels import check_wheels
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import Lock, LockedPackage

@@ -20,10 +20,9 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import HARDLINK
 from envbuild.image.layer import header
 from envbuild.layers.conda import conda_tree
-from envbuild.layers.conda_package import read_info
-from envbuild.layers.conda_paths import installed_paths
+from envbuild.layers.conda_files import installed_paths
+from envbuild.layers.conda_package import read_info, replaced_binary, replaced_text
 from envbuild.layers.layer_cache import recorded
-from envbuild.layers.prefixes import replaced_binary, replaced_text
 
 FORMS = [".conda", ".tar.bz2"]
 SYMLINK, LINK = tarfile.SYMTYPE, tarfile.LNKTYPE

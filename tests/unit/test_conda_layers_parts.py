@@ -21,9 +21,8 @@ from envbuild.debian.defaults import default_packages
 from envbuild.errors import BuildError
 from envbuild.layers.bytecode import find_compiler
 from envbuild.layers.compose import LARGE, MOST_LARGE, WheelFile, alone, environment_part
-from envbuild.layers.conda_parts import conda_parts
-from envbuild.layers.conda_paths import CondaFile
-from envbuild.layers.conda_shared import Shared, losers, shared_paths
+from envbuild.layers.conda import conda_parts
+from envbuild.layers.conda_files import CondaFile, Shared, losers, shared_paths
 from envbuild.layers.layer_cache import TarCache
 from envbuild.store.store import Store
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.debian.base import fetch_debs
 from envbuild.debian.defaults import default_packages, default_without
-from envbuild.debian.fetch import fetch_debs
 from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import BuildError, LockError, RecipeError
@@ -37,7 +37,6 @@ def test_a_lock_survives_its_table(debs: list[LockedDeb]) -> None:
     debs.sort(key=lambda deb: deb.name)
     lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
     assert from_table(lock.as_toml_table(), "x") == lock
-    assert lock.arch in ("amd64", "all")
 
 
 DEB = {"name": "lib", "version": "1:2-3", "arch": "amd64", "path": "pool/main/lib.deb", "sha256": "a" * 64,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.debian import stanza
 
-from envbuild.debian.index import PackageIndex
-from envbuild.debian.resolve import resolve
+from envbuild.debian.resolve import PackageIndex, resolve
 from envbuild.errors import LockError
 
 

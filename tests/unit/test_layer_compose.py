@@ -36,6 +36,7 @@ from envbuild.layers.compose import (
     key_of,
     wheel_parts,
 )
+from envbuild.layers.compose import alone as dedicated
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.wheel import Scheme
 from envbuild.store.store import Store
@@ -58,7 +59,7 @@ def pretend(name: str, size: int) -> WheelFile:
 
 def parts(wheels: Sequence[WheelFile], **changed: Any) -> list[LayerRequest]:
     inputs = {"scheme": SCHEME, "compiler": COMPILER, "mtime": FIXED_TIME, **changed}
-    return wheel_parts(wheels, **inputs)
+    return wheel_parts(wheels, **inputs, alone=dedicated(wheels)[0])
 
 
 def content(tree: Tree) -> dict[str, tuple[Entry, bytes]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envbuild.layers.unzip import open_member
+from envbuild.layers.contents import open_member
 
 DAMAGE = (zipfile.BadZipFile, EOFError)
 

@@ -13,8 +13,8 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts.elf_scan import ElfReport, scan_elf
 from envbuild.errors import BuildError, LockError
-from envbuild.layers.accelerator import check_wheels, wheel_arch
 from envbuild.layers.compose import WheelFile
+from envbuild.layers.wheels import check_wheels, wheel_arch
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.wheels import check_override, nccl_override

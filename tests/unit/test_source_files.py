@@ -26,13 +26,19 @@ from envbuild.elf import MACHINES, read_elf
 from envbuild.errors import BuildError
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
-from envbuild.layers.relocate import newest_glibc, patchelf_program, relocate, run_path
 from envbuild.layers.source_causes import config_error, failure
+from envbuild.layers.source_files import (
+    SourceManifest,
+    list_files,
+    patchelf_program,
+    read_manifest,
+    relocate,
+    run_path,
+    write_manifest,
+)
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_manifest import SourceManifest, list_files, read_manifest, write_manifest
 from envbuild.layers.source_standalone import describe, read_description
-from envbuild.layers.source_steps import tidy
-from envbuild.layers.source_unpack import unpack, unpack_cuda, unpack_wheel
+from envbuild.layers.source_steps import tidy, unpack, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
@@ -167,7 +173,7 @@ def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(tmp
     (info / "entry_points.txt").write_text("[console_scripts]\nfoo = foo.cli:Main.run\n")
     (tree / "bin").mkdir()
     (tree / "bin/script").write_text("#!python -s\nprint('script')\n")
-    source_wheel._add_scripts(tree, "foo")
+    source_wheel.add_scripts(tree, "foo")
     source_wheel.renew_records(tree, "foo")
     report = check_files(site)
     assert (report.missing, report.altered, report.unowned) == ([], [], []) and report.files == 7
@@ -237,7 +243,8 @@ def test_elf_files_are_read_as_patchelf_reads_them(tmp_path: Path) -> None:
     asked = subprocess.run([program, "--print-needed", file], capture_output=True, text=True, check=True)
     assert list(elf.needed) == asked.stdout.split()
     assert elf.runpath == "$ORIGIN/a:/b"
-    assert (2, 0) < elf.glibc == newest_glibc(tmp_path)
+    assert elf.glibc > (2, 0)
+    assert relocate(tmp_path, _arch(), [])[0] == elf.glibc
 
 
 @settings(max_examples=200, deadline=None)
@@ -274,7 +281,7 @@ def test_a_library_that_names_the_folder_of_its_build_is_refused(tmp_path: Path)
         stream.write(b"\0" * 3_000_000 + b"/somewhere/work/source/foo.c\0")
     with pytest.raises(BuildError, match="folder that it was built in"):
         relocate(tmp_path, _arch(), ["/somewhere/work"])
-    assert relocate(tmp_path, _arch(), ["/elsewhere"]).elf == 1
+    assert relocate(tmp_path, _arch(), ["/elsewhere"])[0] > (2, 0)
 
 
 def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_path: Path) -> None:
@@ -285,10 +292,10 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    done = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
+    _, named = relocate(tmp_path, _arch(), ["/build"], {"bar": PurePath("/build/requires/bar")})
     text = (tmp_path / "lib/pkgconfig/foo.pc").read_text()
     assert text == "prefix=${pcfiledir}/../..\nRequires: bar\nLibs: -L${pcfiledir}/../../lib -lbar\n"
-    assert done.named == ("bin/foo-config",)
+    assert named == ["bin/foo-config"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +332,7 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
         "conftest.c:9:10: fatal error: hwloc.h: No such file or directory\nconfigure: failed program was:\n"
         "| #include <hwloc.h>\nconfigure:90: error: no hwloc\n## Cache variables. ##\nac_cv_a=1\n"
     )
-    error = failure("foo 1", StepError("configure", ["./configure"], 1, log, [config]), tmp_path / "kept.log")
+    error = failure("foo 1", StepError("configure", 1, log, [config]), tmp_path / "kept.log")
     assert error.message.startswith("foo 1: configure failed (exit 1):")
     assert "line 99" in error.message and "line 70" not in error.message
     assert "| #include" not in error.message and "ac_cv" not in error.message

