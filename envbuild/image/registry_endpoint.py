@@ -21,6 +21,11 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 # A cached token may have expired, and so may one that another thread has cached since.
 _RENEWALS = 2
+_HINTS = {
+    404: "check repository and tag",
+    413: "a proxy before the registry limits the size of requests; raise its limit",
+    429: "wait, log in for a higher limit (docker login), or name a mirror in site.toml",
+}
 
 
 @dataclass
@@ -40,17 +45,14 @@ class Endpoint:
         """Return the URL of `path` below the repository."""
         return f"{self.base}/v2/{self.repository}/{path}"
 
-    def scope(self, actions: str, repository: str | None = None) -> str:
-        """Return the scope of a token for `actions`: pull or pull,push."""
-        return f"repository:{repository or self.repository}:{actions}"
-
     def request(
         self,
         method: str,
         url: str,
         stop: threading.Event,
         *,
-        scopes: Sequence[str],
+        push: bool = False,
+        mount_from: str | None = None,
         ok: Sequence[int] = (200,),
         headers: Mapping[str, str] | None = None,
         body: Callable[[], Body | bytes] | None = None,
@@ -58,13 +60,28 @@ class Endpoint:
     ) -> requests.Response:
         """Send a request, and return the response with a status in `ok`, its body unread; the caller closes it.
 
+        It is authorized to pull, with `push` also to push, and with `mount_from` to pull from that repository as well.
         `body` is called each time the body is sent. Raises RequestFailed.
         """
-        return with_retries(
-            lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
-            self.retries if retries is None else retries,
-            stop,
-        )
+        scopes = [f"repository:{self.repository}:{'pull,push' if push else 'pull'}"]
+        if mount_from:
+            scopes.append(f"repository:{mount_from}:pull")
+
+        def send() -> requests.Response:
+            for attempt in range(_RENEWALS + 1):
+                header = self.login.header(scopes, stop)
+                response = self._following(method, url, headers or {}, header, body)
+                if response.status_code in ok:
+                    return response
+                with response:
+                    asked = response.headers.get("WWW-Authenticate", "")
+                    ours = origin(response.url) == origin(self.base)
+                    again = response.status_code == 401 and ours and attempt < _RENEWALS
+                    if not (again and self.login.refused(header, asked)):
+                        raise failure(response)
+            raise AssertionError  # the last attempt returned or raised
+
+        return with_retries(send, self.retries if retries is None else retries, stop)
 
     def follow(self, response: requests.Response) -> str:
         """Return the URL in a response's Location header. Raises RequestFailed when it has none."""
@@ -78,29 +95,6 @@ class Endpoint:
             # A registry behind a proxy that terminates TLS may not know that clients use https.
             target = target._replace(scheme="https", netloc=own.netloc)
         return urlunsplit(target)
-
-    def _authorized(
-        self,
-        method: str,
-        url: str,
-        stop: threading.Event,
-        scopes: Sequence[str],
-        ok: Sequence[int],
-        headers: Mapping[str, str],
-        body: Callable[[], Body | bytes] | None,
-    ) -> requests.Response:
-        for attempt in range(_RENEWALS + 1):
-            header = self.login.header(scopes, stop)
-            response = self._following(method, url, headers, header, body)
-            if response.status_code in ok:
-                return response
-            with response:
-                asked = response.headers.get("WWW-Authenticate", "")
-                ours = origin(response.url) == origin(self.base)
-                again = response.status_code == 401 and ours and attempt < _RENEWALS
-                if not (again and self.login.refused(header, asked)):
-                    raise failure(response)
-        raise AssertionError  # the last attempt returned or raised
 
     def _following(
         self,
@@ -146,12 +140,8 @@ def _hint(endpoint: Endpoint, error: RequestFailed) -> str | None:
         if known is None:
             return f"check the name; if it needs credentials: docker login {host} (places that are {PLACES})"
         return f"the credentials from {known.source} were used; docker login {host} renews them ({PLACES})"
-    if error.status == 404:
-        return "check repository and tag"
-    if error.status == 429:
-        return "wait, log in for a higher limit (docker login), or name a mirror in site.toml"
-    if error.status == 413:
-        return "a proxy before the registry limits the size of requests; raise its limit"
+    if error.status in _HINTS:
+        return _HINTS[error.status]
     if "wrong version number" in text or "record layer failure" in text:
         return f"if {host} speaks plain HTTP, name it insecure in site.toml"
     if "certificate" in text:

@@ -1,11 +1,13 @@
-"""Upload of one blob to a registry, with resume.
+"""Upload of blobs to a registry, with resume, and mounting of those that another repository has.
 
-Source: OCI distribution specification 1.1, "Pushing blobs": POST begins an upload, PATCH adds a chunk, GET returns the
-number of bytes received, PUT ends the upload, with or without the complete content.
+Source: OCI distribution specification 1.1, "Pushing blobs" (POST begins an upload, PATCH adds a chunk, GET returns the
+number of bytes received, PUT ends the upload, with or without the complete content) and "Mounting a blob from another
+repository".
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +34,28 @@ _OCTETS = "application/octet-stream"
 
 def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
     """Return whether the repository has the blob. Raises RequestFailed."""
-    scopes = (endpoint.scope("pull,push"),)
-    url = endpoint.url(f"blobs/{digest}")
-    with endpoint.request("HEAD", url, stop, scopes=scopes, ok=(200, 404)) as answer:
+    with endpoint.request("HEAD", endpoint.url(f"blobs/{digest}"), stop, push=True, ok=(200, 404)) as answer:
         return answer.status_code == 200
+
+
+def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
+    """Mount the blob from the repository `source` of the same registry.
+
+    Returns False when the registry does not mount it. Raises RequestFailed.
+    """
+    url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
+    try:
+        with endpoint.request("POST", url, stop, push=True, mount_from=source, ok=(201, 202)) as answer:
+            if answer.status_code == 201:
+                return True
+            location = endpoint.follow(answer)  # an upload has begun instead
+    except RequestFailed as error:
+        if error.status in (400, 401, 403, 404, 405):
+            return False
+        raise
+    with contextlib.suppress(RequestFailed):  # the registry discards it after a while
+        endpoint.request("DELETE", location, stop, push=True, ok=(204, 202, 200), retries=0).close()
+    return False
 
 
 def push_blob(
@@ -180,10 +200,7 @@ class _Upload:
         headers: dict[str, str] | None = None,
         body: Callable[[], Body | bytes] | None = None,
     ) -> requests.Response:
-        scopes = (self.endpoint.scope("pull,push"),)
-        return self.endpoint.request(
-            method, url, self.stop, scopes=scopes, ok=ok, headers=headers, body=body, retries=0
-        )
+        return self.endpoint.request(method, url, self.stop, push=True, ok=ok, headers=headers, body=body, retries=0)
 
     def _moved_to(self, answer: requests.Response) -> None:
         """Update the upload's URL, which may change with each response."""
