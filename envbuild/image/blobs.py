@@ -1,4 +1,4 @@
-"""A folder of blobs named by digest in the form of an OCI image layout: sha256/<hex>."""
+"""A folder of blobs named by digest in the form of an OCI image layout (sha256/<hex>), and images in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.model import Descriptor, digest_of
+from envbuild.image.model import Descriptor, ImageManifest, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,17 @@ class Blobs:
         except OSError:
             return False
 
+    def require(self, blob: Descriptor) -> None:
+        """Raise BuildError when the blob does not exist with the right size."""
+        if not self.has(blob):
+            raise BuildError(f"{self.path(blob.digest)}: missing, or not {blob.size} bytes long")
+
     def add(self, data: bytes) -> str:
         """Store a small blob, and return its digest."""
         digest = digest_of(data)
         if not self.path(digest).exists():
             with self.new() as (stream, place):
                 stream.write(data)
-                stream.flush()
                 place(digest)
         return digest
 
@@ -67,7 +71,7 @@ class Blobs:
         return place
 
     @contextlib.contextmanager
-    def new(self) -> Iterator[tuple[BinaryIO, _BlobPlace]]:
+    def new(self) -> Iterator[tuple[BinaryIO, Callable[[str], Path]]]:
         """Open a temporary file for a blob whose digest is not known yet.
 
         Yields the file and a function that moves it to the blob's path, given the digest. A file that is not moved is
@@ -77,21 +81,26 @@ class Blobs:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
         temporary = Path(name)
+
+        def place(digest: str) -> Path:
+            stream.flush()
+            temporary.chmod(0o644)
+            return self.adopt(temporary, digest)
+
         try:
             with os.fdopen(handle, "wb") as stream:
-                yield stream, _BlobPlace(self, temporary)
+                yield stream, place
         finally:
             temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
-class _BlobPlace:
-    blobs: Blobs
-    temporary: Path
+class Pulled:
+    """An image for one platform that was read: `blobs` contains every blob that it refers to, `config` is parsed."""
 
-    def __call__(self, digest: str) -> Path:
-        os.chmod(self.temporary, 0o644)
-        return self.blobs.adopt(self.temporary, digest)
+    manifest: ImageManifest
+    config: dict[str, Any]
+    blobs: Blobs
 
 
 def file_digest(path: Path) -> str:

@@ -1,73 +1,101 @@
-"""The files of an image archive, stored as blobs in one forward pass."""
+"""The files of an image archive: stored as blobs in one forward pass, or read in place."""
 
 from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
-from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYERS, Descriptor
 from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.untar import members
 
 _CHUNK = 1 << 20
-_LAYER_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
 # Written by `docker save` for daemons before 1.10; no current reader uses them.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
 _MAX_LINKS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveContents:
-    """The files of the archive `where`, as blobs, by their names in the archive.
+class FileRange(NamedTuple):
+    """A file in an archive: its position and size in bytes."""
+
+    offset: int
+    size: int
+
+
+F = TypeVar("F", Descriptor, FileRange)
+
+
+class ArchiveFiles(ABC, Generic[F]):
+    """The files of the archive `where`, by their names in it: `keep` turns each into an `F`."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._files: dict[str, F] = {}
+        self._links: dict[str, str] = {}
+
+    @abstractmethod
+    def keep(self, name: str, member: Member, source: PositionedStream) -> F:
+        """Keep a regular file, whose data `source` has next."""
+
+    @abstractmethod
+    def read(self, file: F) -> bytes:
+        """Return the content of a small file."""
+
+    def take_all(self, source: PositionedStream) -> None:
+        """Take the files and links of the archive in `source`, one pass from start to end."""
+        for member in members(source):
+            name = _normal(member.name)
+            self._files.pop(name, None)
+            self._links.pop(name, None)
+            if member.kind == HARDLINK:
+                self._links[name] = _normal(member.link)
+            elif member.kind == SYMLINK:
+                self._links[name] = _normal(posixpath.join(posixpath.dirname(name), member.link))
+            elif member.kind == FILE and posixpath.basename(name) not in _USELESS:
+                if member.pieces is not None:
+                    raise BuildError(f"{self.where}: {name}: a sparse file in an image archive")
+                self._files[name] = self.keep(name, member, source)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str) -> F:
+        """Return the file `name`, as manifest.json spells it, with links resolved."""
+        path = _normal(name)
+        for _ in range(_MAX_LINKS):
+            path = self._links.get(path, path)
+        if path not in self._files:
+            raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
+        return self._files[path]
+
+    def small(self, name: str) -> bytes:
+        """Return the content of the JSON file `name`. Raises BuildError when it is larger than MAX_MANIFEST."""
+        file = self.get(name)
+        if file.size > MAX_MANIFEST:
+            raise BuildError(f"{self.where}: {name}: {file.size} bytes where JSON is expected")
+        return self.read(file)
+
+
+class StoredFiles(ArchiveFiles[Descriptor]):
+    """The files of an archive as blobs in `blobs`.
 
     Only manifest.json, which may come last, tells layers from configurations; so every file is stored.
     """
 
-    where: str
-    blobs: Blobs
-    files: dict[str, Descriptor] = field(default_factory=dict)
-    links: dict[str, str] = field(default_factory=dict)
+    def __init__(self, where: str, blobs: Blobs) -> None:
+        super().__init__(where)
+        self.blobs = blobs
 
-    def take(self, member: Member, source: PositionedStream) -> None:
-        """Store a regular file as a blob, and remember a link."""
-        name = normal(member.name)
-        self.files.pop(name, None)
-        self.links.pop(name, None)
-        if member.kind in (SYMLINK, HARDLINK):
-            self.links[name] = link_target(member)
-        elif member.kind == FILE and posixpath.basename(name) not in _USELESS:
-            if member.pieces is not None:
-                raise BuildError(f"{self.where}: {name}: a sparse file in an image archive")
-            self.files[name] = self._store(name, member.stored, source)
-
-    def get(self, name: str) -> Descriptor:
-        """Return the blob of the file `name`, as manifest.json spells it, with links resolved."""
-        path = followed(name, self.links)
-        if path not in self.files:
-            raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
-        return self.files[path]
-
-    def small(self, name: str) -> bytes:
-        """Return the content of the JSON file `name`. Raises BuildError when it is larger than MAX_MANIFEST."""
-        blob = self.get(name)
-        if blob.size > MAX_MANIFEST:
-            raise BuildError(f"{self.where}: {name}: {blob.size} bytes where JSON is expected")
-        return self.blobs.read(blob.digest)
-
-    def bring(self, blob: Descriptor) -> None:
-        """Raise BuildError when the archive did not contain `blob`."""
-        if not self.blobs.has(blob):
-            raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
-
-    def _store(self, name: str, size: int, source: PositionedStream) -> Descriptor:
+    def keep(self, name: str, member: Member, source: PositionedStream) -> Descriptor:
         seen = hashlib.sha256()
         head = b""
-        left = size
+        left = member.stored
         with self.blobs.new() as (out, place):
             while left:
                 data = source.exactly(min(left, _CHUNK))
@@ -75,32 +103,37 @@ class ArchiveContents:
                 seen.update(data)
                 out.write(data)
                 left -= len(data)
-            out.flush()
             digest = f"sha256:{seen.hexdigest()}"
             folder, _, last = name.rpartition("/")
             if folder == "blobs/sha256" and digest != f"sha256:{last}":
                 raise BuildError(f"{self.where}: {name}: damaged: its digest is {digest}")
             place(digest)
-        return Descriptor(_LAYER_TYPES[kind_of(head)], digest, size)
+        return Descriptor(OCI_LAYERS[kind_of(head)], digest, member.stored)
+
+    def read(self, file: Descriptor) -> bytes:
+        return self.blobs.read(file.digest)
+
+    def bring(self, blob: Descriptor) -> None:
+        """Raise BuildError when the archive did not contain `blob`."""
+        if not self.blobs.has(blob):
+            raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
 
 
-def normal(name: str) -> str:
+class PlacedFiles(ArchiveFiles[FileRange]):
+    """The files of an archive as positions in the seekable `stream`."""
+
+    def __init__(self, where: str, stream: BinaryIO) -> None:
+        super().__init__(where)
+        self._stream = stream
+
+    def keep(self, name: str, member: Member, source: PositionedStream) -> FileRange:
+        return FileRange(member.offset, member.stored)
+
+    def read(self, file: FileRange) -> bytes:
+        self._stream.seek(file.offset)
+        return self._stream.read(file.size)
+
+
+def _normal(name: str) -> str:
     """Return a name in an archive as a normalized path, without leading slash or dot parts."""
     return posixpath.normpath("/" + name).lstrip("/")
-
-
-def link_target(member: Member) -> str:
-    """Return the name in the archive that a link leads to."""
-    if member.kind == HARDLINK:
-        return normal(member.link)
-    return normal(posixpath.join(posixpath.dirname(normal(member.name)), member.link))
-
-
-def followed(name: str, links: Mapping[str, str]) -> str:
-    """Return the path that `name`, as manifest.json spells it, leads to through `links`."""
-    path = normal(name)
-    for _ in range(_MAX_LINKS):
-        if path not in links:
-            break
-        path = links[path]
-    return path

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import listed_images, pick_image
-from envbuild.image.blobs import Blobs
+from envbuild.image.archive import listed_image
+from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.compression import kind_of
-from envbuild.image.contents import followed, link_target, normal
-from envbuild.image.entry import FILE, HARDLINK, SYMLINK
-from envbuild.image.layout import from_index
-from envbuild.image.model import MAX_MANIFEST, Descriptor, digest_of, is_digest, parse_config
-from envbuild.image.pulled import Pulled, check_architecture
-from envbuild.image.tar_stream import PositionedStream
-from envbuild.image.untar import members
+from envbuild.image.contents import FileRange, PlacedFiles
+from envbuild.image.layout import from_index, small_file
+from envbuild.image.model import check_image, digest_of
+from envbuild.image.tar_stream import Chunks, PositionedStream
+
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +49,7 @@ def of_pulled(pulled: Pulled) -> ImageAt:
 def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
     """Return the image `tag` for `arch` in the OCI layout `folder`; with None, the only image. Raises BuildError."""
     blobs = Blobs(folder / "blobs")
-
-    def bring(blob: Descriptor) -> None:
-        if not blobs.has(blob):
-            raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
-
-    try:
-        with (folder / "index.json").open("rb") as stream:
-            raw = stream.read(MAX_MANIFEST)
-    except OSError as error:
-        raise BuildError(
-            f"{folder / 'index.json'}: {error.strerror}", "give a folder with an OCI image layout"
-        ) from error
-    return of_pulled(from_index(raw, str(folder), blobs, bring, tag, arch))
+    return of_pulled(from_index(small_file(folder / "index.json"), str(folder), blobs, blobs.require, tag, arch))
 
 
 def archive_at(path: Path, arch: str) -> ImageAt | None:
@@ -76,28 +63,19 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
             if kind_of(stream.read(4)) != "none":
                 return None
             stream.seek(0)
-            found = _index(stream, str(path))
-            if "manifest.json" not in found.ranges:
+            found = PlacedFiles(str(path), stream)
+            found.take_all(PositionedStream(stream, str(path)))
+            if "manifest.json" not in found:
                 return None
-            where = f"{path}: manifest.json"
-            image = pick_image(listed_images(found.small(stream, "manifest.json"), where), where, None)
-            raw = found.small(stream, image.config)
+            image, raw, config = listed_image(found, None)
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from error
-    config = parse_config(raw, f"{path}: {image.config}")
-    named = image.config.rpartition("/")[2].removesuffix(".json")
-    if is_digest(f"sha256:{named}") and digest_of(raw) != f"sha256:{named}":
-        raise BuildError(f"{path}: {image.config}: damaged: its digest is {digest_of(raw)}")
-    check_architecture(config, arch, str(path))
-    ids = config["rootfs"]["diff_ids"]
-    if len(ids) != len(image.layers):
-        count = len(image.layers)
-        raise BuildError(f"{path}: the manifest lists {count} layers, the configuration {len(ids)}")
-    places = [found.get(name) for name in image.layers]
-    layers = tuple(
-        LayerAt(diff_id, partial(_part, path, *place)) for diff_id, place in zip(ids, places, strict=True)
-    )  # fmt: skip
-    return ImageAt(digest_of(raw), config, layers)
+    check_image(image.layers, config, arch, str(path))
+    layers = [
+        LayerAt(diff_id, partial(_part, path, found.get(name)))
+        for diff_id, name in zip(config["rootfs"]["diff_ids"], image.layers, strict=True)
+    ]
+    return ImageAt(digest_of(raw), config, tuple(layers))
 
 
 def opened(path: Path) -> BinaryIO:
@@ -105,65 +83,15 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """The positions of an archive's files, by name: (offset, size) in bytes."""
-
-    where: str
-    ranges: dict[str, tuple[int, int]]
-    links: dict[str, str]
-
-    def get(self, name: str) -> tuple[int, int]:
-        path = followed(name, self.links)
-        if path not in self.ranges:
-            raise BuildError(f"{self.where}: {name!r} is listed but not in the archive")
-        return self.ranges[path]
-
-    def small(self, stream: BinaryIO, name: str) -> bytes:
-        offset, size = self.get(name)
-        if size > MAX_MANIFEST:
-            raise BuildError(f"{self.where}: {name}: {size} bytes where JSON is expected")
-        stream.seek(offset)
-        return stream.read(size)
+def _part(path: Path, place: FileRange) -> BinaryIO:
+    """Open a range of a file as a stream."""
+    stream = path.open("rb")
+    return io.BufferedReader(Chunks(_range(stream, place), stream), _CHUNK)
 
 
-def _index(stream: BinaryIO, where: str) -> _Index:
-    ranges: dict[str, tuple[int, int]] = {}
-    links: dict[str, str] = {}
-    source = PositionedStream(stream, where)
-    for member in members(source):
-        name = normal(member.name)
-        ranges.pop(name, None)
-        links.pop(name, None)
-        if member.kind in (SYMLINK, HARDLINK):
-            links[name] = link_target(member)
-        elif member.kind == FILE:
-            if member.pieces is not None:
-                raise BuildError(f"{where}: {name}: a sparse file in an image archive")
-            ranges[name] = (member.offset, member.stored)
-    return _Index(where, ranges, links)
-
-
-class _Range(io.RawIOBase):
-    """A range of a file as a stream; closing it closes the file."""
-
-    def __init__(self, stream: BinaryIO, offset: int, size: int) -> None:
-        self._stream, self._left = stream, size
-        stream.seek(offset)
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
-        wanted = self._left if size < 0 else min(size, self._left)
-        data = self._stream.read(wanted)
-        self._left -= len(data)
-        return data
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-
-def _part(path: Path, offset: int, size: int) -> BinaryIO:
-    return cast(BinaryIO, _Range(path.open("rb"), offset, size))
+def _range(stream: BinaryIO, place: FileRange) -> Iterator[bytes]:
+    stream.seek(place.offset)
+    left = place.size
+    while data := stream.read(min(left, _CHUNK)):
+        left -= len(data)
+        yield data

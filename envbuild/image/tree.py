@@ -7,11 +7,10 @@ applied as by `umoci unpack`, in the order of the archive. No path ever leads ou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import DIR, HARDLINK, SYMLINK
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.tar_stream import Member
 
 _WHITEOUT = ".wh."
@@ -63,22 +62,22 @@ class MergedTree:
 
     def has(self, path: str) -> bool:
         """Return whether an entry exists at `path`; links among its parents are resolved, `path` itself is not."""
-        parts = _clean(path)
-        return self._at(self._resolve(parts[:-1]) + parts[-1:]) is not None
+        return self._named(path) is not None
 
-    def walk(self) -> Iterator[tuple[str, Node]]:
-        """Return an iterator over the paths with their nodes, sorted by path; the root, "", comes first."""
+    def is_file(self, path: str) -> bool:
+        """Return whether `path` leads to a regular file; symbolic links are resolved within the root."""
+        try:
+            node = self._at(self._resolve(path.split("/")))
+        except _Refused:
+            return False
+        return node is not None and node.member is not None and node.member.kind == FILE
+
+    def walk(self) -> list[tuple[str, Node]]:
+        """Return the paths with their nodes, sorted by path; the root, "", comes first."""
         found = [("", self.node)]
-        folders = [("", self.node)]
-        while folders:
-            path, node = folders.pop()
-            for name, child in (node.children or {}).items():
-                below = f"{path}/{name}" if path else name
-                found.append((below, child))
-                if child.children is not None:
-                    folders.append((below, child))
-        found.sort(key=lambda item: item[0])
-        return iter(found)
+        for path, node in found:  # which grows meanwhile
+            found += [(f"{path}/{name}".lstrip("/"), child) for name, child in (node.children or {}).items()]
+        return sorted(found, key=lambda item: item[0])
 
     def _apply(self, member: Member, parts: list[str], ordinal: int) -> None:
         if not parts:
@@ -104,8 +103,7 @@ class MergedTree:
 
     def _new(self, member: Member, ordinal: int) -> Node:
         if member.kind == HARDLINK:
-            parts = _clean(member.link)
-            node = self._at(self._resolve(parts[:-1]) + parts[-1:])
+            node = self._named(member.link)
             if node is None:
                 raise _Refused(f"a hard link to {member.link!r}, which is not there")
             if node.children is not None:
@@ -134,10 +132,9 @@ class MergedTree:
             return
         # The paths that this layer has added stay, with their parents; all others are removed.
         folders = [(path, node)]
-        while folders:
-            path, node = folders.pop()
+        for path, node in folders:  # which grows meanwhile
             for name, child in list((node.children or {}).items()):
-                below = f"{path}/{name}" if path else name
+                below = f"{path}/{name}".lstrip("/")
                 if below not in self._upper:
                     assert node.children is not None
                     del node.children[name]
@@ -174,6 +171,11 @@ class MergedTree:
                 done, nodes = [], [self.node]
             todo += target.split("/")[::-1]
         return done
+
+    def _named(self, path: str) -> Node | None:
+        """Return the node at `path`; links among its parents are resolved, `path` itself is not."""
+        parts = _clean(path)
+        return self._at(self._resolve(parts[:-1]) + parts[-1:])
 
     def _at(self, parts: list[str]) -> Node | None:
         """Return the node at a path without symbolic links."""

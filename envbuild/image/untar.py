@@ -11,22 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
+from envbuild.image.entry import BLOCK, CHAR, DIR, FILE
 from envbuild.image.sparse import gnu_pieces, pax_pieces
-from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.tar_stream import TYPE_FLAGS, Member, PositionedStream, number
 
-_KINDS = {
-    b"0": FILE,
-    b"\0": FILE,
-    b"7": FILE,
-    b"S": FILE,
-    b"1": HARDLINK,
-    b"2": SYMLINK,
-    b"3": CHAR,
-    b"4": BLOCK,
-    b"5": DIR,
-    b"6": FIFO,
-}
+_KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {flag: kind for kind, flag in TYPE_FLAGS.items()}
 _XATTR = "SCHILY.xattr."
 _ZEROS = bytes(512)
 # The maximum length of a name or a pax header in bytes, as in Go's archive/tar.
@@ -36,9 +25,8 @@ _MAX_SIZE = 1 << 62
 
 @dataclass(slots=True)
 class _Records:
-    """The extended headers before a member; `pairs` keeps the order of records for sparse maps."""
+    """The extended headers before a member; the order of `pairs` matters for sparse maps."""
 
-    values: dict[str, bytes] = field(default_factory=dict)
     pairs: list[tuple[str, bytes]] = field(default_factory=list)
     name: bytes | None = None
     link: bytes | None = None
@@ -56,7 +44,7 @@ def members(source: PositionedStream) -> Iterator[Member]:
             raise source.cut() if source.position > 512 else _no_tar(len(block), source)
         _check_sum(block, source)
         kind = block[156:157]
-        size = _number(block[124:136], source)
+        size = number(block[124:136], source)
         if size < 0:
             raise BuildError(f"{source.where}: a tar header with a negative size")
         if kind in b"xXgLK":
@@ -65,13 +53,12 @@ def members(source: PositionedStream) -> Iterator[Member]:
                 shared.update(_records(data, source))
             elif kind in b"xX":
                 records.pairs = _records(data, source)
-                records.values = dict(records.pairs)
             elif kind == b"L":
-                records.name = data.partition(b"\0")[0]
+                records.name = _text(data)
             else:
-                records.link = data.partition(b"\0")[0]
+                records.link = _text(data)
             continue
-        member = _member(block, size, {**shared, **records.values}, records, source)
+        member = _member(block, size, {**shared, **dict(records.pairs)}, records, source)
         yield member
         end = member.offset + member.stored
         source.go(end)
@@ -82,7 +69,7 @@ def members(source: PositionedStream) -> Iterator[Member]:
         after = source.read(512)
         if after and after != _ZEROS[: len(after)]:
             raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
-    if records.values or records.name is not None or records.link is not None:
+    if records.pairs or records.name is not None or records.link is not None:
         raise source.cut()
 
 
@@ -92,49 +79,50 @@ def _no_tar(size: int, source: PositionedStream) -> BuildError:
 
 def _member(block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream) -> Member:
     name, link = _text(block[0:100]), _text(block[157:257])
-    posix = block[257:263] == b"ustar\0"
-    if posix:
+    if block[257:263] == b"ustar\0":
         # star's own format has times in the last bytes of ustar's prefix
         prefix = _text(block[345 : 476 if block[508:512] == b"tar\0" else 500])
         name = prefix + b"/" + name if prefix else name
     name, link = pax.get("path", name), pax.get("linkpath", link)
     name = name if records.name is None else records.name
     link = link if records.link is None else records.link
-    kind = _KINDS.get(block[156:157])
+    flag = block[156:157]
+    kind = _KINDS.get(flag)
     shown = name.decode("utf-8", "replace")
     if kind is None:
-        raise BuildError(f"{source.where}: {shown}: a member of unknown kind {block[156:157]!r}")
-    if block[156:157] == b"\0" and name.endswith(b"/"):
+        raise BuildError(f"{source.where}: {shown}: a member of unknown kind {flag!r}")
+    if flag == b"\0" and name.endswith(b"/"):
         kind = DIR
     size = _decimal(pax["size"], source) if "size" in pax else size
     if not 0 <= size < _MAX_SIZE:
         raise BuildError(f"{source.where}: {shown}: a size of {size} bytes")
     device = (0, 0)
     if kind in (CHAR, BLOCK):
-        device = (_number(block[329:337], source), _number(block[337:345], source))
+        device = (number(block[329:337], source), number(block[337:345], source))
     member = Member(
         "",
         kind,
-        _number(block[100:108], source) & 0o7777,
-        _decimal(pax["uid"], source) if "uid" in pax else _number(block[108:116], source),
-        _decimal(pax["gid"], source) if "gid" in pax else _number(block[116:124], source),
-        _decimal(pax["mtime"], source) if "mtime" in pax else _number(block[136:148], source),
+        number(block[100:108], source) & 0o7777,
+        _decimal(pax["uid"], source) if "uid" in pax else number(block[108:116], source),
+        _decimal(pax["gid"], source) if "gid" in pax else number(block[116:124], source),
+        _decimal(pax["mtime"], source) if "mtime" in pax else number(block[136:148], source),
         size if kind == FILE else 0,
         link.decode("utf-8", "surrogateescape"),
         device,
         stored=size if kind == FILE else 0,
     )
-    if block[156:157] == b"S":
-        member.size, member.pieces = gnu_pieces(block, source, shown, _number)
-    elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
-        named = pax_pieces(member, records.pairs, source, shown)
-        name = named or name
+    try:
+        if flag == b"S":
+            member.size, member.pieces = gnu_pieces(block, source)
+        elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
+            name = pax_pieces(member, records.pairs, source) or name
+    except ValueError as error:
+        raise BuildError(f"{source.where}: {shown}: {error}") from None
     member.name = name.decode("utf-8", "surrogateescape")
     if b"\0" in name or b"\0" in link:
         raise BuildError(f"{source.where}: {shown!r}: a name with a NUL in it")
-    if pax:
-        xattrs = {k[len(_XATTR) :]: v for k, v in pax.items() if k.startswith(_XATTR)}
-        member.xattrs = tuple(sorted(xattrs.items()))
+    xattrs = {key.removeprefix(_XATTR): value for key, value in pax.items() if key.startswith(_XATTR)}
+    member.xattrs = tuple(sorted(xattrs.items()))
     # The bytes of a sparse map are already read, and subtracted from the stored bytes.
     member.offset = source.position
     return member
@@ -166,34 +154,15 @@ def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
 
 
 def _check_sum(block: bytes, source: PositionedStream) -> None:
-    said = _number(block[148:156], source)
+    said = number(block[148:156], source)
     rest = block[:148] + b" " * 8 + block[156:]
-    if said != sum(rest):
-        # Some old writers summed signed bytes.
-        if said == sum(rest) - 256 * sum(byte > 127 for byte in rest):
-            return
+    # Some old writers summed signed bytes.
+    if said != sum(rest) and said != sum(rest) - 256 * sum(byte > 127 for byte in rest):
         raise BuildError(f"{source.where}: not a tar archive, or damaged: a wrong header checksum")
 
 
 def _text(raw: bytes) -> bytes:
     return raw.partition(b"\0")[0]
-
-
-def _number(raw: bytes, source: PositionedStream) -> int:
-    """Parse a number of a header: octal digits with spaces and NULs around them, or base 256."""
-    if raw[0] & 0x80:
-        bits = 8 * len(raw) - 1
-        value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
-        return value - (1 << bits) if raw[0] & 0x40 else value
-    text = raw.lstrip(b" \0").partition(b"\0")[0].rstrip(b" ")
-    if not text:
-        return 0
-    try:
-        if text.isdigit():
-            return int(text, 8)
-    except ValueError:
-        pass
-    raise BuildError(f"{source.where}: not a tar archive, or damaged: {raw!r} is not a number")
 
 
 def _decimal(raw: bytes, source: PositionedStream) -> int:

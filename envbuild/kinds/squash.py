@@ -18,7 +18,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.source import ImageSource
+from envbuild.image.reference import ImageSource
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result
 from envbuild.kinds.image import PreparedImage, source_date

@@ -8,10 +8,9 @@ from envbuild.cache.transport import transport_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, LockError
 from envbuild.image.archive import read_archive, read_daemon
-from envbuild.image.blobs import Blobs
+from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.layout import read_layout
-from envbuild.image.model import ImageIndex, ImageManifest, choose, parse, parse_config
-from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.model import ImageIndex, ImageManifest, check_image, choose, parse, parse_config
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.progress import transfer
@@ -34,7 +33,7 @@ def resolve_digest(base: str, target: Target, environment: Environment, folder: 
         blobs = environment.store.blobs
         registry.fetch_blob(manifest.config, blobs, lambda _: None)
         config = parse_config(blobs.read(manifest.config.digest), base)
-        check_image(manifest, config, target.arch, base)
+        check_image(manifest.layers, config, target.arch, base)
         return manifest.digest
     except BuildError as error:
         raise LockError(error.message, error.hint) from error
@@ -88,7 +87,7 @@ def _fetch(registry: Registry, name: str, digest: str | None, arch: str, environ
         with transfer(f"pulling {name}", sum(blob.size for blob in wanted)) as on_progress:
             registry.fetch_blobs(wanted, blobs, on_progress)
     config = parse_config(blobs.read(manifest.config.digest), name)
-    check_image(manifest, config, arch, name)
+    check_image(manifest.layers, config, arch, name)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
     return Pulled(manifest, config, blobs)
 

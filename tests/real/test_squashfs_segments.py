@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.merged import merge
 from real.test_umoci import Stack, described, sources, stacks, unpacked
 
 from envbuild.disk_space import check_disk_space, reserve
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.merge import merge
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE
 from envbuild.image.squashfs.segment import Segment, load, save, tar_items, write_segment

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envbuild.errors import UsageError
-from envbuild.image.source import ImageSource, parse_source
+from envbuild.image.reference import ImageSource, parse_source
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from envbuild.image.source import ImageSource, parse_source
 def test_registries_and_daemons(text: str, name: str, user: str, words: tuple[str, ...]) -> None:
     source = parse_source(text)
     assert (source.name, source.user, source.words) == (name, user, words)
-    assert not user or user not in source.url
+    assert not user or user not in source.name
 
 
 def test_files_and_folders(tmp_path: Path) -> None:
