@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs, Pulled
-from envbuild.image.compression import decompressed, open_layer
-from envbuild.image.contents import ArchiveFiles, F, StoredFiles
+from envbuild.image.blobs import Blobs, ImageAt, LayerAt, Pulled
+from envbuild.image.compression import decompressed, kind_of, open_layer
+from envbuild.image.contents import FileRange, PlacedFiles, StoredFiles, listed_image
 from envbuild.image.entry import Entry
 from envbuild.image.layer import header
-from envbuild.image.layout import from_index, no_single_image, same_tag
+from envbuild.image.layout import from_index
 from envbuild.image.model import (
     COMPRESSION,
     OCI_CONFIG,
@@ -32,7 +31,6 @@ from envbuild.image.model import (
     canonical,
     check_image,
     digest_of,
-    is_digest,
     new_manifest,
     parse_config,
 )
@@ -57,6 +55,32 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
         raise BuildError(f"{path}: {error.strerror}") from error
     with stream:
         return read_stream(stream, str(path), blobs, tag, arch)
+
+
+def archive_at(path: Path, arch: str) -> ImageAt | None:
+    """Return the only image of a `docker save` archive, which must be for `arch`.
+
+    Returns None for an archive that is compressed as a whole or has no manifest.json: its layers cannot be read in
+    place. Raises BuildError for a malformed archive.
+    """
+    try:
+        with path.open("rb") as stream:
+            if kind_of(stream.read(4)) != "none":
+                return None
+            stream.seek(0)
+            found = PlacedFiles(str(path), stream)
+            found.take_all(PositionedStream(stream, str(path)))
+            if "manifest.json" not in found:
+                return None
+            image, raw, config = listed_image(found, None)
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror}") from error
+    check_image(image.layers, config, arch, str(path))
+    layers = [
+        LayerAt(diff_id, partial(_part, path, found.get(name)))
+        for diff_id, name in zip(config["rootfs"]["diff_ids"], image.layers, strict=True)
+    ]
+    return ImageAt(digest_of(raw), config, tuple(layers))
 
 
 def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None) -> Pulled:
@@ -96,27 +120,6 @@ def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arc
         )
     _check_diff_ids(pulled, where)
     return pulled
-
-
-def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[ManifestItem, bytes, dict[str, Any]]:
-    """Return the image with `tag` in manifest.json (None: the only one), and its configuration, raw and parsed.
-
-    Raises BuildError, listing the archive's tags, when no image or more than one matches.
-    """
-    where = f"{found.where}: manifest.json"
-    images = _manifest_items(found.small("manifest.json"), where)
-    meant = [image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)]
-    # An image that was saved under two names is listed twice.
-    if len({image.config for image in meant}) != 1:
-        names = (name for image in images for name in image.tags)
-        raise no_single_image(where, tag, len(meant), names, "name one of its tags")
-    image = meant[0]
-    raw, where = found.small(image.config), f"{found.where}: {image.config}"
-    config = parse_config(raw, where)
-    named = "sha256:" + image.config.rpartition("/")[2].removesuffix(".json")
-    if is_digest(named) and digest_of(raw) != named:
-        raise BuildError(f"{where}: damaged: its digest is {digest_of(raw)}")
-    return image, raw, config
 
 
 def write_archive(
@@ -193,36 +196,6 @@ def _unpacked(path: Path, name: str) -> tuple[str, int]:
     return f"sha256:{seen.hexdigest()}", size
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestItem:
-    """An image in manifest.json."""
-
-    config: str
-    tags: tuple[str, ...]
-    layers: tuple[str, ...]
-
-
-def _manifest_items(raw: bytes, where: str) -> list[ManifestItem]:
-    try:
-        listed = json.loads(raw)
-        return [
-            ManifestItem(
-                _string(item["Config"]),
-                tuple(map(_string, item.get("RepoTags") or ())),
-                tuple(map(_string, item["Layers"] or ())),
-            )
-            for item in listed
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BuildError(f"{where}: not what `docker save` writes") from None
-
-
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
 def _check_diff_ids(pulled: Pulled, where: str) -> None:
     for layer, diff_id in zip(pulled.manifest.layers, pulled.config["rootfs"]["diff_ids"], strict=True):
         if layer.digest == diff_id:
@@ -230,3 +203,17 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
         name = f"{where}: layer {layer.digest}"
         if _unpacked(pulled.blobs.path(layer.digest), name)[0] != diff_id:
             raise BuildError(f"{name} is not {diff_id}, which the configuration lists")
+
+
+def _part(path: Path, place: FileRange) -> BinaryIO:
+    """Open a range of a file as a stream."""
+    stream = path.open("rb")
+    return io.BufferedReader(Chunks(_range(stream, place), stream), _CHUNK)
+
+
+def _range(stream: BinaryIO, place: FileRange) -> Iterator[bytes]:
+    stream.seek(place.offset)
+    left = place.size
+    while data := stream.read(min(left, _CHUNK)):
+        left -= len(data)
+        yield data

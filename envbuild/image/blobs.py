@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,6 +102,36 @@ class Pulled:
     manifest: ImageManifest
     config: dict[str, Any]
     blobs: Blobs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAt:
+    """A layer that is read in place: the digest of its tar, and what opens it as it is stored, compressed or not."""
+
+    diff_id: str
+    opens: Callable[[], BinaryIO]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAt:
+    """An image that is read in place; its layers, lowest first. `image_id` is the digest of the configuration."""
+
+    image_id: str
+    config: dict[str, Any]
+    layers: tuple[LayerAt, ...]
+
+
+def of_pulled(pulled: Pulled) -> ImageAt:
+    """Return the `ImageAt` of an image whose blobs exist locally."""
+    ids = pulled.config["rootfs"]["diff_ids"]
+    paths = [pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers]
+    layers = tuple(LayerAt(diff_id, partial(opened, path)) for diff_id, path in zip(ids, paths, strict=True))
+    return ImageAt(pulled.manifest.config.digest, pulled.config, layers)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a blob's file as it is stored."""
+    return path.open("rb")
 
 
 def file_digest(path: Path) -> str:

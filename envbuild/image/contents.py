@@ -1,17 +1,20 @@
-"""The files of an image archive: stored as blobs in one forward pass, or read in place."""
+"""The files of an image archive, stored as blobs in one forward pass or read in place, and its manifest.json."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import posixpath
 from abc import ABC, abstractmethod
-from typing import BinaryIO, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
-from envbuild.image.model import MAX_MANIFEST, OCI_LAYERS, Descriptor
+from envbuild.image.layout import no_single_image, same_tag
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
 
@@ -137,3 +140,54 @@ class PlacedFiles(ArchiveFiles[FileRange]):
 def _normal(name: str) -> str:
     """Return a name in an archive as a normalized path, without leading slash or dot parts."""
     return posixpath.normpath("/" + name).lstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestItem:
+    """An image in manifest.json."""
+
+    config: str
+    tags: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+def _manifest_items(raw: bytes, where: str) -> list[ManifestItem]:
+    try:
+        listed = json.loads(raw)
+        return [
+            ManifestItem(
+                _string(item["Config"]),
+                tuple(map(_string, item.get("RepoTags") or ())),
+                tuple(map(_string, item["Layers"] or ())),
+            )
+            for item in listed
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise BuildError(f"{where}: not what `docker save` writes") from None
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[ManifestItem, bytes, dict[str, Any]]:
+    """Return the image with `tag` in manifest.json (None: the only one), and its configuration, raw and parsed.
+
+    Raises BuildError, listing the archive's tags, when no image or more than one matches.
+    """
+    where = f"{found.where}: manifest.json"
+    images = _manifest_items(found.small("manifest.json"), where)
+    meant = [image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)]
+    # An image that was saved under two names is listed twice.
+    if len({image.config for image in meant}) != 1:
+        names = (name for image in images for name in image.tags)
+        raise no_single_image(where, tag, len(meant), names, "name one of its tags")
+    image = meant[0]
+    raw, where = found.small(image.config), f"{found.where}: {image.config}"
+    config = parse_config(raw, where)
+    named = "sha256:" + image.config.rpartition("/")[2].removesuffix(".json")
+    if is_digest(named) and digest_of(raw) != named:
+        raise BuildError(f"{where}: damaged: its digest is {digest_of(raw)}")
+    return image, raw, config

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs, Pulled
+from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.model import (
     COMPRESSION,
     GOARCH,
@@ -49,11 +49,17 @@ def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -
     into `blobs`, and each is checked against its digest and size. Raises BuildError.
     """
     marker = folder / "oci-layout"
-    version = json_object(small_file(marker), str(marker)).get("imageLayoutVersion")
+    version = json_object(_small_file(marker), str(marker)).get("imageLayoutVersion")
     if not isinstance(version, str) or not version.startswith("1."):
         raise BuildError(f"{folder}: an OCI layout of unknown version {version!r}")
     bring = partial(_copy, Blobs(folder / "blobs"), blobs)
-    return from_index(small_file(folder / "index.json"), str(folder), blobs, bring, tag, arch)
+    return from_index(_small_file(folder / "index.json"), str(folder), blobs, bring, tag, arch)
+
+
+def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
+    """Return the image `tag` for `arch` in the OCI layout `folder`; with None, the only image. Raises BuildError."""
+    blobs = Blobs(folder / "blobs")
+    return of_pulled(from_index(_small_file(folder / "index.json"), str(folder), blobs, blobs.require, tag, arch))
 
 
 def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None) -> Pulled:
@@ -150,8 +156,7 @@ def _bring_small(blob: Descriptor, where: str, bring: Bring) -> None:
     bring(blob)
 
 
-def small_file(path: Path) -> bytes:
-    """Return the content of one of a layout's JSON files. Raises BuildError when it is larger than MAX_MANIFEST."""
+def _small_file(path: Path) -> bytes:
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_MANIFEST + 1)

@@ -126,13 +126,12 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
     if kind not in INDEXES + MANIFESTS:
         kind = _guess(data) or kind
     if kind in INDEXES:
-        listed = _list(data, "manifests", where)
-        return ImageIndex(raw, kind, tuple(_descriptor(item, where) for item in listed))
+        return ImageIndex(raw, kind, _descriptors(data, "manifests", where))
     if kind in MANIFESTS:
-        layers = tuple(_descriptor(item, where) for item in _list(data, "layers", where))
+        layers = _descriptors(data, "layers", where)
         return ImageManifest(raw, kind, _descriptor(data.get("config"), where), layers)
     hint = None
-    if "schemaVersion" in data and data["schemaVersion"] == 1:
+    if data.get("schemaVersion") == 1:
         hint = "Docker schema 1 images are long out of use; push the image again with a current tool"
     raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
 
@@ -192,8 +191,7 @@ def check_image(layers: Sequence[object], config: dict[str, Any], arch: str | No
             f"{where}: the image is for {has}, not for {GOARCH[arch]}",
             "choose an image for this architecture, or leave the target out",
         )
-    if len(layers) != len(config["rootfs"]["diff_ids"]):
-        ids = len(config["rootfs"]["diff_ids"])
+    if len(layers) != (ids := len(config["rootfs"]["diff_ids"])):
         raise BuildError(f"{where}: the manifest lists {len(layers)} layers, the configuration {ids}")
 
 
@@ -217,11 +215,11 @@ def json_object(raw: bytes, where: str) -> dict[str, Any]:
     return data
 
 
-def _list(data: dict[str, Any], key: str, where: str) -> list[Any]:
-    value = data.get(key)
-    if not isinstance(value, list):
+def _descriptors(data: dict[str, Any], key: str, where: str) -> tuple[Descriptor, ...]:
+    listed = data.get(key)
+    if not isinstance(listed, list):
         raise BuildError(f"{where}: {key!r} is missing or not a list")
-    return value
+    return tuple(_descriptor(item, where) for item in listed)
 
 
 def _descriptor(data: Any, where: str) -> Descriptor:
@@ -232,14 +230,6 @@ def _descriptor(data: Any, where: str) -> Descriptor:
         raise BuildError(f"{where}: {digest!r} is not a sha256 digest")
     if not isinstance(media_type, str) or type(size) is not int or size < 0:
         raise BuildError(f"{where}: the descriptor of {digest} lacks its media type or size")
-    platform = data.get("platform")
-    platform = platform if isinstance(platform, dict) else {}
-    notes = data.get("annotations")
-    return Descriptor(
-        media_type,
-        digest,
-        size,
-        str(platform.get("architecture", "")),
-        str(platform.get("os", "")),
-        {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {},
-    )
+    platform, notes = (value if isinstance(value := data.get(key), dict) else {} for key in ("platform", "annotations"))
+    arch, system = str(platform.get("architecture", "")), str(platform.get("os", ""))
+    return Descriptor(media_type, digest, size, arch, system, {str(k): str(v) for k, v in notes.items()})

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from envbuild.cache.http import BLOCK, Body
+from envbuild.cache.http import BLOCK
 from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
@@ -88,6 +89,9 @@ class _Upload:
     refusals: int = 0  # uploads that the registry has discarded
     whole: bool = False  # send the blob in one piece: the registry accepts no chunks
     done: bool = False
+
+    def __post_init__(self) -> None:
+        self._request = partial(self.endpoint.request, stop=self.stop, push=True, retries=0)
 
     def run(self) -> None:
         """Upload the blob. The count of retries restarts when the registry has more bytes than ever before."""
@@ -170,9 +174,8 @@ class _Upload:
     def _send_chunk(self) -> None:
         start, end = self.offset, min(self.offset + self.chunk, self.blob.size)
         headers = {"Content-Type": _OCTETS, "Content-Range": f"{start}-{end - 1}"}
-        with self._request(
-            "PATCH", self.location, (202, 200, 201, 204), headers, lambda: _Part(self, start, end)
-        ) as answer:
+        part, ok = _Part(self, start, end), (202, 200, 201, 204)
+        with self._request("PATCH", self.location, ok=ok, headers=headers, body=lambda: part) as answer:
             offset = _received(answer.headers.get("Range"), end)
             self._moved_to(answer)
         if not start < offset <= end:
@@ -182,25 +185,11 @@ class _Upload:
 
     def _finish(self) -> None:
         url = self.location + ("&" if "?" in self.location else "?")
-        rest = self.offset < self.blob.size
-        with self._request(
-            "PUT",
-            f"{url}digest={quote(self.blob.digest)}",
-            (201, 200, 202, 204),
-            {"Content-Type": _OCTETS},
-            lambda: _Part(self, 0, self.blob.size) if rest else b"",
-        ):
-            self.done = True
-
-    def _request(
-        self,
-        method: str,
-        url: str,
-        ok: Sequence[int],
-        headers: dict[str, str] | None = None,
-        body: Callable[[], Body | bytes] | None = None,
-    ) -> requests.Response:
-        return self.endpoint.request(method, url, self.stop, push=True, ok=ok, headers=headers, body=body, retries=0)
+        url += f"digest={quote(self.blob.digest)}"
+        body = _Part(self, 0, self.blob.size) if self.offset < self.blob.size else b""
+        headers = {"Content-Type": _OCTETS}
+        self._request("PUT", url, ok=(201, 200, 202, 204), headers=headers, body=lambda: body).close()
+        self.done = True
 
     def _moved_to(self, answer: requests.Response) -> None:
         """Update the upload's URL, which may change with each response."""

@@ -14,9 +14,9 @@ from envbuild.artifacts.squash import SquashTree, composed, write_sif, write_sqs
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.image.blobs import Blobs
-from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
-from envbuild.image.layout import fill_layout
+from envbuild.image.archive import archive_at
+from envbuild.image.blobs import Blobs, ImageAt, of_pulled
+from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource
 from envbuild.kinds import ARTIFACTS

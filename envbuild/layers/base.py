@@ -15,8 +15,8 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import Pulled
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
-from envbuild.image.merge import merged
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
+from envbuild.image.tree import merged
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import PREFIX, LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M

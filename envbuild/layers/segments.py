@@ -14,9 +14,9 @@ from typing import BinaryIO, cast
 from envbuild.atomic import replacing, write_atomically
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
+from envbuild.image.blobs import opened
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, closing
-from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from envbuild.image.merge import MergedEntry, Merging
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.image.untar import members
 
 # A layer's name for messages, and a function that opens its uncompressed tar at the start.
@@ -33,7 +33,7 @@ class Merged:
 
 
 def merge(layers: Sequence[Layer]) -> Merged:
-    merging = Merging()
+    merging = MergedTree()
     for name, start in layers:
         with start() as stream:
             source = PositionedStream(stream, name)
