@@ -67,10 +67,7 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
 
 
 class Hashed:
-    """A stream that computes a digest of all its bytes. It cannot seek, so each byte is read exactly once.
-
-    A thread computes the digest, a few MiB behind the reader at most; `close` ends it.
-    """
+    """A stream whose bytes a thread hashes, a few MiB behind the reader; it cannot seek, so each byte is read once."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream

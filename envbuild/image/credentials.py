@@ -36,10 +36,7 @@ _NO_CREDENTIALS = ("credentials not found", "no credentials", "not found in nati
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A user with a password, or an identity token in place of both.
-
-    `source` names the file or program they came from.
-    """
+    """A user with a password, or an identity token in place of both, from the file or program `source`."""
 
     username: str
     password: str

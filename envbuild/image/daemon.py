@@ -31,10 +31,7 @@ class Loaded:
 
 @contextmanager
 def connect(env: Mapping[str, str]) -> Iterator[Any]:
-    """Connect to the daemon at DOCKER_HOST, or at the default socket, and yield the client.
-
-    Raises HostError when no daemon answers.
-    """
+    """Yield a client of the daemon at DOCKER_HOST or the default socket. Raises HostError when no daemon answers."""
     import docker
     from docker.errors import DockerException
 

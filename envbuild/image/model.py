@@ -144,10 +144,7 @@ def new_manifest(media_type: str, config: Descriptor, layers: Sequence[Descripto
 
 
 def docker_manifest(manifest: ImageManifest) -> ImageManifest:
-    """Return `manifest` in Docker's form: image manifest V2, schema 2.
-
-    The form has no annotations; the blobs stay the same.
-    """
+    """Return `manifest` in Docker's form (V2, schema 2), which has no annotations; the blobs stay the same."""
     config, *layers = (
         Descriptor(_DOCKERS.get(blob.media_type, blob.media_type), blob.digest, blob.size)
         for blob in (manifest.config, *manifest.layers)

@@ -192,10 +192,7 @@ def parse_source(text: str) -> ImageSource:
 
 
 def folder_and_tag(text: str) -> tuple[Path, str | None]:
-    """Split `text` into a path and a tag, which both may contain colons.
-
-    The path is the longest one that exists.
-    """
+    """Split `text` into the longest path that exists and a tag; both may contain colons."""
     parts = text.split(":")
     for count in range(len(parts), 0, -1):
         path = Path(":".join(parts[:count]))

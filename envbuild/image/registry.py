@@ -42,10 +42,7 @@ _MIRROR_RETRIES = 1
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The result of a push.
-
-    It counts the blobs that were uploaded (with their bytes), mounted from other repositories, and present before.
-    """
+    """The blobs of a push: uploaded (with their bytes), mounted from other repositories, and present before."""
 
     uploaded_bytes: int
     uploaded: int

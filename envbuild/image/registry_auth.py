@@ -77,10 +77,7 @@ class Login:
         return self.find()
 
     def header(self, scopes: Sequence[str], stop: threading.Event) -> str | None:
-        """Return the Authorization header for `scopes`, or None before the registry has sent a challenge.
-
-        Raises RequestFailed when no token is granted.
-        """
+        """Return the header for `scopes`; None before any challenge. Raises RequestFailed when no token is granted."""
         with self._lock:
             if self._bearer is None:
                 return self._basic
@@ -92,10 +89,7 @@ class Login:
             return header
 
     def refused(self, header: str | None, asked: str) -> bool:
-        """Record that a request with `header` got a 401 with the challenges `asked`.
-
-        Returns whether another attempt may succeed.
-        """
+        """Record that `header` got a 401 with the challenges `asked`; return whether another attempt may succeed."""
         challenges = {challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))}
         with self._lock:
             if bearer := challenges.get("bearer"):

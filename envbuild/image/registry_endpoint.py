@@ -104,10 +104,7 @@ class Endpoint:
         header: str | None,
         body: Callable[[], Body | bytes] | None,
     ) -> requests.Response:
-        """Send a request and follow redirects.
-
-        The Authorization header goes to the registry only: its object store's URLs contain their own credentials.
-        """
+        """Send a request and follow redirects. `header` goes to the registry only: URLs of its store have credentials."""
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers
@@ -123,10 +120,7 @@ class Endpoint:
 
 
 def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
-    """Return the error for the failed operation `what`.
-
-    The error lists the answer of each source, and has a hint about the last one.
-    """
+    """Return the error for the failed operation `what`: the answer of each source, and a hint about the last one."""
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
     return BuildError(f"{what}: {answers}", _hint(endpoint, last))

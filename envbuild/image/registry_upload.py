@@ -40,10 +40,7 @@ def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
 
 
 def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
-    """Mount the blob from the repository `source` of the same registry.
-
-    Returns False when the registry does not mount it. Raises RequestFailed.
-    """
+    """Mount a blob of the repository `source`; return False when the registry does not. Raises RequestFailed."""
     url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
     try:
         with endpoint.request("POST", url, stop, push=True, mount_from=source, ok=(201, 202)) as answer:
@@ -125,10 +122,7 @@ class _Upload:
         return self.whole or small or self.offset == self.blob.size
 
     def _in_another_way(self, error: RequestFailed) -> bool:
-        """Recover from `error`, or raise it when a retry cannot help.
-
-        Returns True to continue at once, without counting a retry: the registry does not support chunks.
-        """
+        """Recover from `error`, or raise it. Return True to go on at once, uncounted: without chunks."""
         if self.location and error.transient:
             self.unsure = self.troubled = True
         elif error.transient:
@@ -229,10 +223,7 @@ class _Part:
 
 
 def _received(header: str | None, otherwise: int) -> int:
-    """Return the number of bytes in the Range header of an upload.
-
-    Registries send `0-0` for no bytes as well as for one; it is taken as none.
-    """
+    """Return the bytes of an upload's Range header; `0-0`, which registries also send for none, counts as none."""
     match = re.search(r"0-(\d+)$", header or "")
     if match is None:
         return otherwise

@@ -18,10 +18,7 @@ _DAMAGED = "the map of a sparse file is damaged"
 
 
 def gnu_pieces(block: bytes, source: PositionedStream) -> tuple[int, Pieces]:
-    """Return the real size and the map of an S member; the map may continue in the blocks that follow.
-
-    Raises ValueError, as `pax_pieces` does, for a map that is damaged or of an unknown form.
-    """
+    """Return the real size and the map of an S member, also from the blocks that follow. Raises ValueError."""
     size = number(block[483:495], source)
     stored = number(block[124:136], source)
     numbers: list[int] = []
@@ -40,7 +37,7 @@ def gnu_pieces(block: bytes, source: PositionedStream) -> tuple[int, Pieces]:
 
 
 def pax_pieces(member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream) -> bytes | None:
-    """Set the map and the real size of `member` from its pax records, and return its real name if they contain one."""
+    """Set the map and real size of `member` from its pax records; return its real name, if any. Raises ValueError."""
     values = dict(pairs)
     major, minor = values.get("GNU.sparse.major"), values.get("GNU.sparse.minor")
     if (major, minor) == (b"1", b"0"):
@@ -91,11 +88,7 @@ def _chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
 
 
 def _stored_map(stored: int, source: PositionedStream) -> tuple[list[int], int]:
-    """Read a map in the form of pax 1.0.
-
-    It precedes the data, one number per line, padded to whole blocks. Returns the numbers after the count, and the
-    number of bytes read.
-    """
+    """Read a map of pax 1.0: whole blocks, one number a line. Return the numbers after the count, and the bytes read."""
     numbers: list[int] = []
     text, taken = b"", 0
     while not numbers or len(numbers) < 1 + 2 * numbers[0]:

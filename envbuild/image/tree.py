@@ -213,10 +213,7 @@ class MergedTree:
         return node
 
     def _folder(self, folder: list[str]) -> Node:
-        """Return the directory at a path without symbolic links; missing directories are created.
-
-        A lower layer's file in the way is replaced, as a mounted overlay would hide it.
-        """
+        """Return the directory at a path without links; it is made if missing, and in place of a lower layer's file."""
         node = self.node
         for depth, part in enumerate(folder, 1):
             child = node.children.get(part)
