@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs, ImageAt, LayerAt, Pulled
+from envbuild.image.blobs import Blobs, ImageAt, Pulled
 from envbuild.image.compression import decompressed, kind_of, open_layer
-from envbuild.image.contents import FileRange, PlacedFiles, StoredFiles, listed_image
+from envbuild.image.contents import FileRange, listed_image, placed_files, stored_files
 from envbuild.image.entry import Entry
 from envbuild.image.layer import header
 from envbuild.image.layout import from_index
@@ -68,19 +68,16 @@ def archive_at(path: Path, arch: str) -> ImageAt | None:
             if kind_of(stream.read(4)) != "none":
                 return None
             stream.seek(0)
-            found = PlacedFiles(str(path), stream)
+            found = placed_files(str(path), stream)
             found.take_all(PositionedStream(stream, str(path)))
             if "manifest.json" not in found:
                 return None
-            image, raw, config = listed_image(found, None)
+            names, raw, config = listed_image(found, None)
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from error
-    check_image(image.layers, config, arch, str(path))
-    layers = [
-        LayerAt(diff_id, partial(_part, path, found.get(name)))
-        for diff_id, name in zip(config["rootfs"]["diff_ids"], image.layers, strict=True)
-    ]
-    return ImageAt(digest_of(raw), config, tuple(layers))
+    check_image(names, config, arch, str(path))
+    layers = tuple(partial(_part, path, found.get(name)) for name in names)
+    return ImageAt(digest_of(raw), config, layers)
 
 
 def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None) -> Pulled:
@@ -100,19 +97,20 @@ def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | 
 
 def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
     """Read an image from a stream that need not be seekable, as `read_archive` does; `where` names it in messages."""
-    found = StoredFiles(where, blobs)
+    found = stored_files(where, blobs)
     source = PositionedStream(decompressed(stream, where), where)
     found.take_all(source)
     source.finish()
     if "manifest.json" in found:
-        image, raw, config = listed_image(found, tag)
-        layers = [found.get(name) for name in image.layers]
+        names, raw, config = listed_image(found, tag)
+        layers = [found.get(name) for name in names]
         manifest = new_manifest(OCI_MANIFEST, Descriptor(OCI_CONFIG, blobs.add(raw), len(raw)), layers)
         blobs.add(manifest.raw)
         check_image(layers, config, arch, where)
         pulled = Pulled(manifest, config, blobs)
     elif "index.json" in found:
-        pulled = from_index(found.small("index.json"), where, blobs, found.bring, tag, arch)
+        bring = partial(_require, where, blobs)
+        pulled = from_index(found.small("index.json"), where, blobs, bring, tag, arch)
     else:
         raise BuildError(
             f"{where}: neither manifest.json nor index.json in it: not an image archive",
@@ -120,6 +118,11 @@ def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arc
         )
     _check_diff_ids(pulled, where)
     return pulled
+
+
+def _require(where: str, blobs: Blobs, blob: Descriptor) -> None:
+    if not blobs.has(blob):
+        raise BuildError(f"{where}: {blob.digest} is not in the archive")
 
 
 def write_archive(

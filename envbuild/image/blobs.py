@@ -105,28 +105,21 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAt:
-    """A layer that is read in place: the digest of its tar, and what opens it as it is stored, compressed or not."""
-
-    diff_id: str
-    opens: Callable[[], BinaryIO]
-
-
-@dataclass(frozen=True, slots=True)
 class ImageAt:
-    """An image that is read in place; its layers, lowest first. `image_id` is the digest of the configuration."""
+    """An image that is read in place; `image_id` is the digest of its configuration.
+
+    `layers` are functions that open a layer as it is stored, compressed or not, lowest first.
+    """
 
     image_id: str
     config: dict[str, Any]
-    layers: tuple[LayerAt, ...]
+    layers: tuple[Callable[[], BinaryIO], ...]
 
 
 def of_pulled(pulled: Pulled) -> ImageAt:
     """Return the `ImageAt` of an image whose blobs exist locally."""
-    ids = pulled.config["rootfs"]["diff_ids"]
-    paths = [pulled.blobs.path(layer.digest) for layer in pulled.manifest.layers]
-    layers = tuple(LayerAt(diff_id, partial(opened, path)) for diff_id, path in zip(ids, paths, strict=True))
-    return ImageAt(pulled.manifest.config.digest, pulled.config, layers)
+    layers = (partial(opened, pulled.blobs.path(layer.digest)) for layer in pulled.manifest.layers)
+    return ImageAt(pulled.manifest.config.digest, pulled.config, tuple(layers))
 
 
 def opened(path: Path) -> BinaryIO:

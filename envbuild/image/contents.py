@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from envbuild.errors import BuildError
@@ -34,21 +34,15 @@ class FileRange(NamedTuple):
 F = TypeVar("F", Descriptor, FileRange)
 
 
-class ArchiveFiles(ABC, Generic[F]):
-    """The files of the archive `where`, by their names in it: `keep` turns each into an `F`."""
+@dataclass(frozen=True, slots=True)
+class ArchiveFiles(Generic[F]):
+    """The files of the archive `where`, by their names in it: `keep` makes each an `F`, `read` returns its content."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self._files: dict[str, F] = {}
-        self._links: dict[str, str] = {}
-
-    @abstractmethod
-    def keep(self, name: str, member: Member, source: PositionedStream) -> F:
-        """Keep a regular file, whose data `source` has next."""
-
-    @abstractmethod
-    def read(self, file: F) -> bytes:
-        """Return the content of a small file."""
+    where: str
+    keep: Callable[[str, Member, PositionedStream], F]
+    read: Callable[[F], bytes]
+    _files: dict[str, F] = field(default_factory=dict)
+    _links: dict[str, str] = field(default_factory=dict)
 
     def take_all(self, source: PositionedStream) -> None:
         """Take the files and links of the archive in `source`, one pass from start to end."""
@@ -85,21 +79,17 @@ class ArchiveFiles(ABC, Generic[F]):
         return self.read(file)
 
 
-class StoredFiles(ArchiveFiles[Descriptor]):
-    """The files of an archive as blobs in `blobs`.
+def stored_files(where: str, blobs: Blobs) -> ArchiveFiles[Descriptor]:
+    """Return an archive whose files become blobs in `blobs`.
 
     Only manifest.json, which may come last, tells layers from configurations; so every file is stored.
     """
 
-    def __init__(self, where: str, blobs: Blobs) -> None:
-        super().__init__(where)
-        self.blobs = blobs
-
-    def keep(self, name: str, member: Member, source: PositionedStream) -> Descriptor:
+    def keep(name: str, member: Member, source: PositionedStream) -> Descriptor:
         seen = hashlib.sha256()
         head = b""
         left = member.stored
-        with self.blobs.new() as (out, place):
+        with blobs.new() as (out, place):
             while left:
                 data = source.exactly(min(left, _CHUNK))
                 head = head or data[:4]
@@ -109,85 +99,59 @@ class StoredFiles(ArchiveFiles[Descriptor]):
             digest = f"sha256:{seen.hexdigest()}"
             folder, _, last = name.rpartition("/")
             if folder == "blobs/sha256" and digest != f"sha256:{last}":
-                raise BuildError(f"{self.where}: {name}: damaged: its digest is {digest}")
+                raise BuildError(f"{where}: {name}: damaged: its digest is {digest}")
             place(digest)
         return Descriptor(OCI_LAYERS[kind_of(head)], digest, member.stored)
 
-    def read(self, file: Descriptor) -> bytes:
-        return self.blobs.read(file.digest)
-
-    def bring(self, blob: Descriptor) -> None:
-        """Raise BuildError when the archive did not contain `blob`."""
-        if not self.blobs.has(blob):
-            raise BuildError(f"{self.where}: {blob.digest} is not in the archive")
+    return ArchiveFiles(where, keep, lambda blob: blobs.read(blob.digest))
 
 
-class PlacedFiles(ArchiveFiles[FileRange]):
-    """The files of an archive as positions in the seekable `stream`."""
+def placed_files(where: str, stream: BinaryIO) -> ArchiveFiles[FileRange]:
+    """Return an archive whose files stay where they are in the seekable `stream`."""
 
-    def __init__(self, where: str, stream: BinaryIO) -> None:
-        super().__init__(where)
-        self._stream = stream
+    def read(file: FileRange) -> bytes:
+        stream.seek(file.offset)
+        return stream.read(file.size)
 
-    def keep(self, name: str, member: Member, source: PositionedStream) -> FileRange:
-        return FileRange(member.offset, member.stored)
-
-    def read(self, file: FileRange) -> bytes:
-        self._stream.seek(file.offset)
-        return self._stream.read(file.size)
+    return ArchiveFiles(where, lambda _name, member, _source: FileRange(member.offset, member.stored), read)
 
 
-def _normal(name: str) -> str:
-    """Return a name in an archive as a normalized path, without leading slash or dot parts."""
-    return posixpath.normpath("/" + name).lstrip("/")
+def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[list[str], bytes, dict[str, Any]]:
+    """Return the image with `tag` in manifest.json (None: the only one): its layers, its configuration raw and parsed.
 
-
-@dataclass(frozen=True, slots=True)
-class ManifestItem:
-    """An image in manifest.json."""
-
-    config: str
-    tags: tuple[str, ...]
-    layers: tuple[str, ...]
-
-
-def _manifest_items(raw: bytes, where: str) -> list[ManifestItem]:
+    Raises BuildError, listing the archive's tags, when no image or more than one matches.
+    """
+    where = f"{found.where}: manifest.json"
+    raw = found.small("manifest.json")
     try:
-        listed = json.loads(raw)
-        return [
-            ManifestItem(
-                _string(item["Config"]),
-                tuple(map(_string, item.get("RepoTags") or ())),
-                tuple(map(_string, item["Layers"] or ())),
-            )
-            for item in listed
+        listed = [
+            (_text(item["Config"]), [*map(_text, item.get("RepoTags") or ())], [*map(_text, item["Layers"] or ())])
+            for item in json.loads(raw)
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BuildError(f"{where}: not what `docker save` writes") from None
+    meant = [
+        (config, layers) for config, tags, layers in listed if tag is None or any(same_tag(tag, name) for name in tags)
+    ]
+    # An image that was saved under two names is listed twice.
+    if len({config for config, _ in meant}) != 1:
+        names = (name for _, tags, _ in listed for name in tags)
+        raise no_single_image(where, tag, len(meant), names, "name one of its tags")
+    name, layers = meant[0]
+    raw, where = found.small(name), f"{found.where}: {name}"
+    config = parse_config(raw, where)
+    digest = "sha256:" + name.rpartition("/")[2].removesuffix(".json")
+    if is_digest(digest) and digest_of(raw) != digest:
+        raise BuildError(f"{where}: damaged: its digest is {digest_of(raw)}")
+    return layers, raw, config
 
 
-def _string(value: object) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[ManifestItem, bytes, dict[str, Any]]:
-    """Return the image with `tag` in manifest.json (None: the only one), and its configuration, raw and parsed.
-
-    Raises BuildError, listing the archive's tags, when no image or more than one matches.
-    """
-    where = f"{found.where}: manifest.json"
-    images = _manifest_items(found.small("manifest.json"), where)
-    meant = [image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)]
-    # An image that was saved under two names is listed twice.
-    if len({image.config for image in meant}) != 1:
-        names = (name for image in images for name in image.tags)
-        raise no_single_image(where, tag, len(meant), names, "name one of its tags")
-    image = meant[0]
-    raw, where = found.small(image.config), f"{found.where}: {image.config}"
-    config = parse_config(raw, where)
-    named = "sha256:" + image.config.rpartition("/")[2].removesuffix(".json")
-    if is_digest(named) and digest_of(raw) != named:
-        raise BuildError(f"{where}: damaged: its digest is {digest_of(raw)}")
-    return image, raw, config
+def _normal(name: str) -> str:
+    """Return a name in an archive as a normalized path, without leading slash or dot parts."""
+    return posixpath.normpath("/" + name).lstrip("/")

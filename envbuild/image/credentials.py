@@ -132,14 +132,12 @@ def _entry(table: Mapping[str, Any], registry: str) -> Any:
 
 
 def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
-    if not isinstance(entry, dict) or not all(
-        isinstance(entry.get(key) or "", str) for key in ("auth", "identitytoken", "username", "password")
-    ):
-        raise RecipeError(
-            f"{path}: the entry for {registry} is not what docker login writes", f"docker login {registry}"
-        )
-    user, password = entry.get("username") or "", entry.get("password") or ""
-    if coded := entry.get("auth"):
+    hint, names = f"docker login {registry}", ("auth", "identitytoken", "username", "password")
+    values = [entry.get(name) or "" for name in names] if isinstance(entry, dict) else [None]
+    if not all(isinstance(value, str) for value in values):
+        raise RecipeError(f"{path}: the entry for {registry} is not what docker login writes", hint)
+    coded, token, user, password = values
+    if coded:
         try:
             # docker pads some values with NUL
             text = base64.b64decode(coded, validate=True).decode().rstrip("\0")
@@ -147,10 +145,7 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
             text = ""
         user, colon, password = text.partition(":")
         if not colon:
-            raise RecipeError(
-                f"{path}: 'auth' of {registry} is not base64 of user:password", f"docker login {registry}"
-            )
-    token = entry.get("identitytoken") or ""
+            raise RecipeError(f"{path}: 'auth' of {registry} is not base64 of user:password", hint)
     return Credentials(user, password, token, str(path)) if token or password else None
 
 
@@ -195,14 +190,15 @@ def _ask_helper(name: str, server: str, env: Mapping[str, str], named_by: Path) 
     if code != 0:
         if any(sign in out.lower() for sign in _NO_CREDENTIALS):
             return None
-        raise HostError(f"{program} get failed for {server}: {_first_line(out) or code}", hint)
+        said = "" if "{" in out else out.partition("\n")[0][:200]  # JSON would contain the secret
+        raise HostError(f"{program} get failed for {server}: {said or code}", hint)
     try:
         answer = json.loads(out)
         user, secret = answer["Username"], answer["Secret"]
+        if not isinstance(user, str) or not isinstance(secret, str):
+            raise TypeError
     except (ValueError, KeyError, TypeError):
-        user = secret = None
-    if not isinstance(user, str) or not isinstance(secret, str):
-        raise HostError(f"{program} get: not the answer of a credential helper", hint)
+        raise HostError(f"{program} get: not the answer of a credential helper", hint) from None
     return (user, secret) if secret else None
 
 
@@ -229,8 +225,3 @@ def _run_helper(program: str, server: str, env: Mapping[str, str]) -> tuple[int,
         if child.poll() is None:
             stop([child], grace_s=0.0)  # and its children, which may hold our pipe open
     return child.returncode, out.decode(errors="replace").strip()
-
-
-def _first_line(out: str) -> str:
-    """Return the first line of a helper's message; "" for JSON, which would contain the secret."""
-    return "" if "{" in out else out.partition("\n")[0][:200]

@@ -145,18 +145,13 @@ class ImageSource:
         return f"image {image_id}"
 
     @property
-    def place(self) -> tuple[Path, str | None]:
-        """The folder of a layout and the tag of the image in it; both may contain colons."""
-        return folder_and_tag(self.rest)
-
-    @property
     def words(self) -> tuple[str, ...]:
         """The parts of an output file's name: the image's path and tag, or the stem of the archive's file name."""
         if self.form in ("docker", "docker-daemon"):
             reference = parse_reference(self.rest)
             path = reference.repository.removeprefix("library/")
             return (*path.split("/"), reference.tag or "latest")
-        path = str(self.place[0]) if self.form == "oci" else self.rest
+        path = str(folder_and_tag(self.rest)[0]) if self.form == "oci" else self.rest
         stem = re.sub(r"(\.tar)?(\.[a-z0-9]+)?$", "", os.path.basename(path.rstrip("/")))
         return (stem or "image",)
 

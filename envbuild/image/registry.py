@@ -6,13 +6,12 @@ check downloads, do not support mirrors, and read credentials from fewer places.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
@@ -29,9 +28,6 @@ from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, mount, push_blob
 from envbuild.progress import OnProgress
 from envbuild.workers import each
-
-if TYPE_CHECKING:
-    import requests
 
 T = TypeVar("T")
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
@@ -85,11 +81,11 @@ class Registry:
         hashes = frozenset({blob.digest.partition(":")[2]})
         try:
             if not blobs.has(blob):
-                with locked_partial(blobs.partial(blob.digest), stop) as partial:
+                with locked_partial(blobs.partial(blob.digest), stop) as file:
                     if not blobs.has(blob):  # another process may have downloaded it in the meantime
-                        with open_download(partial, hashes, blob.size, on_progress, stop) as download:
+                        with open_download(file, hashes, blob.size, on_progress, stop) as download:
                             self._first(lambda source: _download(source, blob, download, stop), wanted)
-                        return blobs.adopt(partial, blob.digest)
+                        return blobs.adopt(file, blob.digest)
         except OSError as error:
             raise BuildError(f"{wanted}: {error.filename or blobs.root}: {error.strerror}") from error
         on_progress(blob.size)
@@ -186,16 +182,13 @@ def _manifest(source: Endpoint, pointer: str) -> tuple[bytes, str]:
 
     raw, media_type = with_retries(get, source.retries, stop)
     if is_digest(pointer) and digest_of(raw) != pointer:
-        raise Mismatch(hashlib.sha256(raw).hexdigest(), "a manifest")
+        raise Mismatch(digest_of(raw).removeprefix("sha256:"), "a manifest")
     return raw, media_type.partition(";")[0].strip()
 
 
 def _download(source: Endpoint, blob: Descriptor, download: Download, stop: threading.Event) -> str:
-    def ask(headers: Mapping[str, str]) -> requests.Response:
-        url = source.url(f"blobs/{blob.digest}")
-        return source.request("GET", url, stop, ok=ANSWERS, headers=headers, retries=0)
-
-    return download.run(ask, source.retries)
+    get = partial(source.request, "GET", source.url(f"blobs/{blob.digest}"), stop, ok=ANSWERS, retries=0)
+    return download.run(lambda headers: get(headers=headers), source.retries)
 
 
 def open_registry(

@@ -104,7 +104,7 @@ class Endpoint:
         header: str | None,
         body: Callable[[], Body | bytes] | None,
     ) -> requests.Response:
-        """Send a request and follow redirects. `header` goes to the registry only: URLs of its store have credentials."""
+        """Send a request and follow redirects. `header` goes to the registry only: URLs of its store hold secrets."""
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers

@@ -88,7 +88,7 @@ def _chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
 
 
 def _stored_map(stored: int, source: PositionedStream) -> tuple[list[int], int]:
-    """Read a map of pax 1.0: whole blocks, one number a line. Return the numbers after the count, and the bytes read."""
+    """Read a map of pax 1.0, one number per line in whole blocks. Return the numbers after the count, and the size."""
     numbers: list[int] = []
     text, taken = b"", 0
     while not numbers or len(numbers) < 1 + 2 * numbers[0]:
