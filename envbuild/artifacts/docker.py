@@ -129,7 +129,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> 
 
     layers = [made.layer for made in image.layers]
     with transfer("loading into the docker daemon", None) as on_progress:
-        done = load(client, image.config, image.image_id, layers, tags, image.blobs, on_progress)
+        done = load(client, image.config, layers, tags, image.blobs, on_progress)
     if done.layers_sent:
         log(f"  sent {done.layers_sent} of {len(layers)} layers to the daemon")
     return done

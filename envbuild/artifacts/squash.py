@@ -136,10 +136,7 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
     size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, on_progress)
     out.truncate(start + size)
-    finish_sif(
-        out, definition, jsons, root.arch,
-        partition_offset=start, partition_size=size, mtime=root.mtime,
-    )  # fmt: skip
+    finish_sif(out, definition, jsons, root.arch, partition_size=size, mtime=root.mtime)
 
 
 def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:

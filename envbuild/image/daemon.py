@@ -17,6 +17,7 @@ from envbuild.errors import BuildError, HostError
 from envbuild.image.archive import archive_pieces
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import Layer
+from envbuild.image.model import digest_of
 from envbuild.progress import OnProgress
 
 
@@ -48,21 +49,16 @@ def connect(env: Mapping[str, str]) -> Iterator[Any]:
 
 
 def load(
-    client: Any,
-    config: bytes,
-    image_id: str,
-    layers: Sequence[Layer],
-    tags: Sequence[str],
-    blobs: Blobs,
-    on_progress: OnProgress,
+    client: Any, config: bytes, layers: Sequence[Layer], tags: Sequence[str], blobs: Blobs, on_progress: OnProgress
 ) -> Loaded:
-    """Load an image, and tag it. `config` is its configuration, and `image_id` the digest of the configuration.
+    """Load the image with the configuration `config`, whose digest is the image's ID, and tag it.
 
-    `on_progress` is called with the number of bytes of each piece that is sent. Raises BuildError when the
-    daemon refuses the image, or has it afterwards under another ID or with other layers.
+    `on_progress` is called with the number of bytes of each piece that is sent. Raises BuildError when the daemon
+    refuses the image, or has it afterwards under another ID or with other layers.
     """
     from docker.errors import APIError, ImageNotFound
 
+    image_id = digest_of(config)
     try:
         present = client.api.inspect_image(image_id)["Id"] == image_id
     except ImageNotFound:

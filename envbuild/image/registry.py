@@ -102,9 +102,7 @@ class Registry:
         url, digest, headers = self.endpoint.url(f"manifests/{pointer}"), digest_of(raw), {"Content-Type": media_type}
         ok, stop = (201, 200, 202, 204), threading.Event()
         try:
-            with self.endpoint.request(
-                "PUT", url, stop, push=True, ok=ok, headers=headers, body=lambda: raw
-            ) as answer:  # fmt: skip
+            with self.endpoint.request("PUT", url, stop, push=True, ok=ok, headers=headers, body=raw) as answer:
                 if answer.headers.get("Docker-Content-Digest", digest) != digest:
                     raise RequestFailed(f"it took the manifest {digest} for another one", status=200)
         except RequestFailed as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
@@ -55,13 +55,13 @@ class Endpoint:
         mount_from: str | None = None,
         ok: Sequence[int] = (200,),
         headers: Mapping[str, str] | None = None,
-        body: Callable[[], Body | bytes] | None = None,
+        body: Body | bytes | None = None,
         retries: int | None = None,
     ) -> requests.Response:
         """Send a request, and return the response with a status in `ok`, its body unread; the caller closes it.
 
         It is authorized to pull, with `push` also to push, and with `mount_from` to pull from that repository as well.
-        `body` is called each time the body is sent. Raises RequestFailed.
+        `body` is iterated over each time that it is sent. Raises RequestFailed.
         """
         scopes = [f"repository:{self.repository}:{'pull,push' if push else 'pull'}"]
         if mount_from:
@@ -97,18 +97,13 @@ class Endpoint:
         return urlunsplit(target)
 
     def _following(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        header: str | None,
-        body: Callable[[], Body | bytes] | None,
+        self, method: str, url: str, headers: Mapping[str, str], header: str | None, body: Body | bytes | None
     ) -> requests.Response:
         """Send a request and follow redirects. `header` goes to the registry only: URLs of its store hold secrets."""
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers
-            response = self.http.send(method, url, sent, body() if body else None, own=own)
+            response = self.http.send(method, url, sent, body, own=own)
             code = response.status_code
             if code not in _REDIRECTS or not response.headers.get("Location"):
                 return response

@@ -169,7 +169,7 @@ class _Upload:
         start, end = self.offset, min(self.offset + self.chunk, self.blob.size)
         headers = {"Content-Type": _OCTETS, "Content-Range": f"{start}-{end - 1}"}
         part, ok = _Part(self, start, end), (202, 200, 201, 204)
-        with self._request("PATCH", self.location, ok=ok, headers=headers, body=lambda: part) as answer:
+        with self._request("PATCH", self.location, ok=ok, headers=headers, body=part) as answer:
             offset = _received(answer.headers.get("Range"), end)
             self._moved_to(answer)
         if not start < offset <= end:
@@ -182,7 +182,7 @@ class _Upload:
         url += f"digest={quote(self.blob.digest)}"
         body = _Part(self, 0, self.blob.size) if self.offset < self.blob.size else b""
         headers = {"Content-Type": _OCTETS}
-        self._request("PUT", url, ok=(201, 200, 202, 204), headers=headers, body=lambda: body).close()
+        self._request("PUT", url, ok=(201, 200, 202, 204), headers=headers, body=body).close()
         self.done = True
 
     def _moved_to(self, answer: requests.Response) -> None:

@@ -90,33 +90,24 @@ def write_sif_front(out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str,
     """
     if arch not in _CODES:
         raise BuildError(f"SIF has no code for the architecture {arch!r}")
-    objects = _front(definition, jsons)
+    _, start = _front(definition, jsons)
+    front = bytes(_DATA) + definition + b"".join(content for _, content in jsons)
     out.seek(0)
-    out.write(bytes(_DATA) + definition + b"".join(content for _, content in jsons))
-    end = objects[-1].offset + objects[-1].size
-    start = -(-end // _PAGE) * _PAGE
-    out.write(bytes(start - end))
+    out.write(front.ljust(start, b"\0"))
     return start
 
 
 def finish_sif(
-    out: BinaryIO,
-    definition: bytes,
-    jsons: Sequence[tuple[str, bytes]],
-    arch: str,
-    *,
-    partition_offset: int,
-    partition_size: int,
-    mtime: int,
+    out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, *, partition_size: int, mtime: int
 ) -> None:
     """Write the header and the descriptors after the squashfs. `out` is left at its end.
 
     The first arguments are those of `write_sif_front`. The bytes depend on the arguments alone: the image's identifier
     is derived from them, and every timestamp is `mtime`.
     """
-    end = partition_offset + partition_size
-    front = _front(definition, jsons)
-    root = Object(PARTITION, "", partition_offset, partition_size, "squashfs", arch, True)
+    front, start = _front(definition, jsons)
+    end = start + partition_size
+    root = Object(PARTITION, "", start, partition_size, "squashfs", arch, True)
     descriptors = bytearray()
     last = _DATA
     for number, item in enumerate([*front, root], 1):
@@ -174,7 +165,8 @@ def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
     return _read(stream, item.offset, item.size, item.offset + item.size, where)
 
 
-def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object]:
+def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> tuple[list[Object], int]:
+    """Return the objects before the partition, and its offset."""
     if len(jsons) > _SLOTS - 2:
         raise BuildError(f"a SIF holds {_SLOTS} objects at most")
     at = _DATA
@@ -184,7 +176,7 @@ def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object
             raise BuildError(f"{name!r} is too long for the name of an object in a SIF")
         found.append(Object(kind, name, at, len(content)))
         at += len(content)
-    return found
+    return found, -(-at // _PAGE) * _PAGE
 
 
 def _identifier(definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int) -> uuid.UUID:

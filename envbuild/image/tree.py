@@ -269,17 +269,10 @@ def _entry(path: str, node: Node, link: str | None) -> Entry:
     member = node.member
     if member is None:
         return Entry(path, DIR, 0o755)
+    kind, target = (member.kind, member.link) if link is None else (HARDLINK, link)
+    mode = 0o777 if member.kind == SYMLINK else member.mode
     return Entry(
-        path,
-        member.kind if link is None else HARDLINK,
-        0o777 if member.kind == SYMLINK else member.mode,
-        member.size,
-        member.link if link is None else link,
-        member.uid,
-        member.gid,
-        member.mtime,
-        member.device,
-        member.xattrs,
+        path, kind, mode, member.size, target, member.uid, member.gid, member.mtime, member.device, member.xattrs
     )
 
 

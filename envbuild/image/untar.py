@@ -8,7 +8,6 @@ records. Deviations from these that Go's archive/tar accepts are accepted, becau
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FILE
@@ -23,25 +22,20 @@ _MAX_SPECIAL = 1 << 20
 _MAX_SIZE = 1 << 62
 
 
-@dataclass(slots=True)
-class _Records:
-    """The extended headers before a member; the order of `pairs` matters for sparse maps."""
-
-    pairs: list[tuple[str, bytes]] = field(default_factory=list)
-    name: bytes | None = None
-    link: bytes | None = None
-
-
 def members(source: PositionedStream) -> Iterator[Member]:
     """Yield the members in order; a member's data can be read from `source` before the next member is requested.
 
     Raises BuildError when the data is not a tar archive, is truncated or has a member of an unknown kind.
     """
     shared: dict[str, bytes] = {}
-    records = _Records()
+    pairs: list[tuple[str, bytes]] = []  # the records before a member; their order matters for sparse maps
+    names: dict[str, bytes] = {}  # those of GNU's L and K headers
     while (block := source.read(512)) and block != _ZEROS:
+        if len(block) < 512 and source.position > 512:
+            raise source.cut()
         if len(block) < 512:
-            raise source.cut() if source.position > 512 else _no_tar(len(block), source)
+            has = f"it has {len(block)} bytes, and a tar at least 512"
+            raise BuildError(f"{source.where}: not a tar archive, or cut short: {has}")
         _check_sum(block, source)
         kind = block[156:157]
         size = number(block[124:136], source)
@@ -52,40 +46,34 @@ def members(source: PositionedStream) -> Iterator[Member]:
             if kind == b"g":
                 shared.update(_records(data, source))
             elif kind in b"xX":
-                records.pairs = _records(data, source)
-            elif kind == b"L":
-                records.name = _text(data)
+                pairs = _records(data, source)
             else:
-                records.link = _text(data)
+                names["path" if kind == b"L" else "linkpath"] = _text(data)
             continue
-        member = _member(block, size, {**shared, **dict(records.pairs)}, records, source)
+        member = _member(block, size, {**shared, **dict(pairs), **names}, pairs, source)
         yield member
         end = member.offset + member.stored
         source.go(end)
         if end % 512:
             source.read(-end % 512)  # the last padding may be missing: the data is complete
-        records = _Records()
+        pairs, names = [], {}
     if block:
         after = source.read(512)
         if after and after != _ZEROS[: len(after)]:
             raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
-    if records.pairs or records.name is not None or records.link is not None:
+    if pairs or names:
         raise source.cut()
 
 
-def _no_tar(size: int, source: PositionedStream) -> BuildError:
-    return BuildError(f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512")
-
-
-def _member(block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream) -> Member:
+def _member(
+    block: bytes, size: int, pax: dict[str, bytes], pairs: list[tuple[str, bytes]], source: PositionedStream
+) -> Member:
     name, link = _text(block[0:100]), _text(block[157:257])
     if block[257:263] == b"ustar\0":
         # star's own format has times in the last bytes of ustar's prefix
         prefix = _text(block[345 : 476 if block[508:512] == b"tar\0" else 500])
         name = prefix + b"/" + name if prefix else name
     name, link = pax.get("path", name), pax.get("linkpath", link)
-    name = name if records.name is None else records.name
-    link = link if records.link is None else records.link
     flag = block[156:157]
     kind = _KINDS.get(flag)
     shown = name.decode("utf-8", "replace")
@@ -115,7 +103,7 @@ def _member(block: bytes, size: int, pax: dict[str, bytes], records: _Records, s
         if flag == b"S":
             member.size, member.pieces = gnu_pieces(block, source)
         elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
-            name = pax_pieces(member, records.pairs, source) or name
+            name = pax_pieces(member, pairs, source) or name
     except ValueError as error:
         raise BuildError(f"{source.where}: {shown}: {error}") from None
     member.name = name.decode("utf-8", "surrogateescape")
