@@ -35,6 +35,7 @@ from envbuild.image.model import (
     parse_config,
 )
 from envbuild.image.tar_stream import Chunks, PositionedStream
+from envbuild.image.untar import Slice
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -125,18 +126,6 @@ def _require(where: str, blobs: Blobs, blob: Descriptor) -> None:
         raise BuildError(f"{where}: {blob.digest} is not in the archive")
 
 
-def write_archive(
-    stream: BinaryIO, config: bytes, layers: Sequence[Descriptor], blobs: Blobs, tags: Sequence[str]
-) -> None:
-    """Write an archive that `docker load` and skopeo read, the same bytes each time.
-
-    `config` is the image's configuration; `layers` are its blobs, lowest first. Layers are written uncompressed, a form
-    that every daemon reads. Raises BuildError when a layer does not match the configuration.
-    """
-    for piece in archive_pieces(config, layers, blobs, tags):
-        stream.write(piece)
-
-
 def archive_pieces(
     config: bytes,
     layers: Sequence[Descriptor],
@@ -146,10 +135,12 @@ def archive_pieces(
     known: int = 0,
     stored: Collection[str] = (),
 ) -> Iterator[bytes]:
-    """Yield the bytes that `write_archive` writes.
+    """Yield an archive that `docker load` and skopeo read, the same bytes each time.
 
-    The lowest `known` layers are listed in the manifest but left out: a daemon does not need them when it has them in
-    the same order. Layers whose compression is in `stored` are written as they are stored.
+    `config` is the image's configuration; `layers` are its blobs, lowest first. The lowest `known` ones are listed in
+    the manifest but left out: a daemon does not need layers that it has in the same order. The others are uncompressed,
+    a form that every daemon reads, or as they are stored if their compression is in `stored`. Raises BuildError when a
+    layer does not match the configuration.
     """
     ids = parse_config(config, "image configuration")["rootfs"]["diff_ids"]
     if len(ids) != len(layers):
@@ -211,12 +202,7 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 def _part(path: Path, place: FileRange) -> BinaryIO:
     """Open a range of a file as a stream."""
     stream = path.open("rb")
-    return io.BufferedReader(Chunks(_range(stream, place), stream), _CHUNK)
-
-
-def _range(stream: BinaryIO, place: FileRange) -> Iterator[bytes]:
-    stream.seek(place.offset)
-    left = place.size
-    while data := stream.read(min(left, _CHUNK)):
-        left -= len(data)
-        yield data
+    source = PositionedStream(stream, str(path))
+    source.go(place.offset)
+    part = Slice(source, place.size)
+    return io.BufferedReader(Chunks(iter(partial(part.read, _CHUNK), b""), stream), _CHUNK)

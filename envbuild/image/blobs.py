@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,9 +43,9 @@ class Blobs:
         """Store a small blob, and return its digest."""
         digest = digest_of(data)
         if not self.path(digest).exists():
-            with self.new() as (stream, place):
-                stream.write(data)
-                place(digest)
+            with self.new() as blob:
+                blob.write(data)
+                blob.place()
         return digest
 
     def read(self, digest: str) -> bytes:
@@ -72,27 +72,44 @@ class Blobs:
         return place
 
     @contextlib.contextmanager
-    def new(self) -> Iterator[tuple[BinaryIO, Callable[[str], Path]]]:
-        """Open a temporary file for a blob whose digest is not known yet.
-
-        Yields the file and a function that moves it to the blob's path, given the digest. A file that is not moved is
-        deleted.
-        """
+    def new(self) -> Iterator[NewBlob]:
+        """Open a temporary file for a blob whose digest is not known yet; it is deleted unless it is placed."""
         folder = self.root / "sha256"
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
-        temporary = Path(name)
-
-        def place(digest: str) -> Path:
-            stream.flush()
-            temporary.chmod(0o644)
-            return self.adopt(temporary, digest)
-
         try:
             with os.fdopen(handle, "wb") as stream:
-                yield stream, place
+                yield NewBlob(self, stream, Path(name))
         finally:
-            temporary.unlink(missing_ok=True)
+            Path(name).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class NewBlob:
+    """A blob that is being written into the temporary file `path`; `size` is the number of bytes so far."""
+
+    blobs: Blobs
+    stream: BinaryIO
+    path: Path
+    size: int = 0
+    _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the bytes so far."""
+        return f"sha256:{self._sha.hexdigest()}"
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Append `data`."""
+        self.stream.write(data)
+        self._sha.update(data)
+        self.size += len(data)
+
+    def place(self) -> Path:
+        """Move the file to the blob's path."""
+        self.stream.flush()
+        self.path.chmod(0o644)
+        return self.blobs.adopt(self.path, self.digest)
 
 
 @dataclass(frozen=True, slots=True)

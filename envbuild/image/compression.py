@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,9 +23,9 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
-# Four bytes of zstd decompress to at most 128 KiB, and the decoder cannot be told to stop. Small input chunks limit its
-# output to 128 MiB for any input, at no measurable cost.
-_ZSTD_CHUNK = 4096
+# One byte of gzip decompresses to at most 1 KiB, four bytes of zstd to 128 KiB, and a zstd decoder cannot be told to
+# stop. Small input chunks limit their output to 64 and 128 MiB for any input, at no measurable cost.
+_INPUT = {"gzip": 1 << 16, "zstd": 1 << 12}
 
 
 def kind_of(head: bytes) -> str:
@@ -116,10 +115,10 @@ def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:
 
 def _decoded(stream: Readable, kind: str, name: str, data: bytes) -> Iterator[bytes]:
     """Yield the decompressed content of `data` and what follows it in `stream`; one chunk of input is held."""
-    new, failures, size, limit = _gzip() if kind == "gzip" else _zstd()
+    new, failure = _gzip() if kind == "gzip" else _zstd()
     decoder: Any = None  # of one gzip member or one zstd frame
     while True:
-        data = data or stream.read(size)
+        data = data or stream.read(_INPUT[kind])
         if decoder is None:
             if not data:
                 return
@@ -131,31 +130,26 @@ def _decoded(stream: Readable, kind: str, name: str, data: bytes) -> Iterator[by
                     raise BuildError(f"{name}: the gzip data is corrupt: no gzip header")
             decoder = new()
         try:
-            output = decoder.decompress(data, *limit)
-        except failures as error:
+            output = decoder.decompress(data)
+        except failure as error:
             raise BuildError(f"{name}: the {kind} data is corrupt: {error}") from None
         if decoder.eof:
             data, decoder = decoder.unused_data, None
-        elif not data and not output:  # decoders can hold back output while they need no input
-            raise BuildError(f"{name}: the {kind} data is cut short")
+        elif data or output:  # a zstd decoder can hold back output while it needs no input
+            data = b""
         else:
-            data = decoder.unconsumed_tail
+            raise BuildError(f"{name}: the {kind} data is cut short")
         if output:
             yield output
 
 
-# What creates a decoder, the exceptions that it raises, the size of input chunks, and the arguments that limit output.
-_Codec = tuple[Callable[[], Any], tuple[type[Exception], ...], int, tuple[int, ...]]
-
-
-def _gzip() -> _Codec:
+def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
     from isal import isal_zlib  # inflates twice as fast as zlib
 
-    failures = cast(type[Exception], isal_zlib.error), zlib.error
-    return partial(isal_zlib.decompressobj, wbits=31), failures, _CHUNK, (_CHUNK,)
+    return partial(isal_zlib.decompressobj, wbits=31), cast(type[Exception], isal_zlib.error)
 
 
-def _zstd() -> _Codec:
+def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
     import zstandard
 
-    return zstandard.ZstdDecompressor().decompressobj, (zstandard.ZstdError,), _ZSTD_CHUNK, ()
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import posixpath
 from collections.abc import Callable
@@ -86,22 +85,17 @@ def stored_files(where: str, blobs: Blobs) -> ArchiveFiles[Descriptor]:
     """
 
     def keep(name: str, member: Member, source: PositionedStream) -> Descriptor:
-        seen = hashlib.sha256()
         head = b""
-        left = member.stored
-        with blobs.new() as (out, place):
-            while left:
+        with blobs.new() as new:
+            while left := member.stored - new.size:
                 data = source.exactly(min(left, _CHUNK))
                 head = head or data[:4]
-                seen.update(data)
-                out.write(data)
-                left -= len(data)
-            digest = f"sha256:{seen.hexdigest()}"
+                new.write(data)
             folder, _, last = name.rpartition("/")
-            if folder == "blobs/sha256" and digest != f"sha256:{last}":
-                raise BuildError(f"{where}: {name}: damaged: its digest is {digest}")
-            place(digest)
-        return Descriptor(OCI_LAYERS[kind_of(head)], digest, member.stored)
+            if folder == "blobs/sha256" and new.digest != f"sha256:{last}":
+                raise BuildError(f"{where}: {name}: damaged: its digest is {new.digest}")
+            new.place()
+        return Descriptor(OCI_LAYERS[kind_of(head)], new.digest, new.size)
 
     return ArchiveFiles(where, keep, lambda blob: blobs.read(blob.digest))
 

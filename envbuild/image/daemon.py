@@ -8,7 +8,7 @@ store need complete archives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -36,15 +36,17 @@ def connect(env: Mapping[str, str]) -> Iterator[Any]:
     import docker
     from docker.errors import DockerException
 
-    try:
-        client = docker.from_env(environment=dict(env), timeout=600)
-    except DockerException as error:
-        raise _unreachable(error, env) from error
-    with closing(client):
+    with ExitStack() as stack:
         try:
+            client = stack.enter_context(closing(docker.from_env(environment=dict(env), timeout=600)))
             client.ping()
         except (DockerException, OSError) as error:
-            raise _unreachable(error, env) from error
+            where = env.get("DOCKER_HOST") or "its usual socket, /var/run/docker.sock"
+            raise HostError(
+                f"no docker daemon answers at {where}: {_text(error)}",
+                "start dockerd, set DOCKER_HOST, or become a member of the group docker; "
+                "--out oci:DIR and --push need no daemon",
+            ) from error
         yield client
 
 
@@ -123,15 +125,6 @@ def _known_prefix(client: Any, diff_ids: Sequence[str]) -> int:
 def _uses_containerd(client: Any) -> bool:
     status = client.info().get("DriverStatus") or []
     return any("io.containerd" in str(value) for _, value in status)
-
-
-def _unreachable(error: Exception, env: Mapping[str, str]) -> HostError:
-    where = env.get("DOCKER_HOST") or "its usual socket, /var/run/docker.sock"
-    return HostError(
-        f"no docker daemon answers at {where}: {_text(error)}",
-        "start dockerd, set DOCKER_HOST, or become a member of the group docker; "
-        "--out oci:DIR and --push need no daemon",
-    )
 
 
 def _text(error: Exception) -> str:

@@ -8,16 +8,16 @@ the zlib of the Python build either.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs
+from envbuild.image.blobs import Blobs, NewBlob
 from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
 from envbuild.image.tar_stream import TYPE_FLAGS
@@ -48,25 +48,20 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
     duplicates differently.
     """
     seen: set[str] = set()
-    with blobs.new() as (stream, place), closing(tree):
-        writer = _Writer(stream)
-        try:
-            for entry, content in tree:
-                if entry.path in seen:
-                    raise BuildError(f"/{entry.path} comes twice in one layer")
-                seen.add(entry.path)
-                writer.write(header(entry))
-                if entry.kind == FILE and content is not None:
-                    _copy(entry, content, writer.write)
-                elif entry.kind == FILE and entry.size:
-                    raise BuildError(f"{entry.path}: a file without content")
-            writer.write(bytes(2 * _BLOCK))
-            digest, diff_id = writer.finish()
-        finally:
-            writer.close()
-        place(digest)
-        size = stream.tell()
-    return Layer(Descriptor(OCI_LAYER_GZIP, digest, size), diff_id, writer.unpacked)
+    with blobs.new() as blob, closing(tree), contextlib.closing(_Writer(blob)) as writer:
+        for entry, content in tree:
+            if entry.path in seen:
+                raise BuildError(f"/{entry.path} comes twice in one layer")
+            seen.add(entry.path)
+            writer.write(header(entry))
+            if entry.kind == FILE and content is not None:
+                _copy(entry, content, writer.write)
+            elif entry.kind == FILE and entry.size:
+                raise BuildError(f"{entry.path}: a file without content")
+        writer.write(bytes(2 * _BLOCK))
+        diff_id = writer.finish()
+        blob.place()
+    return Layer(Descriptor(OCI_LAYER_GZIP, blob.digest, blob.size), diff_id, writer.unpacked)
 
 
 def header(entry: Entry) -> bytes:
@@ -102,7 +97,7 @@ def _gzip(data: bytes) -> bytearray:
 class _Writer:
     """A writer that collects chunks, compresses them in a pool, and writes the results in order."""
 
-    def __init__(self, out: BinaryIO) -> None:
+    def __init__(self, out: NewBlob) -> None:
         # The single reader of the tree keeps no more threads busy, and each thread holds a chunk.
         workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         self.unpacked = 0
@@ -112,7 +107,7 @@ class _Writer:
         self._buffer = bytearray()
         self._pending: deque[tuple[Answer[bytearray], Answer[None]]] = deque()
         self._most = workers + 1
-        self._tar, self._blob = hashlib.sha256(), hashlib.sha256()
+        self._tar = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
         self._buffer += data
@@ -120,13 +115,13 @@ class _Writer:
             self._submit(bytes(memoryview(self._buffer)[:_CHUNK]))
             del self._buffer[:_CHUNK]
 
-    def finish(self) -> tuple[str, str]:
-        """Write the rest, and return (digest of the compressed stream, digest of the tar)."""
+    def finish(self) -> str:
+        """Write the rest, and return the digest of the tar."""
         if self._buffer:
             self._submit(bytes(self._buffer))
         while self._pending:
             self._drain()
-        return f"sha256:{self._blob.hexdigest()}", f"sha256:{self._tar.hexdigest()}"
+        return f"sha256:{self._tar.hexdigest()}"
 
     def close(self) -> None:
         self._pool.close()
@@ -141,10 +136,8 @@ class _Writer:
 
     def _drain(self) -> None:
         packed, hashed = self._pending.popleft()
-        data = packed.result()
+        self._out.write(packed.result())
         hashed.result()
-        self._out.write(data)
-        self._blob.update(data)
 
 
 def with_parents(tree: Tree, mtime: int) -> Tree:

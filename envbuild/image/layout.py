@@ -6,7 +6,6 @@ Source: OCI image specification 1.1, "Image Layout". The tag of an image is the 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -73,8 +72,7 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
         manifest = parse(blobs.read(found.digest), f"{where}: {found.digest}", found.media_type)
         if isinstance(manifest, ImageManifest):
             _bring_small(manifest.config, where, bring)
-            raw_config = blobs.read(manifest.config.digest)
-            config = parse_config(raw_config, f"{where}: {manifest.config.digest}")
+            config = parse_config(blobs.read(manifest.config.digest), f"{where}: {manifest.config.digest}")
             check_image(manifest.layers, config, arch, where)
             for layer in manifest.layers:
                 if layer.media_type not in COMPRESSION and "tar" not in layer.media_type:
@@ -172,19 +170,17 @@ def _copy(source: Blobs, blobs: Blobs, blob: Descriptor) -> None:
     if blobs.has(blob):
         return
     file = source.path(blob.digest)
-    seen = hashlib.sha256()
     try:
         stream = file.open("rb")
     except OSError as error:
         raise BuildError(f"{file}: {error.strerror}") from error
-    with stream, blobs.new() as (out, place):
+    with stream, blobs.new() as new:
         # One extra byte distinguishes a longer file from a complete one.
-        while data := stream.read(min(blob.size + 1 - out.tell(), _CHUNK)):
-            seen.update(data)
-            out.write(data)
-        if out.tell() != blob.size or f"sha256:{seen.hexdigest()}" != blob.digest:
+        while data := stream.read(min(blob.size + 1 - new.size, _CHUNK)):
+            new.write(data)
+        if (new.size, new.digest) != (blob.size, blob.digest):
             raise BuildError(f"{file}: damaged: its content is not what its name and index say")
-        place(blob.digest)
+        new.place()
 
 
 def _link_all(blobs: Blobs, target: Blobs, image: Descriptor) -> None:

@@ -27,7 +27,6 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _USER = re.compile(r"[^@/#:\s]+(?=@)")
 _LOCAL = ("oci", "docker-archive", "docker-daemon")
 _EXAMPLE = "write it as ubuntu:24.04, pytorch/pytorch:2.7, host:5000/name:tag or host/name@sha256:…"
-
 _SOURCE_HINT = (
     "write docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG], docker-archive:FILE or oci:DIR[:TAG]"
 )
@@ -135,10 +134,9 @@ class ImageSource:
         return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
 
     def provenance(self, image_id: str) -> str:
-        """Return the provenance that a converted image records.
+        """Return what a converted image records of its source: its full name in a registry, else its ID.
 
-        It is the full name of an image in a registry, else the image's ID. A local path or name is not recorded: it is
-        specific to this host and has several spellings.
+        A local path or name is not recorded: it is specific to this host and has several spellings.
         """
         if self.form == "docker":
             return f"docker://{parse_reference(self.rest)}"

@@ -64,8 +64,7 @@ def push_blob(
     `on_progress` is called with the number of sent bytes; a negative count takes back bytes that must be sent
     again. Raises RequestFailed, and BuildError when the file's size differs from that in `blob`.
     """
-    size = path.stat().st_size
-    if size != blob.size:
+    if (size := path.stat().st_size) != blob.size:
         raise BuildError(f"{path}: has {size} bytes, not {blob.size}: it changed")
     _Upload(endpoint, blob, path, on_progress, stop, chunk).run()
 

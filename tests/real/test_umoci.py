@@ -26,7 +26,7 @@ from lab.dockerd import dockerd, missing
 from lab.merged import Merged, merge
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import archive_pieces, read_archive, read_daemon, write_archive
+from envbuild.image.archive import archive_pieces, read_archive, read_daemon
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
@@ -345,7 +345,7 @@ def transport(tars: Sequence[bytes], folder: Path) -> tuple[Path, Path, list[str
     fill_layout(layout, blobs, [(image, "v1")])
     layers = [Descriptor(OCI_LAYER, digest_of(data), len(data)) for data in tars]
     with archive.open("wb") as stream:
-        write_archive(stream, config, layers, blobs, ["lab/image:v1"])
+        stream.writelines(archive_pieces(config, layers, blobs, ["lab/image:v1"]))
     return layout, archive, [layer.digest for layer in layers]
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import archive_pieces, read_archive, read_stream, write_archive
+from envbuild.image.archive import archive_pieces, read_archive, read_stream
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.compression import kind_of
 from envbuild.image.model import (
@@ -205,13 +205,7 @@ def store(blobs: Blobs, *packed: bytes) -> list[Descriptor]:
     return [Descriptor(OCI_LAYERS[kind_of(data)], blobs.add(data), len(data)) for data in packed]
 
 
-def written(*arguments: Any) -> bytes:
-    out = io.BytesIO()
-    write_archive(out, *arguments)
-    return out.getvalue()
-
-
-def pieces(*arguments: Any, **more: Any) -> bytes:
+def written(*arguments: Any, **more: Any) -> bytes:
     return b"".join(archive_pieces(*arguments, **more))
 
 
@@ -224,9 +218,9 @@ def test_what_we_write_is_read_back_and_does_not_depend_on_compression(
     data = written(CONFIG, layers, blobs, ["lab/image:v1"])
     assert data == written(CONFIG, store(blobs, *LAYERS), blobs, ["lab/image:v1"])
     assert contents(read(data, tmp_path / "read", "lab/image:v1", "x86_64")) == LAYERS
-    as_stored = pieces(CONFIG, layers, blobs, [], stored=[COMPRESSION[layers[0].media_type]])
+    as_stored = written(CONFIG, layers, blobs, [], stored=[COMPRESSION[layers[0].media_type]])
     assert contents(read(as_stored, tmp_path / "read")) == [pack_layer(item) for item in LAYERS]
-    assert pieces(CONFIG, layers, blobs, ["lab/image:v1"], stored=["other"]) == data
+    assert written(CONFIG, layers, blobs, ["lab/image:v1"], stored=["other"]) == data
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         infos = archive.getmembers()
     assert {(i.mtime, i.uid, i.gid, i.mode, i.uname) for i in infos} == {(0, 0, 0, 0o644, "")}
@@ -242,7 +236,7 @@ def test_a_layer_that_comes_twice_is_written_once_and_one_left_out_is_named(tmp_
     assert contents(read(data, tmp_path / "read")) == [LAYERS[0], LAYERS[1], LAYERS[0]]
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert len(archive.getnames()) == 4
-    with tarfile.open(fileobj=io.BytesIO(pieces(config, layers, blobs, ["a:b"], known=2))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(written(config, layers, blobs, ["a:b"], known=2))) as archive:
         assert len(archive.getnames()) == 3
         listed = json.load(cast(BinaryIO, archive.extractfile("manifest.json")))
     assert listed[0]["Layers"] == [f"{i.removeprefix('sha256:')}.tar" for i in ids]
@@ -257,7 +251,7 @@ def test_layers_that_are_not_the_configuration_s_are_not_written(tmp_path: Path)
         written(CONFIG, layers[::-1], blobs, [])
     short = [Descriptor(OCI_LAYER, item.digest, item.size - 1) for item in layers]
     with pytest.raises(BuildError, match="changed while it was read"):
-        pieces(CONFIG, short, blobs, [], stored=["none"])
+        written(CONFIG, short, blobs, [], stored=["none"])
     blobs.path(layers[1].digest).unlink()
     with pytest.raises(BuildError, match="missing"):
         written(CONFIG, layers, blobs, [])
