@@ -79,8 +79,6 @@ def _home(env: Mapping[str, str]) -> Path:
 
 def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials | None:
     data = _load(path)
-    if data is None:
-        return None
     helpers, auths = _table(data, "credHelpers", path), _table(data, "auths", path)
     # docker's own order: the helper for this registry, the helper for all, the file itself
     for helper in (_entry(helpers, registry), data.get("credsStore")):
@@ -97,11 +95,12 @@ def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials
     return None if entry is None else _from_entry(entry, registry, path)
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(path: Path) -> dict[str, Any]:
+    """Return the content of a file, which may be missing."""
     try:
         data = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return {}
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -151,5 +151,4 @@ def _token(data: bytes, server: str) -> tuple[str, float]:
 
 
 def _basic(known: Credentials) -> str:
-    text = f"{known.username}:{known.password}"
-    return "Basic " + base64.b64encode(text.encode()).decode()
+    return "Basic " + base64.b64encode(f"{known.username}:{known.password}".encode()).decode()
