@@ -227,6 +227,7 @@ def _descriptor(data: Any, where: str) -> Descriptor:
         raise BuildError(f"{where}: {digest!r} is not a sha256 digest")
     if not isinstance(media_type, str) or type(size) is not int or size < 0:
         raise BuildError(f"{where}: the descriptor of {digest} lacks its media type or size")
-    platform, notes = (value if isinstance(value := data.get(key), dict) else {} for key in ("platform", "annotations"))
+    platform, notes = data.get("platform"), data.get("annotations")
+    platform, notes = platform if isinstance(platform, dict) else {}, notes if isinstance(notes, dict) else {}
     arch, system = str(platform.get("architecture", "")), str(platform.get("os", ""))
     return Descriptor(media_type, digest, size, arch, system, {str(k): str(v) for k, v in notes.items()})

@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
-from envbuild.cache.http import HttpClient, read_all
+from envbuild.cache.http import read_all
 from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
 from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError, UsageError
@@ -23,7 +23,6 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials, find_credentials
 from envbuild.image.model import INDEXES, MANIFESTS, MAX_MANIFEST, Descriptor, digest_of, is_digest
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
-from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, mount, push_blob
 from envbuild.progress import OnProgress
@@ -202,8 +201,8 @@ def open_registry(
     reference = parse_reference(image) if isinstance(image, str) else image
     host = reference.registry
     scheme = "http" if transport.is_insecure(host) else "https"
-    own = _endpoint(host, f"{scheme}://{api_host(host)}", reference.repository, transport,
-                    partial(find_credentials, host, env), transport.retries)  # fmt: skip
+    base, find = f"{scheme}://{api_host(host)}", partial(find_credentials, host, env)
+    own = Endpoint(host, base, reference.repository, transport, find, transport.retries)
     return Registry(reference, own, tuple(_mirror(mirror, reference.repository, transport, env) for mirror in mirrors))
 
 
@@ -233,11 +232,4 @@ def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, 
     base = f"{'http' if plain else 'https'}://{netloc}"
     shown = f"mirror {netloc}" + (f"/{prefix}" if prefix else "")
     retries = min(_MIRROR_RETRIES, transport.retries)
-    return _endpoint(shown, base, where, transport, find, retries)
-
-
-def _endpoint(
-    name: str, base: str, repository: str, transport: Transport, find: Callable[[], Credentials | None], retries: int
-) -> Endpoint:
-    http = HttpClient(transport, plain=base.startswith("http:"))
-    return Endpoint(name, base, repository, http, Login(find, http, retries), retries)
+    return Endpoint(shown, base, where, transport, find, retries)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from envbuild.cache.http import HttpClient, failure, read_all, split
@@ -32,12 +32,11 @@ _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _ITEM = re.compile(rf'[\s,]*({_TOKEN})(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*)))?')
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(NamedTuple):
     """An authentication scheme that a server accepts, in lower case, with its parameters."""
 
     scheme: str
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]
 
 
 def parse_challenges(header: str) -> list[Challenge]:
@@ -48,7 +47,7 @@ def parse_challenges(header: str) -> list[Challenge]:
         position = match.end()
         name, quoted, bare = match.groups()
         if quoted is None and bare is None:
-            found.append(Challenge(name.lower()))
+            found.append(Challenge(name.lower(), {}))
         elif found:
             value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else bare
             found[-1].parameters.setdefault(name.lower(), value)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
 from envbuild.cache.http import Body, HttpClient, failure, origin, split
 from envbuild.cache.retry import RequestFailed, with_retries
+from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError
-from envbuild.image.credentials import PLACES
+from envbuild.image.credentials import PLACES, Credentials
 from envbuild.image.registry_auth import Login
 
 if TYPE_CHECKING:
@@ -30,16 +31,23 @@ _HINTS = {
 
 @dataclass
 class Endpoint:
-    """The repository `repository` on the server `base` (scheme://host). `name` is the server's name in messages."""
+    """The repository `repository` on the server `base` (scheme://host), which is `name` in messages.
+
+    `find` looks up credentials; it is called when the server requires them.
+    """
 
     name: str
     base: str
     repository: str
-    http: HttpClient
-    login: Login
+    transport: Transport
+    find: Callable[[], Credentials | None] = field(repr=False)
     retries: int
     # Set when a mirror is unreachable, so that it is tried only once: the reason why no request can succeed.
     dead: RequestFailed | None = None
+
+    def __post_init__(self) -> None:
+        self.http = HttpClient(self.transport, plain=self.base.startswith("http:"))
+        self.login = Login(self.find, self.http, self.retries)
 
     def url(self, path: str) -> str:
         """Return the URL of `path` below the repository."""

@@ -189,7 +189,8 @@ class MergedTree:
             node = nodes[-1].children.get(part) if len(nodes) == len(done) + 1 else None
             if node is None or node.member is None or node.member.kind != SYMLINK:
                 done.append(part)
-                nodes += [node] if node is not None else []
+                if node is not None:
+                    nodes.append(node)
                 continue
             links += 1
             if links > _LINKS:
