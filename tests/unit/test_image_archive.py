@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import archive_pieces, read_archive, read_stream
+from envbuild.image.archive import archive_at, archive_pieces, read_archive, read_stream
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.compression import kind_of
 from envbuild.image.model import (
@@ -194,6 +194,44 @@ def test_what_is_no_archive_is_refused(data: bytes, says: str, tmp_path: Path) -
     with pytest.raises(BuildError, match=says) as caught:
         read_archive(path, Blobs(tmp_path / "read"), None, "x86_64")
     assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_archive_is_read_in_place(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(pack(FORMS[form]))
+    image = archive_at(path, "x86_64")
+    assert image is not None and image.image_id == f"sha256:{ID}"
+    opened = [opens() for opens in image.layers]
+    assert [stream.read(7) + stream.read() for stream in opened] == LAYERS
+    for stream in opened:
+        stream.close()
+    with pytest.raises(BuildError, match="for amd64, not for arm64"):
+        archive_at(path, "aarch64")
+
+
+@pytest.mark.parametrize("data", [gzip.compress(pack(OLD)), pack({"index.json": b"{}"})])
+def test_an_archive_that_cannot_be_read_in_place_is_left_to_the_other_reader(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(data)
+    assert archive_at(path, "x86_64") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"manifest.json": listing("aa/layer.tar")}, "lists 1 layers, the configuration 2"),
+        ({"manifest.json": listing("x.tar", "y.tar")}, "'x.tar' is listed but not in the archive"),
+        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes where JSON is expected"),
+        ({f"{ID}.json": CONFIG.replace(b"amd64", b"arm64")}, "damaged: its digest is"),
+    ],
+)
+def test_a_wrong_archive_is_refused_in_place(change: Files, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(pack({**OLD, **change}))
+    with pytest.raises(BuildError, match=says) as caught:
+        archive_at(path, "x86_64")
+    assert caught.value.message.startswith(str(path))
 
 
 def test_an_archive_that_is_missing_is_named(tmp_path: Path) -> None:

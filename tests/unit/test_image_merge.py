@@ -13,9 +13,10 @@ from lab.merged import Merged, merge
 
 from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
-from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.squashfs.segment import of_entry, tar_items
+from envbuild.image.tree import MergedTree
 
 Layer = list[Entry]
 
@@ -161,6 +162,25 @@ def test_metadata_is_of_the_last_that_says_it() -> None:
     assert tree.entries["l"].entry.mode == 0o777
     assert tree.entries["n"].entry.device == (1, 3)
     assert tree.entries["d/y"].layer == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/usr/bin/python3", True), ("/bin/python3", True), ("usr/bin/python", True), ("/usr/bin/../bin/same", True),
+        ("/usr/bin", False), ("/none", False), ("/usr/bin/python3/x", False), ("/loop", False), ("/pipe", False),
+        ("/out", True),
+    ],
+)  # fmt: skip
+def test_a_file_is_found_through_links_within_the_root(path: str, found: bool) -> None:
+    layer = [
+        a("usr/bin/python3.11"), a("usr/bin/python3", "python3.11"), a("usr/bin/python", "/bin/python3"),
+        hard("usr/bin/same", "usr/bin/python3.11"), a("bin", "usr/bin"), a("loop", "loop"), a("pipe", kind=FIFO),
+        a("out", "../../usr/bin/python3"),
+    ]  # fmt: skip
+    tree = MergedTree()
+    tree.add("lab", map(of_entry, layer))
+    assert tree.is_file(path) == found
 
 
 def test_a_directory_that_no_layer_describes_is_plain() -> None:
