@@ -118,10 +118,7 @@ def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[list[str], by
     where = f"{found.where}: manifest.json"
     raw = found.small("manifest.json")
     try:
-        listed = [
-            (_text(item["Config"]), [*map(_text, item.get("RepoTags") or ())], [*map(_text, item["Layers"] or ())])
-            for item in json.loads(raw)
-        ]
+        listed = [_described(item) for item in json.loads(raw)]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BuildError(f"{where}: not what `docker save` writes") from None
     meant = [
@@ -140,10 +137,12 @@ def listed_image(found: ArchiveFiles[F], tag: str | None) -> tuple[list[str], by
     return layers, raw, config
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
+def _described(item: Any) -> tuple[str, list[str], list[str]]:
+    """Return the configuration, tags and layers of an image in manifest.json. Raises TypeError, KeyError and others."""
+    config, tags, layers = item["Config"], list(item.get("RepoTags") or ()), list(item["Layers"] or ())
+    if not all(isinstance(text, str) for text in (config, *tags, *layers)):
         raise TypeError
-    return value
+    return config, tags, layers
 
 
 def _normal(name: str) -> str:

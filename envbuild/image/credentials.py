@@ -132,8 +132,8 @@ def _entry(table: Mapping[str, Any], registry: str) -> Any:
 
 def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
     hint, names = f"docker login {registry}", ("auth", "identitytoken", "username", "password")
-    values = [entry.get(name) or "" for name in names] if isinstance(entry, dict) else [None]
-    if not all(isinstance(value, str) for value in values):
+    values = [entry.get(name) or "" for name in names] if isinstance(entry, dict) else []
+    if not values or not all(isinstance(value, str) for value in values):
         raise RecipeError(f"{path}: the entry for {registry} is not what docker login writes", hint)
     coded, token, user, password = values
     if coded:

@@ -133,6 +133,11 @@ class ImageSource:
         """The name in the form of a recipe's base: without a prefix for an image in a registry."""
         return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
 
+    @property
+    def url(self) -> str:
+        """The image's URL for messages, without the user."""
+        return f"docker://{self.rest}" if self.form == "docker" else self.name
+
     def provenance(self, image_id: str) -> str:
         """Return what a converted image records of its source: its full name in a registry, else its ID.
 

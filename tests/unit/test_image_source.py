@@ -30,7 +30,7 @@ from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
 def test_registries_and_daemons(text: str, name: str, user: str, words: tuple[str, ...]) -> None:
     source = parse_source(text)
     assert (source.name, source.user, source.words) == (name, user, words)
-    assert not user or user not in source.name
+    assert not user or user not in source.url
 
 
 def test_files_and_folders(tmp_path: Path) -> None:
