@@ -66,13 +66,18 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
     index = parse(raw, f"{where}: index.json", OCI_INDEX)
     if not isinstance(index, ImageIndex):
         raise BuildError(f"{where}: index.json is not an image index")
+
+    def small(blob: Descriptor) -> bytes:
+        if blob.size > MAX_MANIFEST:
+            raise BuildError(f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes")
+        bring(blob)
+        return blobs.read(blob.digest)
+
     found = _pick(index, where, tag, arch)
     for _ in range(_DEPTH):
-        _bring_small(found, where, bring)
-        manifest = parse(blobs.read(found.digest), f"{where}: {found.digest}", found.media_type)
+        manifest = parse(small(found), f"{where}: {found.digest}", found.media_type)
         if isinstance(manifest, ImageManifest):
-            _bring_small(manifest.config, where, bring)
-            config = parse_config(blobs.read(manifest.config.digest), f"{where}: {manifest.config.digest}")
+            config = parse_config(small(manifest.config), f"{where}: {manifest.config.digest}")
             check_image(manifest.layers, config, arch, where)
             for layer in manifest.layers:
                 if layer.media_type not in COMPRESSION and "tar" not in layer.media_type:
@@ -146,12 +151,6 @@ def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
     if len(images) == 1:
         return images[0]
     raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
-
-
-def _bring_small(blob: Descriptor, where: str, bring: Bring) -> None:
-    if blob.size > MAX_MANIFEST:
-        raise BuildError(f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes")
-    bring(blob)
 
 
 def _small_file(path: Path) -> bytes:

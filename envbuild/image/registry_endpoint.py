@@ -31,10 +31,7 @@ _HINTS = {
 
 @dataclass
 class Endpoint:
-    """The repository `repository` on the server `base` (scheme://host), which is `name` in messages.
-
-    `find` looks up credentials; it is called when the server requires them.
-    """
+    """The repository `repository` on the server `base` (scheme://host), `name` in messages; `find` looks up logins."""
 
     name: str
     base: str
