@@ -13,7 +13,7 @@ from envbuild import atomic
 from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
-from envbuild.image.archive import write_archive
+from envbuild.image.archive import archive_pieces
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import (
     DOCKER_INDEX,
@@ -129,7 +129,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> 
 
     layers = [made.layer for made in image.layers]
     with transfer("loading into the docker daemon", None) as on_progress:
-        done = load(client, image.config, image.image_id, layers, tags, image.blobs, on_progress)
+        done = load(client, image.config, layers, tags, image.blobs, on_progress)
     if done.layers_sent:
         log(f"  sent {done.layers_sent} of {len(layers)} layers to the daemon")
     return done
@@ -156,7 +156,7 @@ def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: Image
 
 def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
     descriptors = [made.layer.blob for made in image.layers]
-    write_archive(stream, image.config, descriptors, image.blobs, [tag])
+    stream.writelines(archive_pieces(image.config, descriptors, image.blobs, [tag]))
 
 
 def check_place(out: ImageOutput, count: int) -> None:

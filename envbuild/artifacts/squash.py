@@ -18,11 +18,11 @@ from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, moun
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.disk_space import reserve
 from envbuild.image.entry import FILE, HARDLINK
-from envbuild.image.merge import MergedEntry, Merging
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
+from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.progress import OnProgress
 
@@ -67,7 +67,7 @@ def composed(
     The added files are in a temporary file in `folder` meanwhile. Raises BuildError for invalid layers or an
     invalid configuration.
     """
-    merging = Merging()
+    merging = MergedTree()
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
     added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, {}, mtime)
@@ -136,10 +136,7 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
     size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, on_progress)
     out.truncate(start + size)
-    finish_sif(
-        out, definition, jsons, root.arch,
-        partition_offset=start, partition_size=size, mtime=root.mtime,
-    )  # fmt: skip
+    finish_sif(out, definition, jsons, root.arch, partition_size=size, mtime=root.mtime)
 
 
 def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:

@@ -80,7 +80,7 @@ def make(
     A dry run prints the plan.
     """
     from envbuild.artifacts.apptainer_engine import find_engine
-    from envbuild.image.source import parse_source
+    from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.codec import codec_of
     from envbuild.kinds import ARTIFACTS
     from envbuild.kinds.image import prepare_image

@@ -10,38 +10,37 @@ An archive is read in one forward pass, so a daemon's response needs no temporar
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs
-from envbuild.image.compression import decompressed, open_layer
-from envbuild.image.contents import ArchiveContents
+from envbuild.image.blobs import Blobs, ImageAt, Pulled
+from envbuild.image.compression import decompressed, kind_of, open_layer
+from envbuild.image.contents import FileRange, listed_image, placed_files, stored_files
 from envbuild.image.entry import Entry
 from envbuild.image.layer import header
-from envbuild.image.layout import from_index, same_tag
+from envbuild.image.layout import from_index
 from envbuild.image.model import (
+    COMPRESSION,
     OCI_CONFIG,
     OCI_MANIFEST,
     Descriptor,
-    ImageManifest,
     canonical,
+    check_image,
     digest_of,
-    is_digest,
+    new_manifest,
     parse_config,
 )
-from envbuild.image.pulled import Pulled, check_image
-from envbuild.image.tar_stream import PositionedStream
-from envbuild.image.untar import members
+from envbuild.image.tar_stream import Chunks, PositionedStream
+from envbuild.image.untar import Slice
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
 _CHUNK = 1 << 20
-_TAG_HINT = "name one of its tags"
 
 
 def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
@@ -59,6 +58,29 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
         return read_stream(stream, str(path), blobs, tag, arch)
 
 
+def archive_at(path: Path, arch: str) -> ImageAt | None:
+    """Return the only image of a `docker save` archive, which must be for `arch`.
+
+    Returns None for an archive that is compressed as a whole or has no manifest.json: its layers cannot be read in
+    place. Raises BuildError for a malformed archive.
+    """
+    try:
+        with path.open("rb") as stream:
+            if kind_of(stream.read(4)) != "none":
+                return None
+            stream.seek(0)
+            found = placed_files(str(path), stream)
+            found.take_all(PositionedStream(stream, str(path)))
+            if "manifest.json" not in found:
+                return None
+            names, raw, config = listed_image(found, None)
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror}") from error
+    check_image(names, config, arch, str(path))
+    layers = tuple(partial(_part, path, found.get(name)) for name in names)
+    return ImageAt(digest_of(raw), config, layers)
+
+
 def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | None = None) -> Pulled:
     """Read the image `reference`, a name or an ID, from a Docker daemon. Raises BuildError."""
     import docker.errors
@@ -67,7 +89,7 @@ def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | 
     where = f"docker image {reference}"
     try:
         chunks = client.images.get(reference).save(chunk_size=_CHUNK)
-        return read_stream(cast(BinaryIO, Chunks(chunks)), where, blobs, None, arch)
+        return read_stream(io.BufferedReader(Chunks(chunks)), where, blobs, None, arch)
     except docker.errors.ImageNotFound:
         raise BuildError(f"{where}: the daemon does not have it", "pull or build it first, or check its name") from None
     except (docker.errors.DockerException, requests.RequestException) as error:
@@ -76,39 +98,49 @@ def read_daemon(reference: str, blobs: Blobs, client: DockerClient, arch: str | 
 
 def read_stream(stream: BinaryIO, where: str, blobs: Blobs, tag: str | None, arch: str | None) -> Pulled:
     """Read an image from a stream that need not be seekable, as `read_archive` does; `where` names it in messages."""
-    found = ArchiveContents(where, blobs)
+    found = stored_files(where, blobs)
     source = PositionedStream(decompressed(stream, where), where)
-    for member in members(source):
-        found.take(member, source)
+    found.take_all(source)
     source.finish()
-    if "manifest.json" in found.files:
-        return _from_manifest_json(found, tag, arch)
-    if "index.json" in found.files:
-        pulled = from_index(found.small("index.json"), where, blobs, found.bring, tag, arch)
-        _check_diff_ids(pulled, where)
-        return pulled
-    raise BuildError(
-        f"{where}: neither manifest.json nor index.json in it: not an image archive",
-        "make it with `docker save` or `skopeo copy`; a bare file system needs `docker import`",
-    )
+    if "manifest.json" in found:
+        names, raw, config = listed_image(found, tag)
+        layers = [found.get(name) for name in names]
+        manifest = new_manifest(OCI_MANIFEST, Descriptor(OCI_CONFIG, blobs.add(raw), len(raw)), layers)
+        blobs.add(manifest.raw)
+        check_image(layers, config, arch, where)
+        pulled = Pulled(manifest, config, blobs)
+    elif "index.json" in found:
+        bring = partial(_require, where, blobs)
+        pulled = from_index(found.small("index.json"), where, blobs, bring, tag, arch)
+    else:
+        raise BuildError(
+            f"{where}: neither manifest.json nor index.json in it: not an image archive",
+            "make it with `docker save` or `skopeo copy`; a bare file system needs `docker import`",
+        )
+    _check_diff_ids(pulled, where)
+    return pulled
 
 
-def write_archive(
-    stream: BinaryIO,
+def _require(where: str, blobs: Blobs, blob: Descriptor) -> None:
+    if not blobs.has(blob):
+        raise BuildError(f"{where}: {blob.digest} is not in the archive")
+
+
+def archive_pieces(
     config: bytes,
     layers: Sequence[Descriptor],
     blobs: Blobs,
     tags: Sequence[str],
     *,
-    unpack: bool = True,
-    without: Collection[str] = (),
-) -> None:
-    """Write an archive that `docker load` and skopeo read, the same bytes each time.
+    known: int = 0,
+    stored: Collection[str] = (),
+) -> Iterator[bytes]:
+    """Yield an archive that `docker load` and skopeo read, the same bytes each time.
 
-    `config` is the image's configuration; `layers` are its blobs, lowest first. Layers are written uncompressed, a form
-    that every daemon reads, or with `unpack=False` as they are stored. A layer whose diff_id is in `without` is listed
-    in the manifest but left out: a daemon does not need it when it has it on top of the same lower layers. Raises
-    BuildError when a layer does not match the configuration.
+    `config` is the image's configuration; `layers` are its blobs, lowest first. The lowest `known` ones are listed in
+    the manifest but left out: a daemon does not need layers that it has in the same order. The others are uncompressed,
+    a form that every daemon reads, or as they are stored if their compression is in `stored`. Raises BuildError when a
+    layer does not match the configuration.
     """
     ids = parse_config(config, "image configuration")["rootfs"]["diff_ids"]
     if len(ids) != len(layers):
@@ -117,17 +149,15 @@ def write_archive(
     names = [diff_id.removeprefix("sha256:") + ".tar" for diff_id in ids]
     listed = [{"Config": config_name, "RepoTags": list(tags) or None, "Layers": names}]
     for name, data in (("manifest.json", canonical(listed)), (config_name, config)):
-        stream.write(_header(name, len(data)))
-        stream.write(data + bytes(-len(data) % 512))
-    written = set(without)
-    for diff_id, name, layer in zip(ids, names, layers, strict=True):
-        if diff_id not in written:
-            written.add(diff_id)
-            _write_layer(stream, name, diff_id, layer, blobs.path(layer.digest), unpack)
-    stream.write(bytes(1024))
+        yield header(Entry(name, size=len(data))) + data + bytes(-len(data) % 512)
+    # A layer that comes twice is written once.
+    for diff_id, layer in dict(zip(ids[known:], layers[known:], strict=True)).items():
+        unpack = COMPRESSION.get(layer.media_type) not in stored
+        yield from _layer_pieces(diff_id, layer, blobs.path(layer.digest), unpack)
+    yield bytes(1024)
 
 
-def _write_layer(stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, path: Path, unpack: bool) -> None:
+def _layer_pieces(diff_id: str, layer: Descriptor, path: Path, unpack: bool) -> Iterator[bytes]:
     size = layer.size
     if not path.exists():
         raise BuildError(f"{path}: the blob of a layer is missing")
@@ -136,21 +166,17 @@ def _write_layer(stream: BinaryIO, name: str, diff_id: str, layer: Descriptor, p
         digest, size = _unpacked(path, layer.digest)
         if digest != diff_id:
             raise BuildError(f"{path}: not the layer {diff_id} of the configuration")
-    stream.write(_header(name, size))
+    yield header(Entry(diff_id.removeprefix("sha256:") + ".tar", size=size))
     left = size
     with open_layer(path, layer.digest) if unpack else path.open("rb") as data:
         while piece := data.read(min(left + 1, _CHUNK)):
             left -= len(piece)
             if left < 0:
                 break
-            stream.write(piece)
+            yield piece
     if left:
         raise BuildError(f"{path}: changed while it was read, or not {layer.size} bytes long")
-    stream.write(bytes(-size % 512))
-
-
-def _header(name: str, size: int) -> bytes:
-    return header(Entry(name, size=size))
+    yield bytes(-size % 512)
 
 
 def _unpacked(path: Path, name: str) -> tuple[str, int]:
@@ -164,80 +190,6 @@ def _unpacked(path: Path, name: str) -> tuple[str, int]:
     return f"sha256:{seen.hexdigest()}", size
 
 
-def _from_manifest_json(found: ArchiveContents, tag: str | None, arch: str | None) -> Pulled:
-    where = f"{found.where}: manifest.json"
-    image = pick_image(listed_images(found.small("manifest.json"), where), where, tag)
-    raw = found.small(image.config)
-    config = parse_config(raw, f"{found.where}: {image.config}")
-    named = image.config.rpartition("/")[2].removesuffix(".json")
-    if is_digest(f"sha256:{named}") and digest_of(raw) != f"sha256:{named}":
-        raise BuildError(f"{found.where}: {image.config}: damaged: its digest is {digest_of(raw)}")
-    layers = [found.get(name) for name in image.layers]
-    about = Descriptor(OCI_CONFIG, found.blobs.add(raw), len(raw))
-    manifest = canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": OCI_MANIFEST,
-            "config": about.as_json(),
-            "layers": [layer.as_json() for layer in layers],
-        }
-    )
-    found.blobs.add(manifest)
-    made = ImageManifest(manifest, OCI_MANIFEST, about, tuple(layers))
-    check_image(made, config, arch, found.where)
-    pulled = Pulled(made, config, found.blobs)
-    _check_diff_ids(pulled, found.where)
-    return pulled
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestItem:
-    """An image in manifest.json."""
-
-    config: str
-    tags: tuple[str, ...]
-    layers: tuple[str, ...]
-
-
-def listed_images(raw: bytes, where: str) -> list[ManifestItem]:
-    """Parse a manifest.json. Raises BuildError, naming `where`, when it is malformed."""
-    try:
-        listed = json.loads(raw)
-        return [
-            ManifestItem(
-                _string(item["Config"]),
-                tuple(map(_string, item.get("RepoTags") or ())),
-                tuple(map(_string, item["Layers"] or ())),
-            )
-            for item in listed
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BuildError(f"{where}: not what `docker save` writes") from None
-
-
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def pick_image(images: list[ManifestItem], where: str, tag: str | None) -> ManifestItem:
-    """Return the image with `tag`, or with None the only image.
-
-    Raises BuildError, listing the archive's tags, when no image or more than one matches.
-    """
-    meant = [image for image in images if tag is None or any(same_tag(tag, name) for name in image.tags)]
-    # An image that was saved under two names is listed twice.
-    if len({image.config for image in meant}) == 1:
-        return meant[0]
-    has = ", ".join(sorted({name for image in images for name in image.tags})) or "none with a tag"
-    if tag is not None and not meant:
-        raise BuildError(f"{where}: no image with the tag {tag!r}; it has {has}", _TAG_HINT)
-    raise BuildError(
-        f"{where}: {len(meant) or 'no'} images, where one is needed; it has {has}", _TAG_HINT if meant else None
-    )
-
-
 def _check_diff_ids(pulled: Pulled, where: str) -> None:
     for layer, diff_id in zip(pulled.manifest.layers, pulled.config["rootfs"]["diff_ids"], strict=True):
         if layer.digest == diff_id:
@@ -247,20 +199,10 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
             raise BuildError(f"{name} is not {diff_id}, which the configuration lists")
 
 
-class Chunks:
-    """A stream over an iterator of bytes, the form in which the Docker SDK returns archives."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = b""
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at least one and at most `size` bytes; b"" only at the end."""
-        while not self._rest:
-            data = next(self._chunks, None)
-            if data is None:
-                return b""
-            self._rest = data
-        size = len(self._rest) if size < 0 else size
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
+def _part(path: Path, place: FileRange) -> BinaryIO:
+    """Open a range of a file as a stream."""
+    stream = path.open("rb")
+    source = PositionedStream(stream, str(path))
+    source.go(place.offset)
+    part = Slice(source, place.size)
+    return io.BufferedReader(Chunks(iter(partial(part.read, _CHUNK), b""), stream), _CHUNK)

@@ -1,4 +1,4 @@
-"""A folder of blobs named by digest in the form of an OCI image layout: sha256/<hex>."""
+"""A folder of blobs named by digest in the form of an OCI image layout (sha256/<hex>), and images in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.model import Descriptor, digest_of
+from envbuild.image.model import Descriptor, ImageManifest, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,18 @@ class Blobs:
         except OSError:
             return False
 
+    def require(self, blob: Descriptor) -> None:
+        """Raise BuildError when the blob does not exist with the right size."""
+        if not self.has(blob):
+            raise BuildError(f"{self.path(blob.digest)}: missing, or not {blob.size} bytes long")
+
     def add(self, data: bytes) -> str:
         """Store a small blob, and return its digest."""
         digest = digest_of(data)
         if not self.path(digest).exists():
-            with self.new() as (stream, place):
-                stream.write(data)
-                stream.flush()
-                place(digest)
+            with self.new() as blob:
+                blob.write(data)
+                blob.place()
         return digest
 
     def read(self, digest: str) -> bytes:
@@ -67,31 +72,76 @@ class Blobs:
         return place
 
     @contextlib.contextmanager
-    def new(self) -> Iterator[tuple[BinaryIO, _BlobPlace]]:
-        """Open a temporary file for a blob whose digest is not known yet.
-
-        Yields the file and a function that moves it to the blob's path, given the digest. A file that is not moved is
-        deleted.
-        """
+    def new(self) -> Iterator[NewBlob]:
+        """Open a temporary file for a blob whose digest is not known yet; it is deleted unless it is placed."""
         folder = self.root / "sha256"
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
-        temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as stream:
-                yield stream, _BlobPlace(self, temporary)
+                yield NewBlob(self, stream, Path(name))
         finally:
-            temporary.unlink(missing_ok=True)
+            Path(name).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class NewBlob:
+    """A blob that is being written into the temporary file `path`; `size` is the number of bytes so far."""
+
+    blobs: Blobs
+    stream: BinaryIO
+    path: Path
+    size: int = 0
+    _sha: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the bytes so far."""
+        return f"sha256:{self._sha.hexdigest()}"
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Append `data`."""
+        self.stream.write(data)
+        self._sha.update(data)
+        self.size += len(data)
+
+    def place(self) -> Path:
+        """Move the file to the blob's path."""
+        self.stream.flush()
+        self.path.chmod(0o644)
+        return self.blobs.adopt(self.path, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
-class _BlobPlace:
-    blobs: Blobs
-    temporary: Path
+class Pulled:
+    """An image for one platform that was read: `blobs` contains every blob that it refers to, `config` is parsed."""
 
-    def __call__(self, digest: str) -> Path:
-        os.chmod(self.temporary, 0o644)
-        return self.blobs.adopt(self.temporary, digest)
+    manifest: ImageManifest
+    config: dict[str, Any]
+    blobs: Blobs
+
+
+@dataclass(frozen=True, slots=True)
+class ImageAt:
+    """An image that is read in place; `image_id` is the digest of its configuration.
+
+    `layers` are functions that open a layer as it is stored, compressed or not, lowest first.
+    """
+
+    image_id: str
+    config: dict[str, Any]
+    layers: tuple[Callable[[], BinaryIO], ...]
+
+
+def of_pulled(pulled: Pulled) -> ImageAt:
+    """Return the `ImageAt` of an image whose blobs exist locally."""
+    layers = (partial(opened, pulled.blobs.path(layer.digest)) for layer in pulled.manifest.layers)
+    return ImageAt(pulled.manifest.config.digest, pulled.config, tuple(layers))
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a blob's file as it is stored."""
+    return path.open("rb")
 
 
 def file_digest(path: Path) -> str:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import io
-import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import Readable
+from envbuild.image.tar_stream import Chunks
 from envbuild.workers import Answer, Workers
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
-# Four bytes of zstd decompress to at most 128 KiB, and the decoder cannot be told to stop. Small input chunks limit its
-# output to 128 MiB for any input, at no measurable cost.
-_ZSTD_CHUNK = 4096
+# One byte of gzip decompresses to at most 1 KiB, four bytes of zstd to 128 KiB, and a zstd decoder cannot be told to
+# stop. Small input chunks limit their output to 64 and 128 MiB for any input, at no measurable cost.
+_INPUT = {"gzip": 1 << 16, "zstd": 1 << 12}
 
 
 def kind_of(head: bytes) -> str:
@@ -51,7 +49,7 @@ def open_layer(path: Path, name: str) -> BinaryIO:
         raise BuildError(f"{name}: {path}: {error.strerror}") from error
     kind = kind_of(stream.read(4))
     stream.seek(0)
-    return stream if kind == "none" else cast(BinaryIO, _Decompressed(stream, kind, name))
+    return stream if kind == "none" else decompressed(stream, name)
 
 
 def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
@@ -62,21 +60,19 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
     head = b""
     while len(head) < 4 and (data := stream.read(4 - len(head))):
         head += data
-    return cast(BinaryIO, _Decompressed(stream, kind_of(head), name, head))
+    kind = kind_of(head)
+    chunks = _pieces(stream, head) if kind == "none" else _decoded(stream, kind, name, head)
+    return io.BufferedReader(Chunks(chunks, stream), _CHUNK)
 
 
 class Hashed:
-    """A stream that computes a digest of all its bytes. It cannot seek, so each byte is read exactly once.
-
-    A thread computes the digest, a few MiB behind the reader at most; `close` ends it.
-    """
+    """A stream whose bytes a thread hashes, a few MiB behind the reader; it cannot seek, so each byte is read once."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
         self._thread = Workers(1)
-        self._pieces: list[bytes] = []
-        self._held = 0
+        self._behind = bytearray()
         self._pending: deque[Answer[None]] = deque()
 
     def seekable(self) -> bool:
@@ -86,9 +82,8 @@ class Hashed:
     def read(self, size: int = -1, /) -> bytes:
         """See `Readable`."""
         data = self._stream.read(size)
-        self._pieces.append(data)
-        self._held += len(data)
-        if self._held >= _CHUNK:
+        self._behind += data
+        if len(self._behind) >= _CHUNK:
             self._hand_over()
         return data
 
@@ -108,119 +103,53 @@ class Hashed:
     def _hand_over(self) -> None:
         while len(self._pending) >= _BEHIND:
             self._pending.popleft().result()
-        data = b"".join(self._pieces)
-        self._pieces, self._held = [], 0
-        self._pending.append(self._thread.submit(self._digest.update, data))
+        self._pending.append(self._thread.submit(self._digest.update, self._behind))
+        self._behind = bytearray()
 
 
-class _Decoder(Protocol):
-    """A decoder of one gzip member or one zstd frame."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
+def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:
+    while data := data or stream.read(_CHUNK):
+        yield data
+        data = b""
 
 
-class _Decompressed(io.RawIOBase):
-    """A forward-only stream of decompressed data. It holds one chunk of input and its output."""
-
-    def __init__(self, stream: Readable, kind: str, name: str, head: bytes = b"") -> None:
-        self._stream, self._kind, self._name = stream, kind, name
-        self._input = head
-        self._ready = b""
-        self._used = 0
-        self._decoder: _Decoder | None = None
-        self._step: Callable[[bytes], bytes] = {"none": self._copy, "gzip": self._gunzip, "zstd": self._unzstd}[kind]
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        if not self.closed and isinstance(self._stream, io.IOBase):
-            self._stream.close()
-        super().close()
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return `size` bytes, fewer only at the end; everything when `size` is negative."""
-        left = len(self._ready) - self._used
-        if 0 <= size <= left:
-            start, self._used = self._used, self._used + size
-            return self._ready[start : self._used]
-        parts = [self._ready[self._used :]]
-        self._ready, self._used = b"", 0
-        while size < 0 or left < size:
-            data = self._more()
+def _decoded(stream: Readable, kind: str, name: str, data: bytes) -> Iterator[bytes]:
+    """Yield the decompressed content of `data` and what follows it in `stream`; one chunk of input is held."""
+    new, failure = _gzip() if kind == "gzip" else _zstd()
+    decoder: Any = None  # of one gzip member or one zstd frame
+    while True:
+        data = data or stream.read(_INPUT[kind])
+        if decoder is None:
             if not data:
-                break
-            parts.append(data)
-            left += len(data)
-        if 0 <= size < left:
-            last = parts[-1]
-            self._ready, self._used = last, len(last) - (left - size)
-            parts[-1] = last[: self._used]
-        return b"".join(parts) if len(parts) > 1 else parts[0]
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
-
-    def _more(self) -> bytes:
-        """Return the next uncompressed bytes, b"" at the end."""
-        while True:
-            # A zstd decoder can hold back output while it needs no input; a gzip decoder leaves its input unconsumed
-            # instead.
-            if not self._input:
-                self._input = self._stream.read(_CHUNK if self._kind != "zstd" else _ZSTD_CHUNK)
-                if not self._input:
-                    if self._decoder is not None and (output := self._step(b"")):
-                        return output  # held back by the decoder
-                    if self._decoder is not None:
-                        raise BuildError(f"{self._name}: the {self._kind} data is cut short")
-                    return b""
-            data, self._input = self._input, b""
-            output = self._step(data)
-            if output:
-                return output
-
-    def _copy(self, data: bytes) -> bytes:
-        return data
-
-    def _gunzip(self, data: bytes) -> bytes:
-        from isal import isal_zlib
-
-        if self._decoder is None:
-            # Tape writers and some tools pad the last member with zeros.
-            data = data.lstrip(b"\0")
-            if not data:
-                return b""
-            if not data.startswith(_GZIP[: len(data)]):  # isal waits for more input
-                raise BuildError(f"{self._name}: the gzip data is corrupt: no gzip header")
-            # isal inflates twice as fast as zlib.
-            self._decoder = isal_zlib.decompressobj(wbits=31)
-        decoder = cast("zlib._Decompress", self._decoder)
-        try:
-            output = decoder.decompress(data, _CHUNK)
-        except (cast(type[Exception], isal_zlib.error), zlib.error) as error:
-            raise BuildError(f"{self._name}: the gzip data is corrupt: {error}") from None
-        if decoder.eof:
-            self._input, self._decoder = decoder.unused_data, None
-        else:
-            self._input = decoder.unconsumed_tail
-        return output
-
-    def _unzstd(self, data: bytes) -> bytes:
-        import zstandard
-
-        if self._decoder is None:
-            self._decoder = zstandard.ZstdDecompressor().decompressobj()
-        decoder = cast("zstandard.ZstdDecompressionObj", self._decoder)
+                return
+            if kind == "gzip":
+                data = data.lstrip(b"\0")  # tape writers and some tools pad the last member with zeros
+                if not data:
+                    continue
+                if not data.startswith(_GZIP[: len(data)]):  # isal waits for more input
+                    raise BuildError(f"{name}: the gzip data is corrupt: no gzip header")
+            decoder = new()
         try:
             output = decoder.decompress(data)
-        except zstandard.ZstdError as error:
-            raise BuildError(f"{self._name}: the zstd data is corrupt: {error}") from None
+        except failure as error:
+            raise BuildError(f"{name}: the {kind} data is corrupt: {error}") from None
         if decoder.eof:
-            self._input, self._decoder = decoder.unused_data, None
-        return output
+            data, decoder = decoder.unused_data, None
+        elif data or output:  # a zstd decoder can hold back output while it needs no input
+            data = b""
+        else:
+            raise BuildError(f"{name}: the {kind} data is cut short")
+        if output:
+            yield output
+
+
+def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
+    from isal import isal_zlib  # inflates twice as fast as zlib
+
+    return partial(isal_zlib.decompressobj, wbits=31), cast(type[Exception], isal_zlib.error)
+
+
+def _zstd() -> tuple[Callable[[], Any], type[Exception]]:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError

@@ -1,21 +1,25 @@
 """Registry credentials from the files of other tools.
 
-Sources: Docker's documentation of `docker login` (config.json, credential helpers and their protocol),
-containers-auth.json(5) for the file of the same form of Podman, Buildah and Skopeo, and netrc(5).
+Sources: Docker's documentation of `docker login` (config.json), github.com/docker/docker-credential-helpers (their
+protocol), containers-auth.json(5) for the file of the same form of Podman, Buildah and Skopeo, and netrc(5).
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import RecipeError
-from envbuild.image.credential_helper import ask_helper
+from envbuild.errors import HostError, RecipeError
 from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, same_registry
+from envbuild.process import die_with_parent, stop
 
 # The hint about missing or refused credentials.
 PLACES = (
@@ -24,14 +28,15 @@ PLACES = (
 )
 # `docker login` stores Docker Hub's credentials under this key.
 _HUB_KEY = "https://index.docker.io/v1/"
+_HELPER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HELPER_TIMEOUT_S = 30.0
+# Parts of the messages of a helper that has no credentials for a server.
+_NO_CREDENTIALS = ("credentials not found", "no credentials", "not found in native keychain")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A user with a password, or an identity token in place of both.
-
-    `source` names the file or program they came from.
-    """
+    """A user with a password, or an identity token in place of both, from the file or program `source`."""
 
     username: str
     password: str
@@ -61,22 +66,19 @@ def find_credentials(registry: str, env: Mapping[str, str]) -> Credentials | Non
 
 
 def _files(env: Mapping[str, str]) -> Iterator[Path]:
-    docker = env.get("DOCKER_CONFIG")
-    yield (Path(docker) if docker else _home(env) / ".docker") / "config.json"
+    yield Path(env.get("DOCKER_CONFIG") or _home(env) / ".docker", "config.json")
     if chosen := env.get("REGISTRY_AUTH_FILE"):
         yield Path(chosen)
     if runtime := env.get("XDG_RUNTIME_DIR"):
-        yield Path(runtime) / "containers/auth.json"
+        yield Path(runtime, "containers/auth.json")
 
 
 def _home(env: Mapping[str, str]) -> Path:
-    return Path(env["HOME"]) if env.get("HOME") else Path.home()
+    return Path(env.get("HOME") or Path.home())
 
 
 def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials | None:
     data = _load(path)
-    if data is None:
-        return None
     helpers, auths = _table(data, "credHelpers", path), _table(data, "auths", path)
     # docker's own order: the helper for this registry, the helper for all, the file itself
     for helper in (_entry(helpers, registry), data.get("credsStore")):
@@ -85,21 +87,20 @@ def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials
         if not isinstance(helper, str):
             raise RecipeError(f"{path}: the name of a credential helper is not a string")
         server = _HUB_KEY if registry == DOCKER_HUB else registry
-        if answer := ask_helper(helper, server, env, path):
+        if answer := _ask_helper(helper, server, env, path):
             user, secret = answer
-            source = f"docker-credential-{helper}"
-            if user == "<token>":
-                return Credentials("", "", secret, source)
-            return Credentials(user, secret, "", source)
+            login = ("", "", secret) if user == "<token>" else (user, secret, "")
+            return Credentials(*login, f"docker-credential-{helper}")
     entry = _entry(auths, registry)
     return None if entry is None else _from_entry(entry, registry, path)
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(path: Path) -> dict[str, Any]:
+    """Return the content of a file, which may be missing."""
     try:
         data = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return {}
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -130,14 +131,12 @@ def _entry(table: Mapping[str, Any], registry: str) -> Any:
 
 
 def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
-    if not isinstance(entry, dict) or not all(
-        isinstance(entry.get(key) or "", str) for key in ("auth", "identitytoken", "username", "password")
-    ):
-        raise RecipeError(
-            f"{path}: the entry for {registry} is not what docker login writes", f"docker login {registry}"
-        )
-    user, password = entry.get("username") or "", entry.get("password") or ""
-    if coded := entry.get("auth"):
+    hint, names = f"docker login {registry}", ("auth", "identitytoken", "username", "password")
+    values = [entry.get(name) or "" for name in names] if isinstance(entry, dict) else []
+    if not values or not all(isinstance(value, str) for value in values):
+        raise RecipeError(f"{path}: the entry for {registry} is not what docker login writes", hint)
+    coded, token, user, password = values
+    if coded:
         try:
             # docker pads some values with NUL
             text = base64.b64decode(coded, validate=True).decode().rstrip("\0")
@@ -145,18 +144,14 @@ def _from_entry(entry: Any, registry: str, path: Path) -> Credentials | None:
             text = ""
         user, colon, password = text.partition(":")
         if not colon:
-            raise RecipeError(
-                f"{path}: 'auth' of {registry} is not base64 of user:password", f"docker login {registry}"
-            )
-    token = entry.get("identitytoken") or ""
+            raise RecipeError(f"{path}: 'auth' of {registry} is not base64 of user:password", hint)
     return Credentials(user, password, token, str(path)) if token or password else None
 
 
 def _from_netrc(registry: str, env: Mapping[str, str]) -> Credentials | None:
     import netrc
 
-    chosen = env.get("NETRC")
-    path = Path(chosen) if chosen else _home(env) / ".netrc"
+    path = Path(env.get("NETRC") or _home(env) / ".netrc")
     try:
         hosts = netrc.netrc(str(path)).hosts
     except (FileNotFoundError, NotADirectoryError):
@@ -169,15 +164,63 @@ def _from_netrc(registry: str, env: Mapping[str, str]) -> Credentials | None:
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not text") from None
     # The entry `default` applies to any host. It is ignored, so that its password is sent to no registry.
-    names = (registry, *(DOCKER_HUB_NAMES if registry == DOCKER_HUB else ()), _hostname(registry))
-    for name in names:
-        if found := hosts.get(name):
-            login, _account, password = found
-            if password:
-                return Credentials(login or "", password, "", str(path))
+    host, colon, port = registry.rpartition(":")
+    hostname = host if colon and port.isdecimal() else registry
+    for name in (registry, *(DOCKER_HUB_NAMES if registry == DOCKER_HUB else ()), hostname):
+        login, _, password = hosts.get(name) or ("", "", "")
+        if password:
+            return Credentials(login or "", password, "", str(path))
     return None
 
 
-def _hostname(registry: str) -> str:
-    host, colon, port = registry.rpartition(":")
-    return host if colon and port.isdecimal() else registry
+def _ask_helper(name: str, server: str, env: Mapping[str, str], named_by: Path) -> tuple[str, str] | None:
+    """Return the (user, secret) that the helper `name` has for `server`, or None when it has none or is not installed.
+
+    A helper is a program docker-credential-NAME. Run with `get`, it reads the server's name from standard input. It
+    writes a JSON object with Username and Secret to standard output, or a message and exits with a code other than 0.
+    """
+    if not _HELPER.fullmatch(name):
+        raise RecipeError(f"{named_by}: {name!r} is not the name of a credential helper")
+    program = shutil.which(f"docker-credential-{name}", path=env.get("PATH", os.defpath))
+    if program is None:
+        return None
+    code, out = _run_helper(program, server, env)
+    hint = f"{named_by} names this helper"
+    if code != 0:
+        if any(sign in out.lower() for sign in _NO_CREDENTIALS):
+            return None
+        said = "" if "{" in out else out.partition("\n")[0][:200]  # JSON would contain the secret
+        raise HostError(f"{program} get failed for {server}: {said or code}", hint)
+    try:
+        answer = json.loads(out)
+        user, secret = answer["Username"], answer["Secret"]
+        if not isinstance(user, str) or not isinstance(secret, str):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise HostError(f"{program} get: not the answer of a credential helper", hint) from None
+    return (user, secret) if secret else None
+
+
+def _run_helper(program: str, server: str, env: Mapping[str, str]) -> tuple[int, str]:
+    try:
+        child = subprocess.Popen(
+            [program, "get"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(env),
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+    except OSError as error:
+        raise HostError(f"cannot run {program}: {error.strerror}") from None
+    try:
+        out, _ = child.communicate(server.encode(), timeout=_HELPER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise HostError(
+            f"{program} get did not answer within {_HELPER_TIMEOUT_S:g} s", "it may wait for a keyring that is locked"
+        ) from None
+    finally:
+        if child.poll() is None:
+            stop([child], grace_s=0.0)  # and its children, which may hold our pipe open
+    return child.returncode, out.decode(errors="replace").strip()

@@ -7,91 +7,73 @@ store need complete archives.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 from envbuild.errors import BuildError, HostError
+from envbuild.image.archive import archive_pieces
 from envbuild.image.blobs import Blobs
-from envbuild.image.compression import open_layer
-from envbuild.image.entry import Entry
-from envbuild.image.layer import Layer, header
-from envbuild.image.model import COMPRESSION
+from envbuild.image.layer import Layer
+from envbuild.image.model import digest_of
 from envbuild.progress import OnProgress
-
-_PIECE = 1 << 20
-_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An image in the daemon: its ID there, the number of layers and bytes sent, whether it existed before.
-
-    `bytes_sent` is the size of the layers' blobs as they are stored.
-    """
+    """An image in the daemon: its ID there, the number of layers sent, whether it existed before."""
 
     image_id: str
     layers_sent: int
-    bytes_sent: int
     was_there: bool
 
 
 @contextmanager
 def connect(env: Mapping[str, str]) -> Iterator[Any]:
-    """Connect to the daemon at DOCKER_HOST, or at the default socket, and yield the client.
-
-    Raises HostError when no daemon answers.
-    """
+    """Yield a client of the daemon at DOCKER_HOST or the default socket. Raises HostError when no daemon answers."""
     import docker
     from docker.errors import DockerException
 
-    try:
-        client = docker.from_env(environment=dict(env), timeout=600)
-    except DockerException as error:
-        raise _unreachable(error, env) from error
-    try:
+    with ExitStack() as stack:
         try:
+            client = stack.enter_context(closing(docker.from_env(environment=dict(env), timeout=600)))
             client.ping()
         except (DockerException, OSError) as error:
-            raise _unreachable(error, env) from error
+            where = env.get("DOCKER_HOST") or "its usual socket, /var/run/docker.sock"
+            raise HostError(
+                f"no docker daemon answers at {where}: {_text(error)}",
+                "start dockerd, set DOCKER_HOST, or become a member of the group docker; "
+                "--out oci:DIR and --push need no daemon",
+            ) from error
         yield client
-    finally:
-        client.close()
 
 
 def load(
-    client: Any,
-    config: bytes,
-    image_id: str,
-    layers: Sequence[Layer],
-    tags: Sequence[str],
-    blobs: Blobs,
-    on_progress: OnProgress,
+    client: Any, config: bytes, layers: Sequence[Layer], tags: Sequence[str], blobs: Blobs, on_progress: OnProgress
 ) -> Loaded:
-    """Load an image, and tag it. `config` is its configuration, and `image_id` the digest of the configuration.
+    """Load the image with the configuration `config`, whose digest is the image's ID, and tag it.
 
-    `on_progress` is called with the number of bytes of each piece that is sent. Raises BuildError when the
-    daemon refuses the image, or has it afterwards under another ID or with other layers.
+    `on_progress` is called with the number of bytes of each piece that is sent. Raises BuildError when the daemon
+    refuses the image, or has it afterwards under another ID or with other layers.
     """
     from docker.errors import APIError, ImageNotFound
 
+    image_id = digest_of(config)
     try:
         present = client.api.inspect_image(image_id)["Id"] == image_id
     except ImageNotFound:
         present = False
-    sent: list[Layer] = []
-    total = 0
+    sent = 0
     if not present:
         known = 0 if _uses_containerd(client) else _known_prefix(client, [i.diff_id for i in layers])
-        sent = list(layers[known:])
-        total = sum(layer.blob.size for layer in sent)
-        archive = _archive(config, image_id, layers, sent, blobs, on_progress)
+        sent = len(layers) - known
+        descriptors = [layer.blob for layer in layers]
+        # Docker 20.10 refuses zstd, so such layers are sent uncompressed.
+        archive = archive_pieces(config, descriptors, blobs, (), known=known, stored=("none", "gzip"))
         try:
-            said = list(client.api.load_image(archive))
+            said = list(client.api.load_image(_counted(archive, on_progress)))
         except (APIError, OSError) as error:
             raise BuildError(f"the docker daemon refused the image: {_text(error)}", _hint(str(error))) from error
         faults = [str(line["error"]) for line in said if isinstance(line, dict) and "error" in line]
@@ -101,7 +83,13 @@ def load(
     for tag in tags:
         name, _, label = tag.rpartition(":")
         client.api.tag(loaded_id, name, label)
-    return Loaded(loaded_id, len(sent), total, present)
+    return Loaded(loaded_id, sent, present)
+
+
+def _counted(pieces: Iterable[bytes], on_progress: OnProgress) -> Iterator[bytes]:
+    for piece in pieces:
+        on_progress(len(piece))
+        yield piece
 
 
 def _loaded_id(client: Any, image_id: str, layers: Sequence[Layer]) -> str:
@@ -129,79 +117,14 @@ def _known_prefix(client: Any, diff_ids: Sequence[str]) -> int:
             has = client.api.inspect_image(listed["Id"])["RootFS"].get("Layers") or []
         except APIError:  # removed in the meantime
             continue
-        count = 0
-        for mine, theirs in zip(diff_ids, has, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        best = max(best, count)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(diff_ids, has, strict=False))
+        best = max(best, len(list(same)))
     return best
 
 
 def _uses_containerd(client: Any) -> bool:
     status = client.info().get("DriverStatus") or []
     return any("io.containerd" in str(value) for _, value in status)
-
-
-def _archive(
-    config: bytes, image_id: str, layers: Sequence[Layer], sent: Sequence[Layer], blobs: Blobs, on_progress: OnProgress
-) -> Iterator[bytes]:
-    """Yield the load archive: the configuration, the layers in `sent`, manifest.json."""
-    name = f"{image_id.partition(':')[2]}.json"
-    manifest: list[dict[str, Any]] = [
-        {"Config": name, "RepoTags": None, "Layers": [_member(layer) for layer in layers]}
-    ]
-    yield _small(name, config)
-    for layer in dict.fromkeys(sent):
-        path = _readable(layer, blobs)
-        size = path.stat().st_size
-        yield header(Entry(_member(layer), size=size))
-        with path.open("rb") as stream:
-            while data := stream.read(_PIECE):
-                on_progress(len(data))
-                yield data
-        yield bytes(-size % _BLOCK)
-    yield _small("manifest.json", json.dumps(manifest).encode())
-    yield bytes(2 * _BLOCK)
-
-
-def _readable(layer: Layer, blobs: Blobs) -> Path:
-    """Return the layer's file in a compression that every daemon reads.
-
-    Docker 20.10 refuses zstd, so an uncompressed copy of such a layer is added to the blobs. Raises BuildError when its
-    content does not match the configuration's diff_id.
-    """
-    if COMPRESSION.get(layer.blob.media_type) != "zstd":
-        return blobs.path(layer.blob.digest)
-    plain = blobs.path(layer.diff_id)
-    if not plain.exists():
-        digest = hashlib.sha256()
-        with open_layer(blobs.path(layer.blob.digest), layer.blob.digest) as source, blobs.new() as (stream, place):
-            while data := source.read(_PIECE):
-                stream.write(data)
-                digest.update(data)
-            stream.flush()
-            if f"sha256:{digest.hexdigest()}" != layer.diff_id:
-                raise BuildError(f"layer {layer.blob.digest} is not {layer.diff_id} inside")
-            place(layer.diff_id)
-    return plain
-
-
-def _member(layer: Layer) -> str:
-    return f"{layer.diff_id.partition(':')[2]}/layer.tar"
-
-
-def _small(name: str, data: bytes) -> bytes:
-    return header(Entry(name, size=len(data))) + data + bytes(-len(data) % _BLOCK)
-
-
-def _unreachable(error: Exception, env: Mapping[str, str]) -> HostError:
-    where = env.get("DOCKER_HOST") or "its usual socket, /var/run/docker.sock"
-    return HostError(
-        f"no docker daemon answers at {where}: {_text(error)}",
-        "start dockerd, set DOCKER_HOST, or become a member of the group docker; "
-        "--out oci:DIR and --push need no daemon",
-    )
 
 
 def _text(error: Exception) -> str:

@@ -55,6 +55,5 @@ def closing(tree: Tree) -> Iterator[Tree]:
     try:
         yield tree
     finally:
-        close = getattr(tree, "close", None)
-        if close is not None:
+        if close := getattr(tree, "close", None):
             close()

@@ -8,18 +8,19 @@ the zlib of the Python build either.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree, closing
+from envbuild.image.blobs import Blobs, NewBlob
+from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
+from envbuild.image.tar_stream import TYPE_FLAGS
 from envbuild.workers import Answer, Workers
 
 _BLOCK = 512
@@ -29,16 +30,6 @@ _MOST_WORKERS = 8
 # Level 1 is several times faster than level 6, and its output is at most a third larger. Higher levels make torch's
 # libraries 8 % smaller.
 _LEVEL = 1
-_TYPES = {
-    FILE: tarfile.REGTYPE,
-    DIR: tarfile.DIRTYPE,
-    SYMLINK: tarfile.SYMTYPE,
-    HARDLINK: tarfile.LNKTYPE,
-    CHAR: tarfile.CHRTYPE,
-    BLOCK: tarfile.BLKTYPE,
-    FIFO: tarfile.FIFOTYPE,
-}
-Compress = Callable[[bytes], bytearray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +48,26 @@ def write_layer(tree: Tree, blobs: Blobs) -> Layer:
     duplicates differently.
     """
     seen: set[str] = set()
-    with blobs.new() as (stream, place), closing(tree):
-        writer = _Writer(stream, _gzip())
-        try:
-            for entry, content in tree:
-                if entry.path in seen:
-                    raise BuildError(f"/{entry.path} comes twice in one layer")
-                seen.add(entry.path)
-                writer.write(header(entry))
-                if entry.kind == FILE and content is not None:
-                    _copy(entry, content, writer.write)
-                elif entry.kind == FILE and entry.size:
-                    raise BuildError(f"{entry.path}: a file without content")
-            writer.write(bytes(2 * _BLOCK))
-            digest, diff_id = writer.finish()
-        finally:
-            writer.close()
-        stream.flush()
-        size = stream.tell()
-        place(digest)
-    return Layer(Descriptor(OCI_LAYER_GZIP, digest, size), diff_id, writer.unpacked)
+    with blobs.new() as blob, closing(tree), contextlib.closing(_Writer(blob)) as writer:
+        for entry, content in tree:
+            if entry.path in seen:
+                raise BuildError(f"/{entry.path} comes twice in one layer")
+            seen.add(entry.path)
+            writer.write(header(entry))
+            if entry.kind == FILE and content is not None:
+                _copy(entry, content, writer.write)
+            elif entry.kind == FILE and entry.size:
+                raise BuildError(f"{entry.path}: a file without content")
+        writer.write(bytes(2 * _BLOCK))
+        diff_id = writer.finish()
+        blob.place()
+    return Layer(Descriptor(OCI_LAYER_GZIP, blob.digest, blob.size), diff_id, writer.unpacked)
 
 
 def header(entry: Entry) -> bytes:
     """Return the tar header blocks of `entry`."""
     info = tarfile.TarInfo(entry.path + "/" if entry.kind == DIR else entry.path)
-    info.type = _TYPES[entry.kind]
+    info.type = TYPE_FLAGS[entry.kind]
     info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime
     info.size = entry.size if entry.kind == FILE else 0
     info.linkname = entry.target
@@ -103,66 +88,56 @@ def _copy(entry: Entry, content: Readable, write: Callable[[bytes], None]) -> No
     write(bytes(-entry.size % _BLOCK))
 
 
-def _gzip() -> Compress:
+def _gzip(data: bytes) -> bytearray:
     from deflate import gzip_compress
 
-    return lambda data: gzip_compress(data, _LEVEL)
+    return gzip_compress(data, _LEVEL)
 
 
 class _Writer:
     """A writer that collects chunks, compresses them in a pool, and writes the results in order."""
 
-    def __init__(self, out: BinaryIO, compress: Compress) -> None:
+    def __init__(self, out: NewBlob) -> None:
         # The single reader of the tree keeps no more threads busy, and each thread holds a chunk.
         workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         self.unpacked = 0
-        self._out, self._compress = out, compress
+        self._out = out
         self._pool = Workers(workers)
         self._hasher = Workers(1)  # one thread, so that chunks are hashed in order
-        self._pieces: list[bytes | memoryview] = []
-        self._room = _CHUNK
+        self._buffer = bytearray()
         self._pending: deque[tuple[Answer[bytearray], Answer[None]]] = deque()
         self._most = workers + 1
-        self._tar, self._blob = hashlib.sha256(), hashlib.sha256()
+        self._tar = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        rest: bytes | memoryview = data
-        while len(rest) >= self._room:
-            view = memoryview(rest)
-            self._pieces.append(view[: self._room])
-            rest = view[self._room :]
-            self._submit()
-        self._pieces.append(rest)
-        self._room -= len(rest)
+        self._buffer += data
+        while len(self._buffer) >= _CHUNK:
+            self._submit(bytes(memoryview(self._buffer)[:_CHUNK]))
+            del self._buffer[:_CHUNK]
 
-    def finish(self) -> tuple[str, str]:
-        """Write the rest, and return (digest of the compressed stream, digest of the tar)."""
-        if self._room < _CHUNK:
-            self._submit()
+    def finish(self) -> str:
+        """Write the rest, and return the digest of the tar."""
+        if self._buffer:
+            self._submit(bytes(self._buffer))
         while self._pending:
             self._drain()
-        return f"sha256:{self._blob.hexdigest()}", f"sha256:{self._tar.hexdigest()}"
+        return f"sha256:{self._tar.hexdigest()}"
 
     def close(self) -> None:
-        for pool in (self._pool, self._hasher):
-            pool.close()
+        self._pool.close()
+        self._hasher.close()
 
-    def _submit(self) -> None:
-        chunk = b"".join(self._pieces)
-        self._pieces.clear()
-        self._room = _CHUNK
+    def _submit(self, chunk: bytes) -> None:
         self.unpacked += len(chunk)
         while len(self._pending) >= self._most:
             self._drain()
         hashed = self._hasher.submit(self._tar.update, chunk)
-        self._pending.append((self._pool.submit(self._compress, chunk), hashed))
+        self._pending.append((self._pool.submit(_gzip, chunk), hashed))
 
     def _drain(self) -> None:
         packed, hashed = self._pending.popleft()
-        data = packed.result()
+        self._out.write(packed.result())
         hashed.result()
-        self._out.write(data)
-        self._blob.update(data)
 
 
 def with_parents(tree: Tree, mtime: int) -> Tree:

@@ -6,15 +6,14 @@ Source: OCI image specification 1.1, "Image Layout". The tag of an image is the 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Blobs
+from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.model import (
     COMPRESSION,
     GOARCH,
@@ -24,12 +23,12 @@ from envbuild.image.model import (
     ImageIndex,
     ImageManifest,
     canonical,
+    check_image,
     choose,
     json_object,
     parse,
     parse_config,
 )
-from envbuild.image.pulled import Pulled, check_image
 
 REF_NAME = "org.opencontainers.image.ref.name"
 # containerd and BuildKit write the full reference here, and only its tag to REF_NAME
@@ -48,16 +47,18 @@ def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -
     `tag` None means the layout's only image; `arch` is x86_64 or aarch64, None for any. The image's blobs are copied
     into `blobs`, and each is checked against its digest and size. Raises BuildError.
     """
-    marker = _small_file(folder / "oci-layout")
-    version = json_object(marker, str(folder / "oci-layout")).get("imageLayoutVersion")
+    marker = folder / "oci-layout"
+    version = json_object(_small_file(marker), str(marker)).get("imageLayoutVersion")
     if not isinstance(version, str) or not version.startswith("1."):
         raise BuildError(f"{folder}: an OCI layout of unknown version {version!r}")
-    raw = _small_file(folder / "index.json")
+    bring = partial(_copy, Blobs(folder / "blobs"), blobs)
+    return from_index(_small_file(folder / "index.json"), str(folder), blobs, bring, tag, arch)
 
-    def bring(blob: Descriptor) -> None:
-        _copy(folder, blob, blobs)
 
-    return from_index(raw, str(folder), blobs, bring, tag, arch)
+def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
+    """Return the image `tag` for `arch` in the OCI layout `folder`; with None, the only image. Raises BuildError."""
+    blobs = Blobs(folder / "blobs")
+    return of_pulled(from_index(_small_file(folder / "index.json"), str(folder), blobs, blobs.require, tag, arch))
 
 
 def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None) -> Pulled:
@@ -65,15 +66,19 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
     index = parse(raw, f"{where}: index.json", OCI_INDEX)
     if not isinstance(index, ImageIndex):
         raise BuildError(f"{where}: index.json is not an image index")
+
+    def small(blob: Descriptor) -> bytes:
+        if blob.size > MAX_MANIFEST:
+            raise BuildError(f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes")
+        bring(blob)
+        return blobs.read(blob.digest)
+
     found = _pick(index, where, tag, arch)
     for _ in range(_DEPTH):
-        _bring_small(found, where, bring)
-        manifest = parse(blobs.read(found.digest), f"{where}: {found.digest}", found.media_type)
+        manifest = parse(small(found), f"{where}: {found.digest}", found.media_type)
         if isinstance(manifest, ImageManifest):
-            _bring_small(manifest.config, where, bring)
-            raw_config = blobs.read(manifest.config.digest)
-            config = parse_config(raw_config, f"{where}: {manifest.config.digest}")
-            check_image(manifest, config, arch, where)
+            config = parse_config(small(manifest.config), f"{where}: {manifest.config.digest}")
+            check_image(manifest.layers, config, arch, where)
             for layer in manifest.layers:
                 if layer.media_type not in COMPRESSION and "tar" not in layer.media_type:
                     raise BuildError(f"{where}: not a container image: a layer is {layer.media_type}")
@@ -92,7 +97,7 @@ def fill_layout(folder: Path, blobs: Blobs, images: Sequence[tuple[Descriptor, s
     """
     listed = []
     for image, tag in images:
-        _link_all(folder, blobs, image)
+        _link_all(blobs, Blobs(folder / "blobs"), image)
         notes = {**image.annotations, REF_NAME: tag} if tag else image.annotations
         listed.append(Descriptor(image.media_type, image.digest, image.size, image.arch, image.os, notes))
     index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item.as_json() for item in listed]}
@@ -113,9 +118,7 @@ def _short(name: str) -> str:
 
 def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> Descriptor:
     """Return the entry of `index.json` for `tag` and `arch`."""
-    named = index.manifests
-    if tag is not None:
-        named = tuple(item for item in named if _called(item, tag))
+    named = tuple(item for item in index.manifests if tag is None or any(same_tag(tag, name) for name in _names(item)))
     # The same image under two tags is one image.
     distinct = {item.digest: item for item in named}
     if len(distinct) == 1:
@@ -123,22 +126,21 @@ def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> D
     of_arch = [item for item in distinct.values() if arch and item.arch == GOARCH[arch]]
     if named and all(item.arch for item in named) and len(of_arch) < 2:
         return _of_arch(ImageIndex(index.raw, index.media_type, named), where, arch)
-    names = sorted({name for item in index.manifests for name in _names(item)})
-    has = f"it has {', '.join(names) or 'none with a tag'}"
-    if tag is not None and not named:
-        raise BuildError(f"{where}: no image with the tag {tag!r}; {has}", "name one of its tags")
-    raise BuildError(
-        f"{where}: {len(distinct) or 'no'} images, where one is needed; {has}",
-        "name the tag of one of them" if distinct else None,
-    )
+    raise no_single_image(where, tag, len(distinct), (name for item in index.manifests for name in _names(item)))
+
+
+def no_single_image(
+    where: str, tag: str | None, found: int, names: Iterable[str], hint: str = "name the tag of one of them"
+) -> BuildError:
+    """Return the error for `found` images that `tag` (None: any) selects; `names` are those of all images."""
+    has = f"it has {', '.join(sorted(set(names))) or 'none with a tag'}"
+    if tag is not None and not found:
+        return BuildError(f"{where}: no image with the tag {tag!r}; {has}", "name one of its tags")
+    return BuildError(f"{where}: {found or 'no'} images, where one is needed; {has}", hint if found else None)
 
 
 def _names(item: Descriptor) -> list[str]:
     return [item.annotations[key] for key in (REF_NAME, _IMAGE_NAME) if key in item.annotations]
-
-
-def _called(item: Descriptor, tag: str) -> bool:
-    return any(same_tag(tag, name) for name in _names(item))
 
 
 def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
@@ -149,12 +151,6 @@ def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
     if len(images) == 1:
         return images[0]
     raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
-
-
-def _bring_small(blob: Descriptor, where: str, bring: Bring) -> None:
-    if blob.size > MAX_MANIFEST:
-        raise BuildError(f"{where}: {blob.digest}: a manifest or configuration of {blob.size} bytes")
-    bring(blob)
 
 
 def _small_file(path: Path) -> bytes:
@@ -168,52 +164,43 @@ def _small_file(path: Path) -> bytes:
     return data
 
 
-def _copy(folder: Path, blob: Descriptor, blobs: Blobs) -> None:
+def _copy(source: Blobs, blobs: Blobs, blob: Descriptor) -> None:
     """Copy a blob. It is not linked: a change in the user's folder must not change the store."""
     if blobs.has(blob):
         return
-    file = Blobs(folder / "blobs").path(blob.digest)
-    seen = hashlib.sha256()
+    file = source.path(blob.digest)
     try:
         stream = file.open("rb")
     except OSError as error:
         raise BuildError(f"{file}: {error.strerror}") from error
-    with stream, blobs.new() as (out, place):
-        size = 0
+    with stream, blobs.new() as new:
         # One extra byte distinguishes a longer file from a complete one.
-        while data := stream.read(min(blob.size + 1 - size, _CHUNK)):
-            seen.update(data)
-            out.write(data)
-            size += len(data)
-        if size != blob.size or f"sha256:{seen.hexdigest()}" != blob.digest:
+        while data := stream.read(min(blob.size + 1 - new.size, _CHUNK)):
+            new.write(data)
+        if (new.size, new.digest) != (blob.size, blob.digest):
             raise BuildError(f"{file}: damaged: its content is not what its name and index say")
-        out.flush()
-        place(blob.digest)
+        new.place()
 
 
-def _link_all(folder: Path, blobs: Blobs, image: Descriptor) -> None:
-    """Link `image` and every blob that it refers to into the layout."""
-    todo = [image]
-    while todo:
-        blob = todo.pop()
-        _link(folder, blobs, blob)
-        manifest = parse(blobs.read(blob.digest), blob.digest, blob.media_type)
-        if isinstance(manifest, ImageIndex):
-            todo += manifest.manifests
-        else:
-            for part in (manifest.config, *manifest.layers):
-                _link(folder, blobs, part)
+def _link_all(blobs: Blobs, target: Blobs, image: Descriptor) -> None:
+    """Link `image` and every blob that it refers to into `target`."""
+    _link(blobs, target, image)
+    manifest = parse(blobs.read(image.digest), image.digest, image.media_type)
+    if isinstance(manifest, ImageIndex):
+        for item in manifest.manifests:
+            _link_all(blobs, target, item)
+    else:
+        for part in (manifest.config, *manifest.layers):
+            _link(blobs, target, part)
 
 
-def _link(folder: Path, blobs: Blobs, blob: Descriptor) -> None:
-    if not blobs.has(blob):
-        raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
-    place = Blobs(folder / "blobs").path(blob.digest)
+def _link(blobs: Blobs, target: Blobs, blob: Descriptor) -> None:
+    blobs.require(blob)
+    source, place = blobs.path(blob.digest), target.path(blob.digest)
     if place.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)
-    source = blobs.path(blob.digest)
-    with contextlib.suppress(OSError):
+    try:
         os.link(source, place)
-        return
-    shutil.copyfile(source, place)
+    except OSError:
+        shutil.copyfile(source, place)

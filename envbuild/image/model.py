@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,26 +27,16 @@ DOCKER_CONFIG = "application/vnd.docker.container.image.v1+json"
 DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar"
 DOCKER_LAYER_GZIP = DOCKER_LAYER + ".gzip"
 DOCKER_LAYER_ZSTD = DOCKER_LAYER + ".zstd"
-DOCKER_FOREIGN_GZIP = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
 
 INDEXES = (OCI_INDEX, DOCKER_INDEX)
 MANIFESTS = (OCI_MANIFEST, DOCKER_MANIFEST)
+# compression of a layer → its media type
+OCI_LAYERS = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
+_DOCKER_LAYERS = {"none": DOCKER_LAYER, "gzip": DOCKER_LAYER_GZIP, "zstd": DOCKER_LAYER_ZSTD}
 # media type of a layer → its compression
-COMPRESSION = {
-    OCI_LAYER: "none",
-    OCI_LAYER_GZIP: "gzip",
-    OCI_LAYER_ZSTD: "zstd",
-    DOCKER_LAYER: "none",
-    DOCKER_LAYER_GZIP: "gzip",
-    DOCKER_LAYER_ZSTD: "zstd",
-}
+COMPRESSION = {kind: name for table in (OCI_LAYERS, _DOCKER_LAYERS) for name, kind in table.items()}
 # OCI media type → Docker's for the same bytes
-_DOCKERS = {
-    OCI_CONFIG: DOCKER_CONFIG,
-    OCI_LAYER: DOCKER_LAYER,
-    OCI_LAYER_GZIP: DOCKER_LAYER_GZIP,
-    OCI_LAYER_ZSTD: DOCKER_LAYER_ZSTD,
-}
+_DOCKERS = {OCI_CONFIG: DOCKER_CONFIG} | {kind: _DOCKER_LAYERS[name] for name, kind in OCI_LAYERS.items()}
 # architecture in targets → in images (GOARCH)
 GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 # The limit protects our memory from a hostile registry; no manifest of a real image is larger.
@@ -75,13 +66,11 @@ class Descriptor:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageManifest:
-    """The manifest of an image for one platform; `raw` holds its bytes as they were published."""
+class _Published:
+    """A manifest or an index; `raw` holds its bytes as they were published."""
 
     raw: bytes
     media_type: str
-    config: Descriptor
-    layers: tuple[Descriptor, ...]
 
     @property
     def digest(self) -> str:
@@ -93,20 +82,18 @@ class ImageManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageIndex:
+class ImageManifest(_Published):
+    """The manifest of an image for one platform."""
+
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageIndex(_Published):
     """The index of a multi-platform image."""
 
-    raw: bytes
-    media_type: str
     manifests: tuple[Descriptor, ...]
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self.raw)
-
-    @property
-    def descriptor(self) -> Descriptor:
-        return Descriptor(self.media_type, self.digest, len(self.raw))
 
 
 def digest_of(data: bytes) -> str:
@@ -139,36 +126,30 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
     if kind not in INDEXES + MANIFESTS:
         kind = _guess(data) or kind
     if kind in INDEXES:
-        listed = _list(data, "manifests", where)
-        return ImageIndex(raw, kind, tuple(_descriptor(item, where) for item in listed))
+        return ImageIndex(raw, kind, _descriptors(data, "manifests", where))
     if kind in MANIFESTS:
-        layers = tuple(_descriptor(item, where) for item in _list(data, "layers", where))
+        layers = _descriptors(data, "layers", where)
         return ImageManifest(raw, kind, _descriptor(data.get("config"), where), layers)
     hint = None
-    if "schemaVersion" in data and data["schemaVersion"] == 1:
+    if data.get("schemaVersion") == 1:
         hint = "Docker schema 1 images are long out of use; push the image again with a current tool"
     raise BuildError(f"{where}: a manifest of unknown media type {kind!r}", hint)
 
 
+def new_manifest(media_type: str, config: Descriptor, layers: Sequence[Descriptor]) -> ImageManifest:
+    """Return the manifest of `config` and `layers`, without annotations, with the same bytes each time."""
+    parts = {"config": config.as_json(), "layers": [layer.as_json() for layer in layers]}
+    raw = canonical({"schemaVersion": 2, "mediaType": media_type, **parts})
+    return ImageManifest(raw, media_type, config, tuple(layers))
+
+
 def docker_manifest(manifest: ImageManifest) -> ImageManifest:
-    """Return `manifest` in Docker's form: image manifest V2, schema 2.
-
-    The form has no annotations; the blobs stay the same.
-    """
-
-    def named(blob: Descriptor) -> Descriptor:
-        return Descriptor(_DOCKERS.get(blob.media_type, blob.media_type), blob.digest, blob.size)
-
-    config, layers = named(manifest.config), tuple(map(named, manifest.layers))
-    raw = canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": DOCKER_MANIFEST,
-            "config": config.as_json(),
-            "layers": [layer.as_json() for layer in layers],
-        }
+    """Return `manifest` in Docker's form (V2, schema 2), which has no annotations; the blobs stay the same."""
+    config, *layers = (
+        Descriptor(_DOCKERS.get(blob.media_type, blob.media_type), blob.digest, blob.size)
+        for blob in (manifest.config, *manifest.layers)
     )
-    return ImageManifest(raw, DOCKER_MANIFEST, config, layers)
+    return new_manifest(DOCKER_MANIFEST, config, layers)
 
 
 def choose(index: ImageIndex, arch: str, where: str) -> Descriptor:
@@ -196,6 +177,21 @@ def parse_config(raw: bytes, where: str) -> dict[str, Any]:
     return data
 
 
+def check_image(layers: Sequence[object], config: dict[str, Any], arch: str | None, where: str) -> None:
+    """Raise BuildError when the image of `layers` and `config` does not match `arch` or itself.
+
+    `arch` is x86_64 or aarch64, None for any. The configuration must list as many layers.
+    """
+    has = config.get("architecture") or ""
+    if arch is not None and has and has != GOARCH[arch]:
+        raise BuildError(
+            f"{where}: the image is for {has}, not for {GOARCH[arch]}",
+            "choose an image for this architecture, or leave the target out",
+        )
+    if len(layers) != (ids := len(config["rootfs"]["diff_ids"])):
+        raise BuildError(f"{where}: the manifest lists {len(layers)} layers, the configuration {ids}")
+
+
 def _guess(data: dict[str, Any]) -> str | None:
     """Return the media type that the keys suggest: OCI allows mediaType to be omitted."""
     if data.get("schemaVersion") != 2:
@@ -216,11 +212,11 @@ def json_object(raw: bytes, where: str) -> dict[str, Any]:
     return data
 
 
-def _list(data: dict[str, Any], key: str, where: str) -> list[Any]:
-    value = data.get(key)
-    if not isinstance(value, list):
+def _descriptors(data: dict[str, Any], key: str, where: str) -> tuple[Descriptor, ...]:
+    listed = data.get(key)
+    if not isinstance(listed, list):
         raise BuildError(f"{where}: {key!r} is missing or not a list")
-    return value
+    return tuple(_descriptor(item, where) for item in listed)
 
 
 def _descriptor(data: Any, where: str) -> Descriptor:
@@ -231,14 +227,7 @@ def _descriptor(data: Any, where: str) -> Descriptor:
         raise BuildError(f"{where}: {digest!r} is not a sha256 digest")
     if not isinstance(media_type, str) or type(size) is not int or size < 0:
         raise BuildError(f"{where}: the descriptor of {digest} lacks its media type or size")
-    platform = data.get("platform")
-    platform = platform if isinstance(platform, dict) else {}
-    notes = data.get("annotations")
-    return Descriptor(
-        media_type,
-        digest,
-        size,
-        str(platform.get("architecture", "")),
-        str(platform.get("os", "")),
-        {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {},
-    )
+    platform, notes = data.get("platform"), data.get("annotations")
+    platform, notes = platform if isinstance(platform, dict) else {}, notes if isinstance(notes, dict) else {}
+    arch, system = str(platform.get("architecture", "")), str(platform.get("os", ""))
+    return Descriptor(media_type, digest, size, arch, system, {str(k): str(v) for k, v in notes.items()})

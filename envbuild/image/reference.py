@@ -1,13 +1,17 @@
-"""Names of images in registries.
+"""Names of images: in registries, and of images to convert, in the syntax of enroot, Apptainer and skopeo.
 
-Source: the grammar in github.com/distribution/reference, and Docker's rules for a short name: no host means docker.io,
-a single part on docker.io is in `library`, no tag means `latest`.
+Sources: the grammar in github.com/distribution/reference, and Docker's rules for a short name: no host means docker.io,
+a single part on docker.io is in `library`, no tag means `latest`. enroot's doc/cmd/import.md
+(`docker://[USER@][REGISTRY#]IMAGE[:TAG]`, `dockerd://IMAGE[:TAG]`), and containers-transports(5) (`oci:`,
+`docker-archive:`, `docker-daemon:`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from envbuild.errors import UsageError
 from envbuild.image.model import is_digest
@@ -20,7 +24,12 @@ _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
 _HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9a-fA-F:]+\])(?::[0-9]{{1,5}})?")
 _PART = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_USER = re.compile(r"[^@/#:\s]+(?=@)")
+_LOCAL = ("oci", "docker-archive", "docker-daemon")
 _EXAMPLE = "write it as ubuntu:24.04, pytorch/pytorch:2.7, host:5000/name:tag or host/name@sha256:…"
+_SOURCE_HINT = (
+    "write docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG], docker-archive:FILE or oci:DIR[:TAG]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,7 @@ def parse_reference(text: str) -> Reference:
     _check_path(path, text)
     if len(f"{host}/{path}") > _MAX_NAME:
         raise UsageError(f"image {text!r}: longer than {_MAX_NAME} characters")
-    return Reference(
-        host, path, tag or (None if digest else "latest"), digest or None
-    )  # fmt: skip
+    return Reference(host, path, tag or (None if digest else "latest"), digest or None)
 
 
 def same_registry(one: str, other: str) -> bool:
@@ -107,3 +114,103 @@ def _check_path(path: str, text: str) -> None:
         raise UsageError(f"image {text!r}: {part!r} is no part of a name", _EXAMPLE)
     if re.fullmatch(r"library/[0-9a-f]{64}", path):
         raise UsageError(f"image {text!r}: an id of an image here, not a name", _EXAMPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image to convert.
+
+    `form` is docker (an image in a registry), docker-daemon, docker-archive or oci; `rest` is the text after it. `user`
+    selects the user whose credentials are sent, "" for any.
+    """
+
+    form: str
+    rest: str
+    user: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name in the form of a recipe's base: without a prefix for an image in a registry."""
+        return self.rest if self.form == "docker" else f"{self.form}:{self.rest}"
+
+    @property
+    def url(self) -> str:
+        """The image's URL for messages, without the user."""
+        return f"docker://{self.rest}" if self.form == "docker" else self.name
+
+    def provenance(self, image_id: str) -> str:
+        """Return what a converted image records of its source: its full name in a registry, else its ID.
+
+        A local path or name is not recorded: it is specific to this host and has several spellings.
+        """
+        if self.form == "docker":
+            return f"docker://{parse_reference(self.rest)}"
+        return f"image {image_id}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The parts of an output file's name: the image's path and tag, or the stem of the archive's file name."""
+        if self.form in ("docker", "docker-daemon"):
+            reference = parse_reference(self.rest)
+            path = reference.repository.removeprefix("library/")
+            return (*path.split("/"), reference.tag or "latest")
+        path = str(folder_and_tag(self.rest)[0]) if self.form == "oci" else self.rest
+        stem = re.sub(r"(\.tar)?(\.[a-z0-9]+)?$", "", os.path.basename(path.rstrip("/")))
+        return (stem or "image",)
+
+
+def parse_source(text: str) -> ImageSource:
+    """Parse the name of an image to convert. Raises UsageError with a hint about the syntax."""
+    scheme, slashes, rest = text.partition("://")
+    if not slashes:
+        scheme, colon, rest = text.partition(":")
+        if not colon or scheme not in _LOCAL:
+            if os.path.isdir(text):
+                return ImageSource("oci", text)
+            if os.path.isfile(text):
+                return ImageSource("docker-archive", text)
+            scheme, rest = "docker", text
+    if scheme == "docker":
+        return _of_registry(rest, text)
+    form = "docker-daemon" if scheme == "dockerd" else scheme
+    if form == "podman":
+        raise UsageError(
+            f"--from {text!r}: podman's store is not read",
+            "podman save --format docker-archive -o image.tar IMAGE, then --from docker-archive:image.tar",
+        )
+    if form not in _LOCAL:
+        raise UsageError(f"--from {text!r}: unknown kind of source {scheme!r}", _SOURCE_HINT)
+    if not rest:
+        raise UsageError(f"--from {text!r}: nothing follows {form}:", _SOURCE_HINT)
+    if form == "docker-daemon":
+        parse_reference(rest)
+    elif not (folder_and_tag(rest)[0] if form == "oci" else Path(rest)).exists():
+        raise UsageError(f"--from {text!r}: {rest} does not exist", _SOURCE_HINT)
+    return ImageSource(form, rest)
+
+
+def folder_and_tag(text: str) -> tuple[Path, str | None]:
+    """Split `text` into the longest path that exists and a tag; both may contain colons."""
+    parts = text.split(":")
+    for count in range(len(parts), 0, -1):
+        path = Path(":".join(parts[:count]))
+        if path.exists():
+            return path, ":".join(parts[count:]) or None
+    return Path(text), None
+
+
+def _of_registry(rest: str, text: str) -> ImageSource:
+    user = ""
+    # A digest also follows an @; a name with a colon or a slash before the @ has no user.
+    if (match := _USER.match(rest)) and not rest.partition("@")[2].startswith("sha256:"):
+        user, rest = match[0], rest[match.end() + 1 :]
+    registry, hash_, image = rest.partition("#")
+    if hash_:
+        rest = f"{registry}/{image}" if registry else image
+        if registry and not _is_host(registry):
+            raise UsageError(f"--from {text!r}: {registry!r} before # is no registry's host", _SOURCE_HINT)
+    try:
+        parse_reference(rest)
+    except UsageError as error:
+        raise UsageError(f"--from {error.message}", _SOURCE_HINT) from None
+    return ImageSource("docker", rest, user)

@@ -1,37 +1,47 @@
 """Repositories in registries: pull from a registry or its mirrors, and push to the registry.
 
-This module uses requests directly: oras and python-dxf neither resume nor check downloads, do not support mirrors, and
-read credentials from fewer places.
+Source: OCI distribution specification 1.1. This module uses requests directly: oras and python-dxf neither resume nor
+check downloads, do not support mirrors, and read credentials from fewer places.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
-from envbuild.cache.http import HttpClient, Transport
-from envbuild.cache.retry import RequestFailed
-from envbuild.errors import UsageError
-from envbuild.image import registry_pull, registry_push, registry_upload
+from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
+from envbuild.cache.http import Transport, read_all
+from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
+from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials, find_credentials
-from envbuild.image.model import Descriptor
+from envbuild.image.model import INDEXES, MANIFESTS, MAX_MANIFEST, Descriptor, digest_of, is_digest
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
-from envbuild.image.registry_auth import Login
 from envbuild.image.registry_endpoint import Endpoint, complain
-from envbuild.image.registry_push import Pushed
-from envbuild.image.registry_upload import CHUNK
+from envbuild.image.registry_upload import has_blob, mount, push_blob
 from envbuild.progress import OnProgress
 from envbuild.workers import each
 
+T = TypeVar("T")
+_ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 _WORKERS = 4
 # A mirror is an optimization: a failing one must not delay the request to the registry.
 _MIRROR_RETRIES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The blobs of a push: uploaded (with their bytes), mounted from other repositories, and present before."""
+
+    uploaded_bytes: int
+    uploaded: int
+    mounted: int
+    present: int
 
 
 @dataclass(frozen=True)
@@ -53,51 +63,48 @@ class Registry:
         a tag the source's response is trusted.
         """
         pointer = pointer or self.reference.pointer
-        return registry_pull.get_manifest(self._sources, pointer, self._named(pointer))
+        return self._first(lambda source: _manifest(source, pointer), self._named(pointer))
 
-    def head_manifest(self, pointer: str | None = None) -> str | None:
-        """Return the digest of the manifest of a tag or digest, by default the reference's.
-
-        Returns None when the registry has no such manifest.
-        """
-        pointer = pointer or self.reference.pointer
-        return registry_pull.head_manifest(self._sources, pointer, self._named(pointer))
-
-    def fetch_blob(self, blob: Descriptor, blobs: Blobs, on_progress: OnProgress) -> Path:
+    def fetch_blob(
+        self, blob: Descriptor, blobs: Blobs, on_progress: OnProgress, stop: threading.Event | None = None
+    ) -> Path:
         """Download a blob with resume, check its digest, and return its path in `blobs`.
 
-        A blob that exists is not downloaded again. `on_progress` is called with the number of received bytes; a
-        negative count takes back bytes that must be downloaded again.
+        A blob that exists is not downloaded again. `on_progress` is called with the number of received bytes, including
+        those of an earlier, interrupted run; a negative count takes back bytes that must be downloaded again. After a
+        failure the partial download is kept for a later run, unless it is wrong.
         """
-        return self._fetch(blob, threading.Event(), blobs=blobs, on_progress=on_progress)
+        stop = stop or threading.Event()
+        wanted = f"{self.reference.name}: blob {blob.digest}"
+        hashes = frozenset({blob.digest.partition(":")[2]})
+        try:
+            if not blobs.has(blob):
+                with locked_partial(blobs.partial(blob.digest), stop) as file:
+                    if not blobs.has(blob):  # another process may have downloaded it in the meantime
+                        with open_download(file, hashes, blob.size, on_progress, stop) as download:
+                            self._first(lambda source: _download(source, blob, download, stop), wanted)
+                        return blobs.adopt(file, blob.digest)
+        except OSError as error:
+            raise BuildError(f"{wanted}: {error.filename or blobs.root}: {error.strerror}") from error
+        on_progress(blob.size)
+        return blobs.path(blob.digest)
 
     def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress) -> list[Path]:
         """Download several blobs in parallel, and return their paths; `on_progress` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
-        each(unique, partial(self._fetch, blobs=blobs, on_progress=on_progress), _WORKERS)
+        each(unique, lambda blob, stop: self.fetch_blob(blob, blobs, on_progress, stop), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
 
-    def has_blob(self, digest: str) -> bool:
-        """Return whether the registry itself, not a mirror, has the blob in this repository."""
-        with _told(self, f"{self.reference.name}: blob {digest}"):
-            return registry_upload.has_blob(self.endpoint, digest, threading.Event())
-
-    def mount(self, digest: str, from_repository: str) -> bool:
-        """Mount a blob from another repository of the registry; return False when it must be uploaded instead."""
-        with _told(self, f"{self.reference.name}: mounting blob {digest}"):
-            stop = threading.Event()
-            return registry_push.mount(self.endpoint, digest, from_repository, stop)
-
-    def push_blob(self, blob: Descriptor, path: Path, on_progress: OnProgress, chunk: int = CHUNK) -> None:
-        """Upload one blob without asking whether the registry has it. `on_progress` is called as by `fetch_blob`."""
-        with _told(self, f"{self.reference.name}: pushing blob {blob.digest}"):
-            registry_upload.push_blob(self.endpoint, blob, path, on_progress, threading.Event(), chunk)
-
-    def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> str:
-        """Publish a manifest or index whose blobs the registry has, and return its digest."""
-        with _told(self, f"publishing {self._named(pointer)}"):
-            stop = threading.Event()
-            return registry_push.put_manifest(self.endpoint, raw, media_type, pointer, stop)
+    def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> None:
+        """Publish a manifest or index, whose blobs the registry has, under the tag or digest `pointer`."""
+        url, digest, headers = self.endpoint.url(f"manifests/{pointer}"), digest_of(raw), {"Content-Type": media_type}
+        ok, stop = (201, 200, 202, 204), threading.Event()
+        try:
+            with self.endpoint.request("PUT", url, stop, push=True, ok=ok, headers=headers, body=raw) as answer:
+                if answer.headers.get("Docker-Content-Digest", digest) != digest:
+                    raise RequestFailed(f"it took the manifest {digest} for another one", status=200)
+        except RequestFailed as error:
+            raise complain(f"publishing {self._named(pointer)}", [(self.endpoint, error)]) from None
 
     def push(
         self,
@@ -115,35 +122,69 @@ class Registry:
         Blobs are mounted from `mount_from`, other repositories of the registry, if these have them, and else uploaded,
         several in parallel. `on_progress` is called with the size of every blob, uploaded or not.
         """
-        what = f"pushing {self._named(pointer)}"
-        pushed = registry_push.push(self.endpoint, blobs, descriptors, mount_from, on_progress, what)
+        unique = list({blob.digest: blob for blob in descriptors}.values())
+
+        def bring(blob: Descriptor, stop: threading.Event) -> str:
+            try:
+                if has_blob(self.endpoint, blob.digest, stop):
+                    how = "present"
+                elif any(mount(self.endpoint, blob.digest, source, stop) for source in mount_from):
+                    how = "mounted"
+                else:
+                    push_blob(self.endpoint, blob, blobs.path(blob.digest), on_progress, stop)
+                    return "uploaded"
+            except RequestFailed as error:
+                what = f"pushing {self._named(pointer)}: pushing blob {blob.digest}"
+                raise complain(what, [(self.endpoint, error)]) from None
+            except OSError as error:
+                raise BuildError(f"{blobs.path(blob.digest)}: {error.strerror}") from error
+            on_progress(blob.size)
+            return how
+
+        ways = each(unique, bring, _WORKERS)
         self.put_manifest(manifest, media_type, pointer)
-        return pushed
+        sent = sum(blob.size for blob, way in zip(unique, ways, strict=True) if way == "uploaded")
+        return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"))
 
     def close(self) -> None:
         """Close the open connections."""
-        for endpoint in self._sources:
+        for endpoint in (*self.mirrors, self.endpoint):
             endpoint.http.close()
 
-    @property
-    def _sources(self) -> tuple[Endpoint, ...]:
-        return (*self.mirrors, self.endpoint)
-
-    def _fetch(self, blob: Descriptor, stop: threading.Event, *, blobs: Blobs, on_progress: OnProgress) -> Path:
-        what = self.reference.name
-        return registry_pull.fetch_blob(self._sources, blob, blobs, on_progress, stop, what)
+    def _first(self, get: Callable[[Endpoint], T], what: str) -> T:
+        """Return the result of the first source that succeeds. The last source is the registry itself."""
+        failures = []
+        for source in (*self.mirrors, self.endpoint):
+            try:
+                if source.dead is not None:
+                    raise source.dead
+                return get(source)
+            except RequestFailed as error:
+                failures.append((source, error))
+                if error.status is None and not error.transient and source is not self.endpoint:
+                    source.dead = source.dead or error
+        raise complain(what, failures)
 
     def _named(self, pointer: str) -> str:
         return f"{self.reference.name}{'@' if ':' in pointer else ':'}{pointer}"
 
 
-@contextlib.contextmanager
-def _told(registry: Registry, what: str) -> Iterator[None]:
-    """Turn a RequestFailed inside the block into a BuildError for the user."""
-    try:
-        yield
-    except RequestFailed as error:
-        raise complain(what, [(registry.endpoint, error)]) from None
+def _manifest(source: Endpoint, pointer: str) -> tuple[bytes, str]:
+    url, stop = source.url(f"manifests/{pointer}"), threading.Event()
+
+    def get() -> tuple[bytes, str]:  # retried as a whole, because the body may be truncated, too
+        with source.request("GET", url, stop, headers={"Accept": _ACCEPT}, retries=0) as answer:
+            return read_all(answer, MAX_MANIFEST, stop), answer.headers.get("Content-Type", "")
+
+    raw, media_type = with_retries(get, source.retries, stop)
+    if is_digest(pointer) and digest_of(raw) != pointer:
+        raise Mismatch(digest_of(raw).removeprefix("sha256:"), "a manifest")
+    return raw, media_type.partition(";")[0].strip()
+
+
+def _download(source: Endpoint, blob: Descriptor, download: Download, stop: threading.Event) -> str:
+    get = partial(source.request, "GET", source.url(f"blobs/{blob.digest}"), stop, ok=ANSWERS, retries=0)
+    return download.run(lambda headers: get(headers=headers), source.retries)
 
 
 def open_registry(
@@ -159,10 +200,9 @@ def open_registry(
     reference = parse_reference(image) if isinstance(image, str) else image
     host = reference.registry
     scheme = "http" if transport.is_insecure(host) else "https"
-    own = _endpoint(host, f"{scheme}://{api_host(host)}", reference.repository, transport,
-                    partial(find_credentials, host, env), transport.retries)  # fmt: skip
-    found = [_mirror(mirror, reference.repository, transport, env) for mirror in mirrors]
-    return Registry(reference, own, tuple(found))
+    base, find = f"{scheme}://{api_host(host)}", partial(find_credentials, host, env)
+    own = Endpoint(host, base, reference.repository, transport, find, transport.retries)
+    return Registry(reference, own, tuple(_mirror(mirror, reference.repository, transport, env) for mirror in mirrors))
 
 
 def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, str]) -> Endpoint:
@@ -191,11 +231,4 @@ def _mirror(text: str, repository: str, transport: Transport, env: Mapping[str, 
     base = f"{'http' if plain else 'https'}://{netloc}"
     shown = f"mirror {netloc}" + (f"/{prefix}" if prefix else "")
     retries = min(_MIRROR_RETRIES, transport.retries)
-    return _endpoint(shown, base, where, transport, find, retries)
-
-
-def _endpoint(
-    name: str, base: str, repository: str, transport: Transport, find: Callable[[], Credentials | None], retries: int
-) -> Endpoint:
-    http = HttpClient(transport, plain=base.startswith("http:"))
-    return Endpoint(name, base, repository, http, Login(find, http, retries), retries)
+    return Endpoint(shown, base, where, transport, find, retries)

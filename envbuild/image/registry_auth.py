@@ -13,11 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from envbuild.cache.http import HttpClient, failure, read_all, split
 from envbuild.cache.retry import RequestFailed, with_retries
 from envbuild.image.credentials import Credentials
+
+if TYPE_CHECKING:
+    import requests
 
 _MAX_TOKEN = 1 << 20
 _CLIENT = "envbuild"
@@ -27,12 +32,11 @@ _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _ITEM = re.compile(rf'[\s,]*({_TOKEN})(?:\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*)))?')
 
 
-@dataclass(frozen=True, slots=True)
-class Challenge:
+class Challenge(NamedTuple):
     """An authentication scheme that a server accepts, in lower case, with its parameters."""
 
     scheme: str
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str]
 
 
 def parse_challenges(header: str) -> list[Challenge]:
@@ -43,7 +47,7 @@ def parse_challenges(header: str) -> list[Challenge]:
         position = match.end()
         name, quoted, bare = match.groups()
         if quoted is None and bare is None:
-            found.append(Challenge(name.lower()))
+            found.append(Challenge(name.lower(), {}))
         elif found:
             value = re.sub(r"\\(.)", r"\1", quoted) if quoted is not None else bare
             found[-1].parameters.setdefault(name.lower(), value)
@@ -61,25 +65,18 @@ class Login:
     http: HttpClient
     retries: int
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _found: list[Credentials | None] = field(default_factory=list, repr=False)
     _basic: str | None = field(default=None, repr=False)
     _bearer: Challenge | None = field(default=None, repr=False)
     # scopes → the header, and the time.monotonic() at which it expires
     _tokens: dict[tuple[str, ...], tuple[str, float]] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def credentials(self) -> Credentials | None:
         """The registry's credentials. Raises as find_credentials does."""
-        with self._lock:
-            if not self._found:
-                self._found.append(self.find())
-            return self._found[0]
+        return self.find()
 
     def header(self, scopes: Sequence[str], stop: threading.Event) -> str | None:
-        """Return the Authorization header for `scopes`, or None before the registry has sent a challenge.
-
-        Raises RequestFailed when no token is granted.
-        """
+        """Return the header for `scopes`; None before any challenge. Raises RequestFailed when no token is granted."""
         with self._lock:
             if self._bearer is None:
                 return self._basic
@@ -91,10 +88,7 @@ class Login:
             return header
 
     def refused(self, header: str | None, asked: str) -> bool:
-        """Record that a request with `header` got a 401 with the challenges `asked`.
-
-        Returns whether another attempt may succeed.
-        """
+        """Record that `header` got a 401 with the challenges `asked`; return whether another attempt may succeed."""
         challenges = {challenge.scheme: challenge for challenge in reversed(parse_challenges(asked))}
         with self._lock:
             if bearer := challenges.get("bearer"):
@@ -112,14 +106,20 @@ class Login:
         fields = [("service", challenge.parameters.get("service", "")), ("client_id", _CLIENT)]
         fields = [(name, value) for name, value in fields if value]
         try:
-            server = split(realm).netloc.rpartition("@")[2]
+            parts = split(realm)
+            server = parts.netloc.rpartition("@")[2]
             if known and known.identity_token:
                 fields += [("grant_type", "refresh_token"), ("scope", " ".join(scopes))]
                 fields += [("refresh_token", known.identity_token)]
-                data = with_retries(lambda: self._post(realm, fields, stop), self.retries, stop)
+                headers = {"Content-Type": "application/x-www-form-urlencoded"}
+                send = partial(self.http.send, "POST", realm, headers, urlencode(fields).encode(), own=False)
             else:
                 fields += [("scope", scope) for scope in scopes]
-                data = with_retries(lambda: self._get(realm, fields, known, stop), self.retries, stop)
+                fields += [("account", known.username)] if known and known.username else []
+                query = urlencode(parse_qsl(parts.query, keep_blank_values=True) + fields)
+                headers = {"Authorization": _basic(known)} if known else {}
+                send = partial(self.http.send, "GET", urlunsplit(parts._replace(query=query)), headers, own=False)
+            data = with_retries(lambda: _content(send, stop), self.retries, stop)
         except RequestFailed as error:
             who = f" with the credentials from {known.source}" if known else ""
             raise RequestFailed(
@@ -127,28 +127,12 @@ class Login:
             ) from None
         return _token(data, server)
 
-    def _get(
-        self, realm: str, fields: list[tuple[str, str]], known: Credentials | None, stop: threading.Event
-    ) -> bytes:
-        parts = split(realm)
-        if known and known.username:
-            fields = [*fields, ("account", known.username)]
-        query = urlencode(parse_qsl(parts.query, keep_blank_values=True) + fields)
-        headers = {"Authorization": _basic(known)} if known else {}
-        with self.http.send(
-            "GET", urlunsplit(parts._replace(query=query)), headers, own=False
-        ) as response:  # fmt: skip
-            if response.status_code != 200:
-                raise failure(response)
-            return read_all(response, _MAX_TOKEN, stop)
 
-    def _post(self, realm: str, fields: list[tuple[str, str]], stop: threading.Event) -> bytes:
-        headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        body = urlencode(fields).encode()
-        with self.http.send("POST", realm, headers, body, own=False) as response:
-            if response.status_code != 200:
-                raise failure(response)
-            return read_all(response, _MAX_TOKEN, stop)
+def _content(send: Callable[[], requests.Response], stop: threading.Event) -> bytes:
+    with send() as response:
+        if response.status_code != 200:
+            raise failure(response)
+        return read_all(response, _MAX_TOKEN, stop)
 
 
 def _token(data: bytes, server: str) -> tuple[str, float]:
@@ -166,5 +150,4 @@ def _token(data: bytes, server: str) -> tuple[str, float]:
 
 
 def _basic(known: Credentials) -> str:
-    text = f"{known.username}:{known.password}"
-    return "Basic " + base64.b64encode(text.encode()).decode()
+    return "Basic " + base64.b64encode(f"{known.username}:{known.password}".encode()).decode()

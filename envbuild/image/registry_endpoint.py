@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
 from envbuild.cache.http import Body, HttpClient, failure, origin, split
 from envbuild.cache.retry import RequestFailed, with_retries
+from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError
-from envbuild.image.credentials import PLACES
+from envbuild.image.credentials import PLACES, Credentials
 from envbuild.image.registry_auth import Login
 
 if TYPE_CHECKING:
@@ -21,28 +22,33 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
 # A cached token may have expired, and so may one that another thread has cached since.
 _RENEWALS = 2
+_HINTS = {
+    404: "check repository and tag",
+    413: "a proxy before the registry limits the size of requests; raise its limit",
+    429: "wait, log in for a higher limit (docker login), or name a mirror in site.toml",
+}
 
 
 @dataclass
 class Endpoint:
-    """The repository `repository` on the server `base` (scheme://host). `name` is the server's name in messages."""
+    """The repository `repository` on the server `base` (scheme://host), `name` in messages; `find` looks up logins."""
 
     name: str
     base: str
     repository: str
-    http: HttpClient
-    login: Login
+    transport: Transport
+    find: Callable[[], Credentials | None] = field(repr=False)
     retries: int
     # Set when a mirror is unreachable, so that it is tried only once: the reason why no request can succeed.
     dead: RequestFailed | None = None
 
+    def __post_init__(self) -> None:
+        self.http = HttpClient(self.transport, plain=self.base.startswith("http:"))
+        self.login = Login(self.find, self.http, self.retries)
+
     def url(self, path: str) -> str:
         """Return the URL of `path` below the repository."""
         return f"{self.base}/v2/{self.repository}/{path}"
-
-    def scope(self, actions: str, repository: str | None = None) -> str:
-        """Return the scope of a token for `actions`: pull or pull,push."""
-        return f"repository:{repository or self.repository}:{actions}"
 
     def request(
         self,
@@ -50,21 +56,37 @@ class Endpoint:
         url: str,
         stop: threading.Event,
         *,
-        scopes: Sequence[str],
+        push: bool = False,
+        mount_from: str | None = None,
         ok: Sequence[int] = (200,),
         headers: Mapping[str, str] | None = None,
-        body: Callable[[], Body | bytes] | None = None,
+        body: Body | bytes | None = None,
         retries: int | None = None,
     ) -> requests.Response:
         """Send a request, and return the response with a status in `ok`, its body unread; the caller closes it.
 
-        `body` is called each time the body is sent. Raises RequestFailed.
+        It is authorized to pull, with `push` also to push, and with `mount_from` to pull from that repository as well.
+        `body` is iterated over each time that it is sent. Raises RequestFailed.
         """
-        return with_retries(
-            lambda: self._authorized(method, url, stop, scopes, ok, headers or {}, body),
-            self.retries if retries is None else retries,
-            stop,
-        )
+        scopes = [f"repository:{self.repository}:{'pull,push' if push else 'pull'}"]
+        if mount_from:
+            scopes.append(f"repository:{mount_from}:pull")
+
+        def send() -> requests.Response:
+            for attempt in range(_RENEWALS + 1):
+                header = self.login.header(scopes, stop)
+                response = self._following(method, url, headers or {}, header, body)
+                if response.status_code in ok:
+                    return response
+                with response:
+                    asked = response.headers.get("WWW-Authenticate", "")
+                    ours = origin(response.url) == origin(self.base)
+                    again = response.status_code == 401 and ours and attempt < _RENEWALS
+                    if not (again and self.login.refused(header, asked)):
+                        raise failure(response)
+            raise AssertionError  # the last attempt returned or raised
+
+        return with_retries(send, self.retries if retries is None else retries, stop)
 
     def follow(self, response: requests.Response) -> str:
         """Return the URL in a response's Location header. Raises RequestFailed when it has none."""
@@ -79,45 +101,14 @@ class Endpoint:
             target = target._replace(scheme="https", netloc=own.netloc)
         return urlunsplit(target)
 
-    def _authorized(
-        self,
-        method: str,
-        url: str,
-        stop: threading.Event,
-        scopes: Sequence[str],
-        ok: Sequence[int],
-        headers: Mapping[str, str],
-        body: Callable[[], Body | bytes] | None,
-    ) -> requests.Response:
-        for attempt in range(_RENEWALS + 1):
-            header = self.login.header(scopes, stop)
-            response = self._following(method, url, headers, header, body)
-            if response.status_code in ok:
-                return response
-            with response:
-                asked = response.headers.get("WWW-Authenticate", "")
-                ours = origin(response.url) == origin(self.base)
-                again = response.status_code == 401 and ours and attempt < _RENEWALS
-                if not (again and self.login.refused(header, asked)):
-                    raise failure(response)
-        raise AssertionError  # the last attempt returned or raised
-
     def _following(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        header: str | None,
-        body: Callable[[], Body | bytes] | None,
+        self, method: str, url: str, headers: Mapping[str, str], header: str | None, body: Body | bytes | None
     ) -> requests.Response:
-        """Send a request and follow redirects.
-
-        The Authorization header goes to the registry only: its object store's URLs contain their own credentials.
-        """
+        """Send a request and follow redirects. `header` goes to the registry only: URLs of its store hold secrets."""
         for _ in range(_MOST_REDIRECTS):
             own = origin(url) == origin(self.base)
             sent = {**headers, "Authorization": header} if own and header else headers
-            response = self.http.send(method, url, sent, body() if body else None, own=own)
+            response = self.http.send(method, url, sent, body, own=own)
             code = response.status_code
             if code not in _REDIRECTS or not response.headers.get("Location"):
                 return response
@@ -129,10 +120,7 @@ class Endpoint:
 
 
 def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
-    """Return the error for the failed operation `what`.
-
-    The error lists the answer of each source, and has a hint about the last one.
-    """
+    """Return the error for the failed operation `what`: the answer of each source, and a hint about the last one."""
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
     return BuildError(f"{what}: {answers}", _hint(endpoint, last))
@@ -146,12 +134,8 @@ def _hint(endpoint: Endpoint, error: RequestFailed) -> str | None:
         if known is None:
             return f"check the name; if it needs credentials: docker login {host} (places that are {PLACES})"
         return f"the credentials from {known.source} were used; docker login {host} renews them ({PLACES})"
-    if error.status == 404:
-        return "check repository and tag"
-    if error.status == 429:
-        return "wait, log in for a higher limit (docker login), or name a mirror in site.toml"
-    if error.status == 413:
-        return "a proxy before the registry limits the size of requests; raise its limit"
+    if error.status in _HINTS:
+        return _HINTS[error.status]
     if "wrong version number" in text or "record layer failure" in text:
         return f"if {host} speaks plain HTTP, name it insecure in site.toml"
     if "certificate" in text:

@@ -1,20 +1,23 @@
-"""Upload of one blob to a registry, with resume.
+"""Upload of blobs to a registry, with resume, and mounting of those that another repository has.
 
-Source: OCI distribution specification 1.1, "Pushing blobs": POST begins an upload, PATCH adds a chunk, GET returns the
-number of bytes received, PUT ends the upload, with or without the complete content.
+Source: OCI distribution specification 1.1, "Pushing blobs" (POST begins an upload, PATCH adds a chunk, GET returns the
+number of bytes received, PUT ends the upload, with or without the complete content) and "Mounting a blob from another
+repository".
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from envbuild.cache.http import BLOCK, Body
+from envbuild.cache.http import BLOCK
 from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
@@ -32,10 +35,25 @@ _OCTETS = "application/octet-stream"
 
 def has_blob(endpoint: Endpoint, digest: str, stop: threading.Event) -> bool:
     """Return whether the repository has the blob. Raises RequestFailed."""
-    scopes = (endpoint.scope("pull,push"),)
-    url = endpoint.url(f"blobs/{digest}")
-    with endpoint.request("HEAD", url, stop, scopes=scopes, ok=(200, 404)) as answer:
+    with endpoint.request("HEAD", endpoint.url(f"blobs/{digest}"), stop, push=True, ok=(200, 404)) as answer:
         return answer.status_code == 200
+
+
+def mount(endpoint: Endpoint, digest: str, source: str, stop: threading.Event) -> bool:
+    """Mount a blob of the repository `source`; return False when the registry does not. Raises RequestFailed."""
+    url = endpoint.url(f"blobs/uploads/?mount={quote(digest)}&from={quote(source)}")
+    try:
+        with endpoint.request("POST", url, stop, push=True, mount_from=source, ok=(201, 202)) as answer:
+            if answer.status_code == 201:
+                return True
+            location = endpoint.follow(answer)  # an upload has begun instead
+    except RequestFailed as error:
+        if error.status in (400, 401, 403, 404, 405):
+            return False
+        raise
+    with contextlib.suppress(RequestFailed):  # the registry discards it after a while
+        endpoint.request("DELETE", location, stop, push=True, ok=(204, 202, 200), retries=0).close()
+    return False
 
 
 def push_blob(
@@ -46,8 +64,7 @@ def push_blob(
     `on_progress` is called with the number of sent bytes; a negative count takes back bytes that must be sent
     again. Raises RequestFailed, and BuildError when the file's size differs from that in `blob`.
     """
-    size = path.stat().st_size
-    if size != blob.size:
+    if (size := path.stat().st_size) != blob.size:
         raise BuildError(f"{path}: has {size} bytes, not {blob.size}: it changed")
     _Upload(endpoint, blob, path, on_progress, stop, chunk).run()
 
@@ -68,6 +85,9 @@ class _Upload:
     refusals: int = 0  # uploads that the registry has discarded
     whole: bool = False  # send the blob in one piece: the registry accepts no chunks
     done: bool = False
+
+    def __post_init__(self) -> None:
+        self._request = partial(self.endpoint.request, stop=self.stop, push=True, retries=0)
 
     def run(self) -> None:
         """Upload the blob. The count of retries restarts when the registry has more bytes than ever before."""
@@ -101,10 +121,7 @@ class _Upload:
         return self.whole or small or self.offset == self.blob.size
 
     def _in_another_way(self, error: RequestFailed) -> bool:
-        """Recover from `error`, or raise it when a retry cannot help.
-
-        Returns True to continue at once, without counting a retry: the registry does not support chunks.
-        """
+        """Recover from `error`, or raise it. Return True to go on at once, uncounted: without chunks."""
         if self.location and error.transient:
             self.unsure = self.troubled = True
         elif error.transient:
@@ -150,9 +167,8 @@ class _Upload:
     def _send_chunk(self) -> None:
         start, end = self.offset, min(self.offset + self.chunk, self.blob.size)
         headers = {"Content-Type": _OCTETS, "Content-Range": f"{start}-{end - 1}"}
-        with self._request(
-            "PATCH", self.location, (202, 200, 201, 204), headers, lambda: _Part(self, start, end)
-        ) as answer:
+        part, ok = _Part(self, start, end), (202, 200, 201, 204)
+        with self._request("PATCH", self.location, ok=ok, headers=headers, body=part) as answer:
             offset = _received(answer.headers.get("Range"), end)
             self._moved_to(answer)
         if not start < offset <= end:
@@ -162,28 +178,11 @@ class _Upload:
 
     def _finish(self) -> None:
         url = self.location + ("&" if "?" in self.location else "?")
-        rest = self.offset < self.blob.size
-        with self._request(
-            "PUT",
-            f"{url}digest={quote(self.blob.digest)}",
-            (201, 200, 202, 204),
-            {"Content-Type": _OCTETS},
-            lambda: _Part(self, 0, self.blob.size) if rest else b"",
-        ):
-            self.done = True
-
-    def _request(
-        self,
-        method: str,
-        url: str,
-        ok: Sequence[int],
-        headers: dict[str, str] | None = None,
-        body: Callable[[], Body | bytes] | None = None,
-    ) -> requests.Response:
-        scopes = (self.endpoint.scope("pull,push"),)
-        return self.endpoint.request(
-            method, url, self.stop, scopes=scopes, ok=ok, headers=headers, body=body, retries=0
-        )
+        url += f"digest={quote(self.blob.digest)}"
+        body = _Part(self, 0, self.blob.size) if self.offset < self.blob.size else b""
+        headers = {"Content-Type": _OCTETS}
+        self._request("PUT", url, ok=(201, 200, 202, 204), headers=headers, body=body).close()
+        self.done = True
 
     def _moved_to(self, answer: requests.Response) -> None:
         """Update the upload's URL, which may change with each response."""
@@ -223,10 +222,7 @@ class _Part:
 
 
 def _received(header: str | None, otherwise: int) -> int:
-    """Return the number of bytes in the Range header of an upload.
-
-    Registries send `0-0` for no bytes as well as for one; it is taken as none.
-    """
+    """Return the bytes of an upload's Range header; `0-0`, which registries also send for none, counts as none."""
     match = re.search(r"0-(\d+)$", header or "")
     if match is None:
         return otherwise

@@ -12,7 +12,7 @@ import struct
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
 
@@ -40,10 +40,8 @@ _ARCHITECTURES = {
     "07": "mips", "08": "mipsle", "09": "mips64", "10": "mips64le", "11": "s390x", "12": "riscv64",
 }  # fmt: skip
 _CODES = {name: code.encode() + b"\0" for code, name in _ARCHITECTURES.items()}
-# A bound for reading a damaged file; no real SIF has as many descriptors.
-_MAX_SLOTS = 4096
-# No definition or JSON object of a real SIF is larger.
-_MAX_OBJECT = 16 << 20
+# Bounds for reading a damaged file: no real SIF has as many descriptors, or larger definitions or JSON objects.
+_MAX_SLOTS, _MAX_OBJECT = 4096, 16 << 20
 # The namespace of image identifiers (RFC 9562, version 5).
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "sif.org.envbuild")
 
@@ -76,7 +74,6 @@ class Sif:
     arch: str
     objects: tuple[Object, ...]
     partition: Object
-    identifier: str
     mtime: int
 
 
@@ -93,35 +90,24 @@ def write_sif_front(out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str,
     """
     if arch not in _CODES:
         raise BuildError(f"SIF has no code for the architecture {arch!r}")
-    objects = _front(definition, jsons)
+    _, start = _front(definition, jsons)
+    front = bytes(_DATA) + definition + b"".join(content for _, content in jsons)
     out.seek(0)
-    out.write(bytes(_DATA))
-    for _, content in [("", definition), *jsons]:
-        out.write(content)
-    end = objects[-1].offset + objects[-1].size
-    start = -(-end // _PAGE) * _PAGE
-    out.write(bytes(start - end))
+    out.write(front.ljust(start, b"\0"))
     return start
 
 
 def finish_sif(
-    out: BinaryIO,
-    definition: bytes,
-    jsons: Sequence[tuple[str, bytes]],
-    arch: str,
-    *,
-    partition_offset: int,
-    partition_size: int,
-    mtime: int,
+    out: BinaryIO, definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, *, partition_size: int, mtime: int
 ) -> None:
     """Write the header and the descriptors after the squashfs. `out` is left at its end.
 
     The first arguments are those of `write_sif_front`. The bytes depend on the arguments alone: the image's identifier
     is derived from them, and every timestamp is `mtime`.
     """
-    end = partition_offset + partition_size
-    front = _front(definition, jsons)
-    root = Object(PARTITION, "", partition_offset, partition_size, "squashfs", arch, True)
+    front, start = _front(definition, jsons)
+    end = start + partition_size
+    root = Object(PARTITION, "", start, partition_size, "squashfs", arch, True)
     descriptors = bytearray()
     last = _DATA
     for number, item in enumerate([*front, root], 1):
@@ -138,9 +124,7 @@ def finish_sif(
         mtime, mtime, free, _SLOTS, _PAGE, _SLOTS * _DESCRIPTOR.size, _DATA, end - _DATA,
     )  # fmt: skip
     out.seek(0)
-    out.write(header)
-    out.seek(_PAGE)
-    out.write(descriptors)
+    out.write(header.ljust(_PAGE, b"\0") + descriptors)
     out.seek(end)
 
 
@@ -151,7 +135,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     """
     size = stream.seek(0, 2)
     head = _read(stream, 0, _HEADER.size, size, where)
-    _, magic, version, code, identifier, _, mtime, free, total, at, _, _, _ = _HEADER.unpack(head)
+    _, magic, version, code, _, _, mtime, free, total, at, _, _, _ = _HEADER.unpack(head)
     if magic != _MAGIC:
         raise BuildError(f"{where}: not a SIF")
     if version != _VERSION:
@@ -159,9 +143,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     if not 0 < total <= _MAX_SLOTS or not 0 <= free < total:
         raise BuildError(f"{where}: damaged: {total} descriptors, {free} of them free")
     raw = _read(stream, at, total * _DESCRIPTOR.size, size, where)
-    found = [
-        _object(row, size, where) for row in _DESCRIPTOR.iter_unpack(raw) if row[1]
-    ]  # fmt: skip
+    found = [_object(row, size, where) for row in _DESCRIPTOR.iter_unpack(raw) if row[1]]
     if len(found) != total - free:
         raise BuildError(f"{where}: damaged: {len(found)} objects where {total - free} are announced")
     roots = [item for item in found if item.primary]
@@ -173,8 +155,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     said = _ARCHITECTURES.get(_text(code), "")
     if said and roots[0].arch and said != roots[0].arch:
         raise BuildError(f"{where}: damaged: made for {said}, with a partition for {roots[0].arch}")
-    arch = roots[0].arch or said
-    return Sif(arch, tuple(found), roots[0], str(uuid.UUID(bytes=identifier)), max(mtime, 0))
+    return Sif(roots[0].arch or said, tuple(found), roots[0], max(mtime, 0))
 
 
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
@@ -184,7 +165,8 @@ def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
     return _read(stream, item.offset, item.size, item.offset + item.size, where)
 
 
-def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object]:
+def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> tuple[list[Object], int]:
+    """Return the objects before the partition, and its offset."""
     if len(jsons) > _SLOTS - 2:
         raise BuildError(f"a SIF holds {_SLOTS} objects at most")
     at = _DATA
@@ -194,23 +176,18 @@ def _front(definition: bytes, jsons: Sequence[tuple[str, bytes]]) -> list[Object
             raise BuildError(f"{name!r} is too long for the name of an object in a SIF")
         found.append(Object(kind, name, at, len(content)))
         at += len(content)
-    return found
+    return found, -(-at // _PAGE) * _PAGE
 
 
 def _identifier(definition: bytes, jsons: Sequence[tuple[str, bytes]], arch: str, size: int) -> uuid.UUID:
     parts = [b"definition", definition, arch.encode(), str(size).encode()]
-    for name, content in jsons:
-        parts += [name.encode(), content]
-    seen = hashlib.sha256()
-    for part in parts:
-        seen.update(hashlib.sha256(part).digest())
+    parts += [part for name, content in jsons for part in (name.encode(), content)]
+    seen = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
     return uuid.uuid5(_SPACE, seen.hexdigest())
 
 
-def _object(row: tuple[int | bytes, ...], end: int, where: str) -> Object:
+def _object(row: tuple[Any, ...], end: int, where: str) -> Object:
     number, _, identifier, _, _, offset, size, _, _, _, _, _, name, extra = row
-    assert isinstance(number, int) and isinstance(offset, int) and isinstance(size, int)
-    assert isinstance(name, bytes) and isinstance(extra, bytes)
     if offset < 0 or size < 0 or offset + size > end:
         raise BuildError(f"{where}: damaged: object {identifier!r} lies outside of the file")
     kind = _KINDS.get(number, f"type {number:#x}")
@@ -224,10 +201,10 @@ def _object(row: tuple[int | bytes, ...], end: int, where: str) -> Object:
 
 def _read(stream: BinaryIO, at: int, size: int, end: int, where: str) -> bytes:
     """Read `size` bytes at `at` from a file of `end` bytes."""
-    if at < 0 or at + size > end:
-        raise BuildError(f"{where}: cut short: {size} bytes at {at} are not there")
-    stream.seek(at)
-    data = stream.read(size)
+    data = b""
+    if at >= 0 and at + size <= end:
+        stream.seek(at)
+        data = stream.read(size)
     if len(data) != size:
         raise BuildError(f"{where}: cut short: {size} bytes at {at} are not there")
     return data

@@ -1,14 +1,25 @@
-"""The stream of a tar archive, and the metadata of one member."""
+"""Streams that tar archives are read from, and the metadata of one member."""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.errors import BuildError
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+# The type flags of POSIX.1-2001.
+TYPE_FLAGS = {FILE: b"0", HARDLINK: b"1", SYMLINK: b"2", CHAR: b"3", BLOCK: b"4", DIR: b"5", FIFO: b"6"}
 
 Pieces = tuple[tuple[int, int], ...]  # (offset in the file, length), both in bytes
 _SKIP = 1 << 20
+_OCTAL = re.compile(rb"[0-7]+")
 
 
 @dataclass(slots=True)
@@ -32,6 +43,35 @@ class Member:
     stored: int = 0
     pieces: Pieces | None = None
     xattrs: tuple[tuple[str, bytes], ...] = ()
+
+
+class Chunks(io.RawIOBase):
+    """A stream over an iterator of bytes. Closing it also closes `source`, the file that the bytes come from."""
+
+    def __init__(self, chunks: Iterator[bytes], source: object = None) -> None:
+        self._chunks = chunks
+        self._source = source
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        while not self._ready:
+            data = next(self._chunks, None)
+            if data is None:
+                return 0
+            self._ready = memoryview(data)
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), len(self._ready))
+        view[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        if not self.closed and isinstance(self._source, io.IOBase):
+            self._source.close()
+        super().close()
 
 
 class PositionedStream:
@@ -77,3 +117,17 @@ class PositionedStream:
 
     def cut(self) -> BuildError:
         return BuildError(f"{self.where}: the tar archive is cut short")
+
+
+def number(raw: bytes, source: PositionedStream) -> int:
+    """Parse a number of a header: octal digits with spaces and NULs around them, or base 256."""
+    if raw[0] & 0x80:
+        bits = 8 * len(raw) - 1
+        value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
+        return value - (1 << bits) if raw[0] & 0x40 else value
+    text = raw.lstrip(b" \0").partition(b"\0")[0].rstrip(b" ")
+    if not text:
+        return 0
+    if _OCTAL.fullmatch(text):
+        return int(text, 8)
+    raise BuildError(f"{source.where}: not a tar archive, or damaged: {raw!r} is not a number")

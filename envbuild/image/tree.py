@@ -1,4 +1,4 @@
-"""A file system tree in memory, without data, to which layers are applied in order.
+"""Merge of layers into the tree that a container sees: a tree in memory, without data, to which layers are applied.
 
 Rules: OCI image specification 1.1, "Image Layer Filesystem Changeset". For cases that it does not specify, members are
 applied as by `umoci unpack`, in the order of the archive. No path ever leads out of the root.
@@ -7,17 +7,21 @@ applied as by `umoci unpack`, in the order of the archive. No path ever leads ou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import DIR, HARDLINK, SYMLINK
-from envbuild.image.tar_stream import Member
+from envbuild.image.blobs import Pulled
+from envbuild.image.compression import open_layer
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.untar import members
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
 _AUFS = ".wh..wh."
 _LINKS = 255  # maximum number of symbolic links followed in one path
+_ID_END = 1 << 32
 _PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
 
 
@@ -25,26 +29,45 @@ _PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
 class Node:
     """A file of any kind, with one or several names. `member` is None for a directory that no layer describes."""
 
-    member: Member | None
-    layer: int
-    ordinal: int
-    children: dict[str, Node] | None = None
+    member: Member | None = None
+    layer: int = -1
+    ordinal: int = -1
+    children: dict[str, Node] = field(default_factory=dict)
 
     @property
-    def target(self) -> str | None:
-        """The target of a symbolic link; None for any other kind."""
-        member = self.member
-        return member.link if member is not None and member.kind == SYMLINK else None
+    def kind(self) -> str:
+        """The kind of file, as that of an `Entry`."""
+        return DIR if self.member is None else self.member.kind
+
+
+@dataclass(frozen=True, slots=True)
+class MergedEntry:
+    """A path of the final tree, with the layer (0 is the lowest) and the member that its metadata and data come from.
+
+    When a file has several names, the first in order is the file and the others are hard links to it, regardless of the
+    layers' choice. `layer` and `member` are -1 for a directory that no layer describes.
+    """
+
+    entry: Entry
+    layer: int
+    member: int
 
 
 class MergedTree:
-    """The merged tree of the layers so far."""
+    """The merged tree of the layers so far; they are added one after another, lowest first."""
 
     def __init__(self) -> None:
-        self.node = _directory()
+        self.node = Node()
         self._layer = -1
         # The paths that the current layer has added, and their parents: its own whiteouts do not remove them.
         self._upper: set[str] = set()
+
+    def add(self, name: str, members: Iterable[Member]) -> None:
+        """Add a layer on top; `name` is for messages. Raises BuildError."""
+        self.begin()
+        for ordinal, member in enumerate(members):
+            _check_numbers(member, name)
+            self.apply(member, ordinal, name)
 
     def begin(self) -> None:
         """Begin the next layer."""
@@ -63,22 +86,32 @@ class MergedTree:
 
     def has(self, path: str) -> bool:
         """Return whether an entry exists at `path`; links among its parents are resolved, `path` itself is not."""
-        parts = _clean(path)
-        return self._at(self._resolve(parts[:-1]) + parts[-1:]) is not None
+        return self._named(path) is not None
 
-    def walk(self) -> Iterator[tuple[str, Node]]:
-        """Return an iterator over the paths with their nodes, sorted by path; the root, "", comes first."""
+    def is_file(self, path: str) -> bool:
+        """Return whether `path` leads to a regular file; symbolic links are resolved within the root."""
+        try:
+            node = self._at(self._resolve(path.split("/")))
+        except _Refused:
+            return False
+        return node is not None and node.kind == FILE
+
+    def walk(self) -> list[tuple[str, Node]]:
+        """Return the paths with their nodes, sorted by path; the root, "", comes first."""
         found = [("", self.node)]
-        folders = [("", self.node)]
-        while folders:
-            path, node = folders.pop()
-            for name, child in (node.children or {}).items():
-                below = f"{path}/{name}" if path else name
-                found.append((below, child))
-                if child.children is not None:
-                    folders.append((below, child))
-        found.sort(key=lambda item: item[0])
-        return iter(found)
+        for path, node in found:  # which grows meanwhile
+            found += [(f"{path}/{name}".lstrip("/"), child) for name, child in node.children.items()]
+        return sorted(found, key=lambda item: item[0])
+
+    def entries(self) -> dict[str, MergedEntry]:
+        """Return the paths of the tree in order: parents and link targets come first. The root "" is included."""
+        entries: dict[str, MergedEntry] = {}
+        first: dict[int, str] = {}
+        for path, node in self.walk():
+            target = first.setdefault(id(node), path)
+            entry = _entry(path, node, None if target == path else target)
+            entries[path] = MergedEntry(entry, node.layer, node.ordinal)
+        return entries
 
     def _apply(self, member: Member, parts: list[str], ordinal: int) -> None:
         if not parts:
@@ -92,10 +125,9 @@ class MergedTree:
             self._whiteout(folder, name)
             return
         _check(folder, name)
-        parent = self._make(folder)
-        assert parent.children is not None
+        parent = self._folder(folder)
         old = parent.children.get(name)
-        if old is not None and old.children is not None and member.kind == DIR:
+        if old is not None and old.kind == DIR and member.kind == DIR:
             old.member, old.layer, old.ordinal = member, self._layer, ordinal
         else:
             parent.children.pop(name, None)
@@ -104,18 +136,17 @@ class MergedTree:
 
     def _new(self, member: Member, ordinal: int) -> Node:
         if member.kind == HARDLINK:
-            parts = _clean(member.link)
-            node = self._at(self._resolve(parts[:-1]) + parts[-1:])
+            node = self._named(member.link)
             if node is None:
                 raise _Refused(f"a hard link to {member.link!r}, which is not there")
-            if node.children is not None:
+            if node.kind == DIR:
                 raise _Refused(f"a hard link to {member.link!r}, a directory")
             return node
         if member.kind == SYMLINK and not member.link:
             raise _Refused("a symbolic link to nothing")
         if member.kind == SYMLINK and len(os.fsencode(member.link)) > _PATH_MAX:
             raise _Refused("a symbolic link longer than Linux allows")
-        return Node(member, self._layer, ordinal, {} if member.kind == DIR else None)
+        return Node(member, self._layer, ordinal)
 
     def _whiteout(self, folder: list[str], name: str) -> None:
         opaque = name == _OPAQUE
@@ -128,21 +159,17 @@ class MergedTree:
             return
         path = "/".join(top)
         if not opaque and path not in self._upper:
-            parent = self._at(folder)
-            assert parent is not None and parent.children is not None
-            del parent.children[hidden]
+            del self._folder(folder).children[hidden]
             return
         # The paths that this layer has added stay, with their parents; all others are removed.
         folders = [(path, node)]
-        while folders:
-            path, node = folders.pop()
-            for name, child in list((node.children or {}).items()):
-                below = f"{path}/{name}" if path else name
-                if below not in self._upper:
-                    assert node.children is not None
-                    del node.children[name]
-                elif child.children is not None:
+        for path, node in folders:  # which grows meanwhile
+            for name, child in list(node.children.items()):
+                below = f"{path}/{name}".lstrip("/")
+                if below in self._upper:
                     folders.append((below, child))
+                else:
+                    del node.children[name]
 
     def _resolve(self, parts: list[str]) -> list[str]:
         """Resolve symbolic links in `parts` within the root; parts that do not exist are kept."""
@@ -159,10 +186,8 @@ class MergedTree:
                     done.pop()
                     del nodes[len(done) + 1 :]
                 continue
-            children = nodes[-1].children if len(nodes) == len(done) + 1 else None
-            node = children.get(part) if children is not None else None
-            target = node.target if node is not None else None
-            if target is None:
+            node = nodes[-1].children.get(part) if len(nodes) == len(done) + 1 else None
+            if node is None or node.member is None or node.member.kind != SYMLINK:
                 done.append(part)
                 if node is not None:
                     nodes.append(node)
@@ -170,34 +195,34 @@ class MergedTree:
             links += 1
             if links > _LINKS:
                 raise _Refused("too many symbolic links on the way")
+            target = node.member.link
             if target.startswith("/"):
                 done, nodes = [], [self.node]
             todo += target.split("/")[::-1]
         return done
 
+    def _named(self, path: str) -> Node | None:
+        """Return the node at `path`; links among its parents are resolved, `path` itself is not."""
+        parts = _clean(path)
+        return self._at(self._resolve(parts[:-1]) + parts[-1:])
+
     def _at(self, parts: list[str]) -> Node | None:
         """Return the node at a path without symbolic links."""
         node: Node | None = self.node
         for part in parts:
-            if node is None or node.children is None:
-                return None
-            node = node.children.get(part)
+            node = node.children.get(part) if node is not None else None
         return node
 
-    def _make(self, folder: list[str]) -> Node:
-        """Return the directory at a path without symbolic links; missing directories are created.
-
-        A lower layer's file in the way is replaced, as a mounted overlay would hide it.
-        """
+    def _folder(self, folder: list[str]) -> Node:
+        """Return the directory at a path without links; it is made if missing, and in place of a lower layer's file."""
         node = self.node
         for depth, part in enumerate(folder, 1):
-            assert node.children is not None
             child = node.children.get(part)
-            if child is None or child.children is None:
+            if child is None or child.kind != DIR:
                 path = "/".join(folder[:depth])
                 if child is not None and path in self._upper:
                     raise _Refused(f"{path} is not a directory")
-                child = node.children[part] = _directory()
+                child = node.children[part] = Node()
             node = child
         return node
 
@@ -208,12 +233,19 @@ class MergedTree:
             path = path.rpartition("/")[0]
 
 
+def merged(pulled: Pulled) -> MergedTree:
+    """Return the merged layers of an image. Raises BuildError when they cannot be merged."""
+    tree = MergedTree()
+    for blob in pulled.manifest.layers:
+        with open_layer(pulled.blobs.path(blob.digest), blob.digest) as stream:
+            source = PositionedStream(stream, blob.digest)
+            tree.add(blob.digest, members(source))
+            source.finish()
+    return tree
+
+
 class _Refused(Exception):
     """The fault of a member, without the member's name."""
-
-
-def _directory() -> Node:
-    return Node(None, -1, -1, {})
 
 
 def _clean(name: str) -> list[str]:
@@ -232,3 +264,20 @@ def _check(folder: list[str], name: str) -> None:
     size = len(path) if path.isascii() else len(os.fsencode(path))
     if size > _PATH_MAX or (size > _NAME_MAX and any(len(os.fsencode(part)) > _NAME_MAX for part in (*folder, name))):
         raise _Refused("a path longer than Linux allows")
+
+
+def _entry(path: str, node: Node, link: str | None) -> Entry:
+    member = node.member
+    if member is None:
+        return Entry(path, DIR, 0o755)
+    kind, target = (member.kind, member.link) if link is None else (HARDLINK, link)
+    mode = 0o777 if member.kind == SYMLINK else member.mode
+    return Entry(
+        path, kind, mode, member.size, target, member.uid, member.gid, member.mtime, member.device, member.xattrs
+    )
+
+
+def _check_numbers(member: Member, layer: str) -> None:
+    for number in (member.uid, member.gid, *member.device):
+        if not 0 <= number < _ID_END:
+            raise BuildError(f"{layer}: {member.name}: an owner or device number of {number}")

@@ -8,40 +8,22 @@ records. Deviations from these that Go's archive/tar accepts are accepted, becau
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
-from envbuild.image.sparse import gnu_pieces, pax_pieces
-from envbuild.image.tar_stream import Member, PositionedStream
+from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, Readable
+from envbuild.image.tar_stream import TYPE_FLAGS, Chunks, Member, Pieces, PositionedStream, number
 
-_KINDS = {
-    b"0": FILE,
-    b"\0": FILE,
-    b"7": FILE,
-    b"S": FILE,
-    b"1": HARDLINK,
-    b"2": SYMLINK,
-    b"3": CHAR,
-    b"4": BLOCK,
-    b"5": DIR,
-    b"6": FIFO,
-}
+_KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {flag: kind for kind, flag in TYPE_FLAGS.items()}
 _XATTR = "SCHILY.xattr."
 _ZEROS = bytes(512)
 # The maximum length of a name or a pax header in bytes, as in Go's archive/tar.
 _MAX_SPECIAL = 1 << 20
 _MAX_SIZE = 1 << 62
-
-
-@dataclass(slots=True)
-class _Records:
-    """The extended headers before a member; `pairs` keeps the order of records for sparse maps."""
-
-    values: dict[str, bytes] = field(default_factory=dict)
-    pairs: list[tuple[str, bytes]] = field(default_factory=list)
-    name: bytes | None = None
-    link: bytes | None = None
+_MAX_PIECES = 1 << 20
+_MAX_SPARSE = 16 << 40  # ext4's largest file; a bound is needed because holes take no space in an archive
+_DIGITS = 18
+_CHUNK = 1 << 20
+_DAMAGED = "the map of a sparse file is damaged"
 
 
 def members(source: PositionedStream) -> Iterator[Member]:
@@ -50,13 +32,17 @@ def members(source: PositionedStream) -> Iterator[Member]:
     Raises BuildError when the data is not a tar archive, is truncated or has a member of an unknown kind.
     """
     shared: dict[str, bytes] = {}
-    records = _Records()
+    pairs: list[tuple[str, bytes]] = []  # the records before a member; their order matters for sparse maps
+    names: dict[str, bytes] = {}  # those of GNU's L and K headers
     while (block := source.read(512)) and block != _ZEROS:
+        if len(block) < 512 and source.position > 512:
+            raise source.cut()
         if len(block) < 512:
-            raise source.cut() if source.position > 512 else _no_tar(len(block), source)
+            has = f"it has {len(block)} bytes, and a tar at least 512"
+            raise BuildError(f"{source.where}: not a tar archive, or cut short: {has}")
         _check_sum(block, source)
         kind = block[156:157]
-        size = _number(block[124:136], source)
+        size = number(block[124:136], source)
         if size < 0:
             raise BuildError(f"{source.where}: a tar header with a negative size")
         if kind in b"xXgLK":
@@ -64,77 +50,71 @@ def members(source: PositionedStream) -> Iterator[Member]:
             if kind == b"g":
                 shared.update(_records(data, source))
             elif kind in b"xX":
-                records.pairs = _records(data, source)
-                records.values = dict(records.pairs)
-            elif kind == b"L":
-                records.name = data.partition(b"\0")[0]
+                pairs = _records(data, source)
             else:
-                records.link = data.partition(b"\0")[0]
+                names["path" if kind == b"L" else "linkpath"] = _text(data)
             continue
-        member = _member(block, size, {**shared, **records.values}, records, source)
+        member = _member(block, size, {**shared, **dict(pairs), **names}, pairs, source)
         yield member
         end = member.offset + member.stored
         source.go(end)
         if end % 512:
             source.read(-end % 512)  # the last padding may be missing: the data is complete
-        records = _Records()
+        pairs, names = [], {}
     if block:
         after = source.read(512)
         if after and after != _ZEROS[: len(after)]:
             raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
-    if records.values or records.name is not None or records.link is not None:
+    if pairs or names:
         raise source.cut()
 
 
-def _no_tar(size: int, source: PositionedStream) -> BuildError:
-    return BuildError(f"{source.where}: not a tar archive, or cut short: it has {size} bytes, and a tar at least 512")
-
-
-def _member(block: bytes, size: int, pax: dict[str, bytes], records: _Records, source: PositionedStream) -> Member:
+def _member(
+    block: bytes, size: int, pax: dict[str, bytes], pairs: list[tuple[str, bytes]], source: PositionedStream
+) -> Member:
     name, link = _text(block[0:100]), _text(block[157:257])
-    posix = block[257:263] == b"ustar\0"
-    if posix:
+    if block[257:263] == b"ustar\0":
         # star's own format has times in the last bytes of ustar's prefix
         prefix = _text(block[345 : 476 if block[508:512] == b"tar\0" else 500])
         name = prefix + b"/" + name if prefix else name
     name, link = pax.get("path", name), pax.get("linkpath", link)
-    name = name if records.name is None else records.name
-    link = link if records.link is None else records.link
-    kind = _KINDS.get(block[156:157])
+    flag = block[156:157]
+    kind = _KINDS.get(flag)
     shown = name.decode("utf-8", "replace")
     if kind is None:
-        raise BuildError(f"{source.where}: {shown}: a member of unknown kind {block[156:157]!r}")
-    if block[156:157] == b"\0" and name.endswith(b"/"):
+        raise BuildError(f"{source.where}: {shown}: a member of unknown kind {flag!r}")
+    if flag == b"\0" and name.endswith(b"/"):
         kind = DIR
     size = _decimal(pax["size"], source) if "size" in pax else size
     if not 0 <= size < _MAX_SIZE:
         raise BuildError(f"{source.where}: {shown}: a size of {size} bytes")
     device = (0, 0)
     if kind in (CHAR, BLOCK):
-        device = (_number(block[329:337], source), _number(block[337:345], source))
+        device = (number(block[329:337], source), number(block[337:345], source))
     member = Member(
         "",
         kind,
-        _number(block[100:108], source) & 0o7777,
-        _decimal(pax["uid"], source) if "uid" in pax else _number(block[108:116], source),
-        _decimal(pax["gid"], source) if "gid" in pax else _number(block[116:124], source),
-        _decimal(pax["mtime"], source) if "mtime" in pax else _number(block[136:148], source),
+        number(block[100:108], source) & 0o7777,
+        _decimal(pax["uid"], source) if "uid" in pax else number(block[108:116], source),
+        _decimal(pax["gid"], source) if "gid" in pax else number(block[116:124], source),
+        _decimal(pax["mtime"], source) if "mtime" in pax else number(block[136:148], source),
         size if kind == FILE else 0,
         link.decode("utf-8", "surrogateescape"),
         device,
         stored=size if kind == FILE else 0,
     )
-    if block[156:157] == b"S":
-        member.size, member.pieces = gnu_pieces(block, source, shown, _number)
-    elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
-        named = pax_pieces(member, records.pairs, source, shown)
-        name = named or name
+    try:
+        if flag == b"S":
+            member.size, member.pieces = _gnu_pieces(block, source)
+        elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
+            name = _pax_pieces(member, pairs, source) or name
+    except ValueError as error:
+        raise BuildError(f"{source.where}: {shown}: {error}") from None
     member.name = name.decode("utf-8", "surrogateescape")
     if b"\0" in name or b"\0" in link:
         raise BuildError(f"{source.where}: {shown!r}: a name with a NUL in it")
-    if pax:
-        xattrs = {k[len(_XATTR) :]: v for k, v in pax.items() if k.startswith(_XATTR)}
-        member.xattrs = tuple(sorted(xattrs.items()))
+    xattrs = {key.removeprefix(_XATTR): value for key, value in pax.items() if key.startswith(_XATTR)}
+    member.xattrs = tuple(sorted(xattrs.items()))
     # The bytes of a sparse map are already read, and subtracted from the stored bytes.
     member.offset = source.position
     return member
@@ -166,34 +146,15 @@ def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
 
 
 def _check_sum(block: bytes, source: PositionedStream) -> None:
-    said = _number(block[148:156], source)
+    said = number(block[148:156], source)
     rest = block[:148] + b" " * 8 + block[156:]
-    if said != sum(rest):
-        # Some old writers summed signed bytes.
-        if said == sum(rest) - 256 * sum(byte > 127 for byte in rest):
-            return
+    # Some old writers summed signed bytes.
+    if said != sum(rest) and said != sum(rest) - 256 * sum(byte > 127 for byte in rest):
         raise BuildError(f"{source.where}: not a tar archive, or damaged: a wrong header checksum")
 
 
 def _text(raw: bytes) -> bytes:
     return raw.partition(b"\0")[0]
-
-
-def _number(raw: bytes, source: PositionedStream) -> int:
-    """Parse a number of a header: octal digits with spaces and NULs around them, or base 256."""
-    if raw[0] & 0x80:
-        bits = 8 * len(raw) - 1
-        value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
-        return value - (1 << bits) if raw[0] & 0x40 else value
-    text = raw.lstrip(b" \0").partition(b"\0")[0].rstrip(b" ")
-    if not text:
-        return 0
-    try:
-        if text.isdigit():
-            return int(text, 8)
-    except ValueError:
-        pass
-    raise BuildError(f"{source.where}: not a tar archive, or damaged: {raw!r} is not a number")
 
 
 def _decimal(raw: bytes, source: PositionedStream) -> int:
@@ -217,3 +178,111 @@ class Slice:
         data = self._source.exactly(self._left if size < 0 else min(size, self._left))
         self._left -= len(data)
         return data
+
+
+def _gnu_pieces(block: bytes, source: PositionedStream) -> tuple[int, Pieces]:
+    """Return the real size and the map of an S member, also from the blocks that follow. Raises ValueError."""
+    size = number(block[483:495], source)
+    stored = number(block[124:136], source)
+    numbers: list[int] = []
+    table, more = block[386:482], block[482]
+    while True:
+        for at in range(0, len(table) - 23, 24):
+            if table[at] == 0:
+                break
+            numbers += (number(table[at : at + 12], source), number(table[at + 12 : at + 24], source))
+        if not more:
+            return size, _checked(numbers, size, stored)
+        if len(numbers) > 2 * _MAX_PIECES:
+            raise ValueError(_DAMAGED)
+        following = source.exactly(512)
+        table, more = following[:504], following[504]
+
+
+def _pax_pieces(member: Member, pairs: list[tuple[str, bytes]], source: PositionedStream) -> bytes | None:
+    """Set the map and real size of `member` from its pax records; return its real name, if any. Raises ValueError."""
+    values = dict(pairs)
+    major, minor = values.get("GNU.sparse.major"), values.get("GNU.sparse.minor")
+    if (major, minor) == (b"1", b"0"):
+        numbers, taken = _stored_map(member.stored, source)
+        member.stored -= taken
+        size = values.get("GNU.sparse.realsize", b"")
+    elif (major, minor) in ((None, None), (b"0", b"0"), (b"0", b"1")):
+        size = values.get("GNU.sparse.size", values.get("GNU.sparse.realsize", b""))
+        text = values.get("GNU.sparse.map")
+        if text is None:
+            keys = ("GNU.sparse.offset", "GNU.sparse.numbytes")
+            # Offsets and lengths alternate.
+            turns = [(key, value) for key, value in pairs if key in keys]
+            if any(key != keys[i % 2] for i, (key, _) in enumerate(turns)):
+                raise ValueError(_DAMAGED)
+            parts = [value for _, value in turns]
+        else:
+            parts = text.split(b",")
+        numbers = [_natural(part) for part in parts]
+    else:
+        raise ValueError("a sparse file of an unknown form")
+    member.size = _natural(size)
+    member.pieces = _checked(numbers, member.size, member.stored)
+    return values.get("GNU.sparse.name")
+
+
+class Unpacked(Chunks):
+    """The content of a sparse file, read from the stored bytes in `stream`."""
+
+    def __init__(self, stream: Readable, size: int, pieces: Pieces) -> None:
+        super().__init__(_sparse_chunks(stream, size, pieces))
+
+
+def _sparse_chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
+    position = 0
+    for offset, length in (*pieces, (size, 0)):
+        while position < offset:
+            count = min(offset - position, _CHUNK)
+            yield bytes(count)
+            position += count
+        end = offset + length
+        while position < end:
+            data = stream.read(min(end - position, _CHUNK))
+            if not data:
+                return
+            yield data
+            position += len(data)
+
+
+def _stored_map(stored: int, source: PositionedStream) -> tuple[list[int], int]:
+    """Read a map of pax 1.0, one number per line in whole blocks. Return the numbers after the count, and the size."""
+    numbers: list[int] = []
+    text, taken = b"", 0
+    while not numbers or len(numbers) < 1 + 2 * numbers[0]:
+        line, newline, rest = text.partition(b"\n")
+        if newline:
+            numbers.append(_natural(line))
+            text = rest
+            if numbers[0] > _MAX_PIECES:
+                raise ValueError(_DAMAGED)
+        elif taken + 512 > stored or len(text) > _DIGITS:
+            raise ValueError(_DAMAGED)
+        else:
+            text += source.exactly(512)
+            taken += 512
+    return numbers[1:], taken
+
+
+def _checked(numbers: list[int], size: int, stored: int) -> Pieces:
+    pieces = tuple(zip(numbers[::2], numbers[1::2], strict=False))
+    position = total = 0
+    for offset, length in pieces:
+        if offset < position or length < 0:
+            raise ValueError(_DAMAGED)
+        position = offset + length
+        total += length
+    if len(numbers) % 2 or total != stored or not position <= size <= _MAX_SPARSE:
+        raise ValueError(_DAMAGED)
+    return pieces
+
+
+def _natural(text: bytes) -> int:
+    if not text.isdigit() or len(text) > _DIGITS:
+        raise ValueError(_DAMAGED)
+    return int(text)

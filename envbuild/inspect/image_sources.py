@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild.errors import BuildError, UsageError
-from envbuild.image.blobs import Blobs
+from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.layout import REF_NAME, from_index
 from envbuild.image.model import (
     GOARCH,
@@ -17,12 +17,12 @@ from envbuild.image.model import (
     Descriptor,
     ImageIndex,
     ImageManifest,
+    check_image,
     choose,
     parse,
     parse_config,
 )
-from envbuild.image.pulled import Pulled, check_image
-from envbuild.image.source import folder_and_tag
+from envbuild.image.reference import folder_and_tag
 from envbuild.inspect.image_reader import Bring, OpenedImage, about_image
 from envbuild.recipe.targets import host_arch
 
@@ -128,7 +128,7 @@ def open_registry_image(request: Request) -> OpenedImage:
     blobs = store.blobs
     registry.fetch_blob(manifest.config, blobs, lambda _count: None)
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
-    check_image(manifest, config, request.arch, request.spelling)
+    check_image(manifest.layers, config, request.arch, request.spelling)
 
     def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         total = sum(layer.size for layer in wanted.values())

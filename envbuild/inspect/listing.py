@@ -15,9 +15,8 @@ from envbuild.atomic import replacing
 from envbuild.errors import BuildError
 from envbuild.image.compression import Hashed
 from envbuild.image.entry import FILE
-from envbuild.image.sparse import Unpacked
 from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import Slice, members
+from envbuild.image.untar import Slice, Unpacked, members
 from envbuild.inspect.metadata import MAX_SIZE, Note, interest
 from envbuild.store.store import Store
 

@@ -14,11 +14,11 @@ from envbuild.artifacts.squash import SquashTree, composed, write_sif, write_sqs
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.image.blobs import Blobs
-from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
-from envbuild.image.layout import fill_layout
+from envbuild.image.archive import archive_at
+from envbuild.image.blobs import Blobs, ImageAt, of_pulled
+from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.source import ImageSource
+from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result
 from envbuild.kinds.image import PreparedImage, source_date
@@ -91,10 +91,10 @@ def make_from_image(
             return _by_engine(pulled.blobs, manifest, wish, made, environment, log)
         maker = _maker(wish, environment, log)
         image = _image_at(source, target.arch, environment)
-        count = len(image.layers)
+        count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
         layers = [
-            maker.tar(layer.diff_id, f"{source.name}, layer {number} of {count}", layer.opens)
-            for number, layer in enumerate(image.layers, 1)
+            maker.tar(diff_id, f"{source.name}, layer {number} of {count}", opens)
+            for number, (diff_id, opens) in enumerate(zip(diff_ids, image.layers, strict=True), 1)
         ]
         origin = source.provenance(image.image_id)
         with composed(
@@ -114,7 +114,7 @@ def make_from_image(
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
     """Return the image: read in place from a file or folder if possible, else fetched into the store."""
     if source.form == "oci":
-        folder, tag = source.place
+        folder, tag = folder_and_tag(source.rest)
         return layout_at(folder, tag, arch)
     if source.form == "docker-archive":
         image = archive_at(Path(source.rest), arch)

@@ -12,11 +12,11 @@ from envbuild.atomic import write_atomically
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.image.contained import has_file, open_image
+from envbuild.image.blobs import Pulled
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
-from envbuild.image.pulled import Pulled
+from envbuild.image.tree import merged
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import PREFIX, LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M
@@ -138,9 +138,9 @@ def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store)
     with contextlib.suppress(OSError, ValueError):
         if python in json.loads(note.read_text(encoding="utf-8")):
             return
-    tree = open_image(pulled)
-    if not has_file(tree, python.strip("/")):
-        near = sorted(f"/{name}" for name in tree.entries if re.search(r"(^|/)bin/python3\.\d+$", name))
+    tree = merged(pulled)
+    if not tree.is_file(python):
+        near = sorted(f"/{name}" for name, _ in tree.walk() if re.search(r"(^|/)bin/python3\.\d+$", name))
         raise BuildError(
             f"{lock.reference} has no {python}",
             f"set `python` in [image] to {' or '.join(near) if near else 'an interpreter that it has'}",

@@ -21,9 +21,9 @@ from envbuild.atomic import replacing, write_atomically
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.fingerprint import conda_digest, record_digest
+from envbuild.image.blobs import opened
 from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, Tree, closing
-from envbuild.image.in_place import opened
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.squashfs.codec import Codec

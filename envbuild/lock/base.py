@@ -20,9 +20,9 @@ from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, LockError, UsageError
 from envbuild.image.archive import read_archive, read_daemon
+from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
-from envbuild.image.model import ImageIndex, ImageManifest, choose, digest_of, parse, parse_config
-from envbuild.image.pulled import Pulled, check_image
+from envbuild.image.model import ImageIndex, ImageManifest, check_image, choose, digest_of, parse, parse_config
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
@@ -125,7 +125,7 @@ def _resolve_digest(base: str, target: Target, environment: Environment, folder:
         blobs = environment.store.blobs
         registry.fetch_blob(manifest.config, blobs, lambda _: None)
         config = parse_config(blobs.read(manifest.config.digest), base)
-        check_image(manifest, config, target.arch, base)
+        check_image(manifest.layers, config, target.arch, base)
         return manifest.digest
     except BuildError as error:
         raise LockError(error.message, error.hint) from error
@@ -157,7 +157,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
         with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
             registry.fetch_blobs(wanted, blobs, on_progress)
     config = parse_config(blobs.read(manifest.config.digest), base)
-    check_image(manifest, config, arch, base)
+    check_image(manifest.layers, config, arch, base)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
     return Pulled(manifest, config, blobs)
 

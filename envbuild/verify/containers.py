@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.errors import HostError, VerificationError
-from envbuild.image.archive import Chunks
+from envbuild.image.tar_stream import Chunks
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.verify import processes
 from envbuild.workers import Workers

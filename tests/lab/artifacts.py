@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.state import State
-from envbuild.image.archive import write_archive
+from envbuild.image.archive import archive_pieces
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
@@ -155,7 +155,7 @@ def multi(blobs: Blobs, images: Sequence[Descriptor]) -> Descriptor:
 def docker_archive(file: Path, blobs: Blobs, config: bytes, layers: Sequence[Layer], tag: str) -> Path:  # fmt: skip
     """What `docker save` writes."""
     with file.open("wb") as stream:
-        write_archive(stream, config, [one.blob for one in layers], blobs, [tag])
+        stream.writelines(archive_pieces(config, [one.blob for one in layers], blobs, [tag]))
     return file
 
 

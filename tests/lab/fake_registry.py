@@ -8,6 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from envbuild.cache.retry import RequestFailed
+from envbuild.image.model import Descriptor
+from envbuild.image.registry import Registry
+from envbuild.image.registry_endpoint import complain
+from envbuild.image.registry_upload import CHUNK, push_blob
 
 
 class Call(BaseHTTPRequestHandler):
@@ -84,3 +91,13 @@ def fake_registry(script: Callable[[Call], None]) -> Iterator[Fake]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def upload(
+    there: Registry, blob: Descriptor, path: Path, on_progress: Callable[[int], None], chunk: int = CHUNK
+) -> None:
+    """Upload one blob without asking whether the registry has it; errors are those of a push."""
+    try:
+        push_blob(there.endpoint, blob, path, on_progress, threading.Event(), chunk)
+    except RequestFailed as error:
+        raise complain(f"{there.reference.name}: pushing blob {blob.digest}", [(there.endpoint, error)]) from None

@@ -157,7 +157,7 @@ def own_sif(folder: Path, root: Path, config: dict[str, Any], text: str) -> tupl
         stream.seek(at)
         stream.write(squashfs.read_bytes())
         size = squashfs.stat().st_size
-        finish_sif(stream, text.encode(), jsons, ARCH, partition_offset=at, partition_size=size, mtime=MTIME)
+        finish_sif(stream, text.encode(), jsons, ARCH, partition_size=size, mtime=MTIME)
     return sif, squashfs
 
 

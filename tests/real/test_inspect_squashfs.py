@@ -67,9 +67,9 @@ def write_sif(image: Path, sif: Path, run: dict[str, Any], labels: dict[str, str
         "x86_64",
     )  # fmt: skip
     with sif.open("w+b") as out:
-        start = write_sif_front(out, *parts)
+        write_sif_front(out, *parts)
         size = out.write(image.read_bytes())
-        finish_sif(out, *parts, partition_offset=start, partition_size=size, mtime=1577836800)
+        finish_sif(out, *parts, partition_size=size, mtime=1577836800)
     return sif
 
 

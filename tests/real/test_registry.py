@@ -17,8 +17,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
+from lab.fake_registry import upload
 from lab.forwarder import forwarder
 from lab.registry import Lab, missing, registry
 
@@ -36,6 +38,7 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.image.registry import Registry, open_registry
+from envbuild.image.registry_upload import has_blob, mount
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -128,8 +131,8 @@ def test_what_is_pushed_is_what_skopeo_reads_and_what_is_pulled(lab: Lab, tmp_pa
     raw, media_type = there.manifest("v1")
     assert (raw, media_type) == (pushed.raw, OCI_MANIFEST)
     assert there.manifest(pushed.digest) == (raw, media_type)
-    assert there.head_manifest("v1") == pushed.digest
-    assert there.head_manifest("v2") is None
+    with pytest.raises(BuildError, match="404"):
+        there.manifest("v2")
     progress = Progress()
     files = there.fetch_blobs(parts(pushed), pulled, progress)
     assert [file.read_bytes() for file in files] == [blobs.read(b.digest) for b in parts(pushed)]
@@ -166,7 +169,7 @@ def test_only_a_changed_layer_is_sent(lab: Lab, tmp_path: Path) -> None:
     # the new layer and the new config, each by POST and PUT
     assert (done.uploaded, done.present) == (2, 2)
     assert len(lab.requests("^(PUT|PATCH|POST) .*/changed/blobs/")) == before + 4
-    assert there.head_manifest("latest") == second.digest
+    assert there.manifest("latest")[0] == second.raw
     again = there.push(blobs, parts(second), second.raw, OCI_MANIFEST, "latest")
     assert (again.uploaded, again.present, again.uploaded_bytes) == (0, 4, 0)
 
@@ -181,17 +184,18 @@ def test_blobs_of_another_repository_are_mounted_and_move_no_bytes(lab: Lab, tmp
     assert len(lab.requests("^POST .*/sibling/blobs/uploads/.*from=origin.* 201$")) == 3
     # what a failed mount began is given up
     assert len(lab.requests("^DELETE .*/sibling/blobs/uploads/.* 204$")) == 3
-    assert there.mount(pushed.config.digest, "origin") and there.has_blob(pushed.config.digest)
-    assert not there.mount("sha256:" + "0" * 64, "origin")
+    assert mount(there.endpoint, pushed.config.digest, "origin", Event())
+    assert has_blob(there.endpoint, pushed.config.digest, Event())
+    assert not mount(there.endpoint, "sha256:" + "0" * 64, "origin", Event())
 
 
 def test_a_large_blob_goes_in_chunks(lab: Lab, tmp_path: Path) -> None:
     blobs, there = Blobs(tmp_path), reach(lab.address, "chunks", tmp_path)
     blob, _ = layer(blobs, 30, 5 * MIB)
     progress = Progress()
-    there.push_blob(blob, blobs.path(blob.digest), progress, chunk=2 * MIB)
+    upload(there, blob, blobs.path(blob.digest), progress, 2 * MIB)
     assert len(lab.requests("^PATCH .*/chunks/blobs/")) == 3
-    assert there.has_blob(blob.digest) and progress.total == blob.size
+    assert has_blob(there.endpoint, blob.digest, Event()) and progress.total == blob.size
 
 
 def test_an_upload_that_lost_a_chunk_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
@@ -207,14 +211,14 @@ def test_an_upload_that_lost_a_chunk_goes_on_where_it_was(lab: Lab, tmp_path: Pa
         line.swallow = third
         progress = Progress()
         there = reach(line.address, "lost-chunk", tmp_path)
-        there.push_blob(blob, blobs.path(blob.digest), progress, chunk=MIB)
+        upload(there, blob, blobs.path(blob.digest), progress, MIB)
         assert line.cuts == 1
     assert there.endpoint.name == line.address and progress.total == blob.size
     # one upload: asked how far it is, and gone on with
     assert len(lab.requests("^POST .*/lost-chunk/blobs/")) == 1
     assert len(lab.requests("^GET .*/lost-chunk/blobs/uploads/.* 204$")) == 1
     assert len(lab.requests("^PATCH .*/lost-chunk/blobs/.* 202$")) == 6
-    assert reach(lab.address, "lost-chunk", tmp_path).has_blob(blob.digest)
+    assert has_blob(reach(lab.address, "lost-chunk", tmp_path).endpoint, blob.digest, Event())
 
 
 @pytest.mark.parametrize("chunk", [MIB, 16 * MIB])
@@ -226,7 +230,7 @@ def test_an_upload_cut_inside_a_request_is_finished(lab: Lab, tmp_path: Path, ch
         line.up = [int(2.5 * MIB), int(1.5 * MIB)]
         progress = Progress()
         there = reach(line.address, f"cut/{chunk}", tmp_path)
-        there.push_blob(blob, blobs.path(blob.digest), progress, chunk=chunk)
+        upload(there, blob, blobs.path(blob.digest), progress, chunk)
         assert line.cuts == 2
     assert progress.total == blob.size and there.endpoint.retries == 5
     fetched = reach(lab.address, f"cut/{chunk}", tmp_path).fetch_blob(blob, Blobs(tmp_path / "pulled"), progress)
@@ -236,7 +240,7 @@ def test_an_upload_cut_inside_a_request_is_finished(lab: Lab, tmp_path: Path, ch
 def test_a_download_that_is_cut_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
     blobs, pulled = Blobs(tmp_path / "blobs"), Blobs(tmp_path / "pulled")
     blob, _ = layer(blobs, 40, 5 * MIB)
-    reach(lab.address, "cut-down", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
+    upload(reach(lab.address, "cut-down", tmp_path), blob, blobs.path(blob.digest), lambda _count: None)
     with forwarder(lab.address) as line:
         # more cuts than retries: each try brings something new
         line.down = [MIB // 2] * 8
@@ -251,7 +255,7 @@ def test_what_an_earlier_run_got_is_used_and_checked(lab: Lab, tmp_path: Path) -
     blobs, there = Blobs(tmp_path / "blobs"), reach(lab.address, "earlier", tmp_path)
     blob, _ = layer(blobs, 41, MIB)
     content = blobs.read(blob.digest)
-    there.push_blob(blob, blobs.path(blob.digest), lambda _count: None)
+    upload(there, blob, blobs.path(blob.digest), lambda _count: None)
     for number, start in enumerate((content[:1000], content, b"x" * 1000, content + b"more", b"x" * len(content))):
         pulled, progress = Blobs(tmp_path / f"pulled{number}"), Progress()
         pulled.partial(blob.digest).write_bytes(start)
@@ -265,7 +269,7 @@ def test_two_runs_that_fetch_one_blob_do_not_spoil_it(lab: Lab, tmp_path: Path) 
 
     blobs, pulled = Blobs(tmp_path / "blobs"), Blobs(tmp_path / "pulled")
     blob, _ = layer(blobs, 42, 3 * MIB)
-    reach(lab.address, "both", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
+    upload(reach(lab.address, "both", tmp_path), blob, blobs.path(blob.digest), lambda _count: None)
     with ThreadPoolExecutor(4) as pool:
         fetch = [
             pool.submit(reach(lab.address, "both", tmp_path).fetch_blob, blob, pulled, Progress()) for _ in range(4)
@@ -344,7 +348,7 @@ def test_a_helper_that_fails_or_hangs_is_named(locked: Lab, tmp_path: Path, monk
     env = write_helper(tmp_path, "echo 'the keyring is locked'; exit 1")
     with pytest.raises(HostError, match=r"docker-credential-lab get failed.*keyring is locked"):
         reach(locked.address, "a", tmp_path, **env).manifest("1")
-    monkeypatch.setattr("envbuild.image.credential_helper._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("envbuild.image.credentials._HELPER_TIMEOUT_S", 0.3)
     env = write_helper(tmp_path, "sleep 60 & sleep 60")
     began = time.monotonic()
     with pytest.raises(HostError, match="did not answer within"):
@@ -368,7 +372,7 @@ def test_a_mirror_is_asked_first_and_one_that_fails_is_passed_over(lab: Lab, loc
     away.fetch_blobs(parts(pushed), Blobs(tmp_path / "one"), lambda _count: None)
     # no mirror has it: the registry does
     here = open_registry(f"{lab.address}/tools/only-here:1", transport, env, mirrors)
-    assert here.head_manifest() == pushed.digest
+    assert here.manifest()[0] == pushed.raw
     here.fetch_blobs(parts(pushed), Blobs(tmp_path / "two"), lambda _count: None)
     with pytest.raises(BuildError) as nowhere:
         open_registry("registry.invalid/no/such:1", transport, env, mirrors).manifest()
@@ -418,7 +422,7 @@ def test_certificates_are_checked_by_the_sites_bundle(tmp_path: Path) -> None:
 def test_ctrl_c_stops_a_pull_at_once_and_keeps_what_came(lab: Lab, tmp_path: Path) -> None:
     blobs = Blobs(tmp_path / "blobs")
     blob, _ = layer(blobs, 80, 8 * MIB)
-    reach(lab.address, "slow", tmp_path).push_blob(blob, blobs.path(blob.digest), lambda _count: None)
+    upload(reach(lab.address, "slow", tmp_path), blob, blobs.path(blob.digest), lambda _count: None)
     script = f"""
 import sys, time
 from pathlib import Path

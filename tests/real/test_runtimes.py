@@ -75,7 +75,7 @@ def images(place: Path, tree: Path) -> dict[str, Path]:
         start = write_sif_front(out, b"# none\n", [], arch)
         out.write(squashfs.read_bytes())
         size = out.tell() - start
-        finish_sif(out, b"# none\n", [], arch, partition_offset=start, partition_size=size, mtime=0)
+        finish_sif(out, b"# none\n", [], arch, partition_size=size, mtime=0)
     return {"sqsh": squashfs, "sif": sif}
 
 

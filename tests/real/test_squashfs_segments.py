@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.merged import merge
 from real.test_umoci import Stack, described, sources, stacks, unpacked
 
 from envbuild.disk_space import check_disk_space, reserve
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.merge import merge
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE
 from envbuild.image.squashfs.segment import Segment, load, save, tar_items, write_segment
@@ -347,14 +347,14 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 from real.test_squashfs_segments import ZSTD, Many, mostly_zeros, small_files
-from envbuild.image.merge import Merging
+from envbuild.image.tree import MergedTree
 from envbuild.image.squashfs.segment import tar_items, write_segment
 from envbuild.image.squashfs.write import write_image
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 which = {"zeros": mostly_zeros, "files": small_files}[sys.argv[1]]
 segment = write_segment(tar_items(Many(which()), "layer"), Path("segment"), ZSTD, 64)
 made = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-merging = Merging()
+merging = MergedTree()
 merging.add("layer", segment.members)
 with open("image", "w+b") as out:
     write_image(merging.entries().values(), [segment], out, 0, ZSTD, 0, 64)

@@ -19,9 +19,9 @@ from typing import BinaryIO
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lab.merged import merge
 
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.merge import merge
 from envbuild.image.squashfs.codec import Codec, codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Data, Fragment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
@@ -216,7 +216,7 @@ def expected(tree: list[tuple[Entry, bytes]]) -> Seen:
 def told(tar: bytes) -> Seen:
     """The tree of what sqfs2tar wrote, which leaves the root out."""
     merged = merge([("sqfs2tar", lambda: io.BytesIO(tar))])
-    contents = {path: part.read() for path, _, part in merged.read(list(merged.entries))}
+    contents = merged.contents()
     found: Seen = {}
     for path in set(merged.entries) - {""}:
         entry = merged.entries[path].entry

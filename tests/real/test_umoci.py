@@ -23,15 +23,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from lab.dockerd import dockerd, missing
+from lab.merged import Merged, merge
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import read_archive, read_daemon, write_archive
+from envbuild.image.archive import archive_pieces, read_archive, read_daemon
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header
 from envbuild.image.layout import fill_layout, read_layout
-from envbuild.image.merge import Merged, merge
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_LAYER, OCI_MANIFEST, Descriptor, canonical, digest_of
 
 pytestmark = [
@@ -145,9 +145,9 @@ def described(merged: Merged) -> dict[str, dict[str, Any]]:
         }
         if real.kind != DIR:
             groups[entry.target if link else path].append(path)
-    for path, entry, content in merged.read(list(merged.entries)):
-        found[path]["content"] = content.read()
-        assert len(found[path]["content"]) == entry.size
+    for path, content in merged.contents().items():
+        found[path]["content"] = content
+        assert len(content) == merged.entries[path].entry.size
     for names in groups.values():
         for name in names:
             found[name]["names"] = sorted(names)
@@ -345,7 +345,7 @@ def transport(tars: Sequence[bytes], folder: Path) -> tuple[Path, Path, list[str
     fill_layout(layout, blobs, [(image, "v1")])
     layers = [Descriptor(OCI_LAYER, digest_of(data), len(data)) for data in tars]
     with archive.open("wb") as stream:
-        write_archive(stream, config, layers, blobs, ["lab/image:v1"])
+        stream.writelines(archive_pieces(config, layers, blobs, ["lab/image:v1"]))
     return layout, archive, [layer.digest for layer in layers]
 
 
@@ -394,14 +394,13 @@ def test_a_daemon_loads_what_we_write_and_we_read_what_it_holds(tmp_path: Path) 
     more = [*TWO, tar_of([Entry("z")], 2)]
     _, config = image_of(more, blobs)
     layers = [Descriptor(OCI_LAYER, digest_of(data), len(data)) for data in more]
-    rest = io.BytesIO()
-    write_archive(rest, config, layers, blobs, ["lab/image:v2"], without=diff_ids)
-    assert diff_ids[0].encode() not in rest.getvalue().partition(config)[2]
+    rest = b"".join(archive_pieces(config, layers, blobs, ["lab/image:v2"], known=len(diff_ids)))
+    assert diff_ids[0].encode() not in rest.partition(config)[2]
     with (
         dockerd(tmp_path / "docker") as lab,
         closing(docker.DockerClient(base_url=lab.environment()["DOCKER_HOST"])) as client,
     ):
-        for data in (archive.read_bytes(), rest.getvalue()):
+        for data in (archive.read_bytes(), rest):
             client.images.load(data)
         assert client.images.get("lab/image:v2").id == digest_of(config)
         pulled = read_daemon("lab/image:v2", Blobs(tmp_path / "read"), client, ARCH)

@@ -16,10 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.archive import read_archive, read_stream, write_archive
-from envbuild.image.blobs import Blobs
-from envbuild.image.model import OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor, canonical, digest_of
-from envbuild.image.pulled import Pulled
+from envbuild.image.archive import archive_at, archive_pieces, read_archive, read_stream
+from envbuild.image.blobs import Blobs, Pulled
+from envbuild.image.compression import kind_of
+from envbuild.image.model import (
+    COMPRESSION,
+    OCI_LAYER,
+    OCI_LAYER_GZIP,
+    OCI_LAYER_ZSTD,
+    OCI_LAYERS,
+    Descriptor,
+    canonical,
+    digest_of,
+)
 
 LAYERS = [b"lower " * 3000, b"upper " * 200]
 CONFIG = canonical(
@@ -187,19 +196,55 @@ def test_what_is_no_archive_is_refused(data: bytes, says: str, tmp_path: Path) -
     assert str(path) in caught.value.message
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_archive_is_read_in_place(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(pack(FORMS[form]))
+    image = archive_at(path, "x86_64")
+    assert image is not None and image.image_id == f"sha256:{ID}"
+    opened = [opens() for opens in image.layers]
+    assert [stream.read(7) + stream.read() for stream in opened] == LAYERS
+    for stream in opened:
+        stream.close()
+    with pytest.raises(BuildError, match="for amd64, not for arm64"):
+        archive_at(path, "aarch64")
+
+
+@pytest.mark.parametrize("data", [gzip.compress(pack(OLD)), pack({"index.json": b"{}"})])
+def test_an_archive_that_cannot_be_read_in_place_is_left_to_the_other_reader(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(data)
+    assert archive_at(path, "x86_64") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"manifest.json": listing("aa/layer.tar")}, "lists 1 layers, the configuration 2"),
+        ({"manifest.json": listing("x.tar", "y.tar")}, "'x.tar' is listed but not in the archive"),
+        ({"manifest.json": b" " * (9 << 20)}, "9437184 bytes where JSON is expected"),
+        ({f"{ID}.json": CONFIG.replace(b"amd64", b"arm64")}, "damaged: its digest is"),
+    ],
+)
+def test_a_wrong_archive_is_refused_in_place(change: Files, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "image.tar"
+    path.write_bytes(pack({**OLD, **change}))
+    with pytest.raises(BuildError, match=says) as caught:
+        archive_at(path, "x86_64")
+    assert caught.value.message.startswith(str(path))
+
+
 def test_an_archive_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"none\.tar: No such file"):
         read_archive(tmp_path / "none.tar", Blobs(tmp_path), None, None)
 
 
 def store(blobs: Blobs, *packed: bytes) -> list[Descriptor]:
-    return [Descriptor("any", blobs.add(data), len(data)) for data in packed]
+    return [Descriptor(OCI_LAYERS[kind_of(data)], blobs.add(data), len(data)) for data in packed]
 
 
 def written(*arguments: Any, **more: Any) -> bytes:
-    out = io.BytesIO()
-    write_archive(out, *arguments, **more)
-    return out.getvalue()
+    return b"".join(archive_pieces(*arguments, **more))
 
 
 @pytest.mark.parametrize("pack_layer", [bytes, gzip.compress, zstd])
@@ -211,8 +256,9 @@ def test_what_we_write_is_read_back_and_does_not_depend_on_compression(
     data = written(CONFIG, layers, blobs, ["lab/image:v1"])
     assert data == written(CONFIG, store(blobs, *LAYERS), blobs, ["lab/image:v1"])
     assert contents(read(data, tmp_path / "read", "lab/image:v1", "x86_64")) == LAYERS
-    as_stored = written(CONFIG, layers, blobs, [], unpack=False)
+    as_stored = written(CONFIG, layers, blobs, [], stored=[COMPRESSION[layers[0].media_type]])
     assert contents(read(as_stored, tmp_path / "read")) == [pack_layer(item) for item in LAYERS]
+    assert written(CONFIG, layers, blobs, ["lab/image:v1"], stored=["other"]) == data
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         infos = archive.getmembers()
     assert {(i.mtime, i.uid, i.gid, i.mode, i.uname) for i in infos} == {(0, 0, 0, 0o644, "")}
@@ -228,7 +274,7 @@ def test_a_layer_that_comes_twice_is_written_once_and_one_left_out_is_named(tmp_
     assert contents(read(data, tmp_path / "read")) == [LAYERS[0], LAYERS[1], LAYERS[0]]
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert len(archive.getnames()) == 4
-    with tarfile.open(fileobj=io.BytesIO(written(config, layers, blobs, ["a:b"], without=ids[:1]))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(written(config, layers, blobs, ["a:b"], known=2))) as archive:
         assert len(archive.getnames()) == 3
         listed = json.load(cast(BinaryIO, archive.extractfile("manifest.json")))
     assert listed[0]["Layers"] == [f"{i.removeprefix('sha256:')}.tar" for i in ids]
@@ -241,9 +287,9 @@ def test_layers_that_are_not_the_configuration_s_are_not_written(tmp_path: Path)
         written(canonical({"rootfs": {"diff_ids": [layers[0].digest]}}), layers, blobs, [])
     with pytest.raises(BuildError, match="not the layer sha256:"):
         written(CONFIG, layers[::-1], blobs, [])
-    short = [Descriptor("any", item.digest, item.size - 1) for item in layers]
+    short = [Descriptor(OCI_LAYER, item.digest, item.size - 1) for item in layers]
     with pytest.raises(BuildError, match="changed while it was read"):
-        written(CONFIG, short, blobs, [], unpack=False)
+        written(CONFIG, short, blobs, [], stored=["none"])
     blobs.path(layers[1].digest).unlink()
     with pytest.raises(BuildError, match="missing"):
         written(CONFIG, layers, blobs, [])

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import pytest
+from lab.merged import Merged, merge
 
 from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
-from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.merge import Merged, merge
+from envbuild.image.squashfs.segment import of_entry, tar_items
+from envbuild.image.tree import MergedTree
 
 Layer = list[Entry]
 
@@ -41,8 +43,8 @@ def merged(*layers: Layer, seekable: bool = True) -> Merged:
 def contents(tree: Merged) -> dict[str, str]:
     """Each path: `layer.member` for a file as its content says, else its kind and target."""
     found = {path: f"{item.entry.kind} {item.entry.target}".strip() for path, item in tree.entries.items() if path}
-    for path, _, content in tree.read(list(tree.entries)):
-        found[path] = content.read().decode() + found[path].removeprefix("file")
+    for path, content in tree.contents().items():
+        found[path] = content.decode() + found[path].removeprefix("file")
     return found
 
 
@@ -162,54 +164,39 @@ def test_metadata_is_of_the_last_that_says_it() -> None:
     assert tree.entries["d/y"].layer == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/usr/bin/python3", True), ("/bin/python3", True), ("usr/bin/python", True), ("/usr/bin/../bin/same", True),
+        ("/usr/bin", False), ("/none", False), ("/usr/bin/python3/x", False), ("/loop", False), ("/pipe", False),
+        ("/out", True),
+    ],
+)  # fmt: skip
+def test_a_file_is_found_through_links_within_the_root(path: str, found: bool) -> None:
+    layer = [
+        a("usr/bin/python3.11"), a("usr/bin/python3", "python3.11"), a("usr/bin/python", "/bin/python3"),
+        hard("usr/bin/same", "usr/bin/python3.11"), a("bin", "usr/bin"), a("loop", "loop"), a("pipe", kind=FIFO),
+        a("out", "../../usr/bin/python3"),
+    ]  # fmt: skip
+    tree = MergedTree()
+    tree.add("lab", map(of_entry, layer))
+    assert tree.is_file(path) == found
+
+
 def test_a_directory_that_no_layer_describes_is_plain() -> None:
     for path in ("", "x", "x/y"):
         item = merged([a("x/y/z")]).entries[path]
         assert (item.entry, item.layer, item.member) == (Entry(path, DIR, 0o755), -1, -1)
 
 
-def test_only_what_is_wanted_is_read_and_each_layer_once() -> None:
-    opened: list[int] = []
-
-    def counting(number: int, data: bytes) -> Callable[[], BinaryIO]:
-        def start() -> BinaryIO:
-            opened.append(number)
-            return decompressed(io.BytesIO(data), "lab")
-
-        return start
-
-    layers = [[a(f"{n}{m}") for m in "cab"] + [a(f"{n}/")] for n in range(3)]
-    layers[2].append(hard("z", "2a"))
-    tree = merge([(str(n), counting(n, tar(layer, n))) for n, layer in enumerate(layers)])
-    assert opened == [0, 1, 2]
-    opened.clear()
-    wanted = ["2b", "0a", "2", "0c", "", "z"]
-    found = [(path, entry.kind, content.read(2)) for path, entry, content in tree.read(wanted)]
-    assert found == [("0c", FILE, b"0."), ("0a", FILE, b"0."), ("z", HARDLINK, b"2."), ("2b", FILE, b"2.")]
-    assert opened == [0, 2]
-    # Both names of one file: only this takes a second reading.
-    assert [path for path, _, _ in tree.read(["z", "2a"])] == ["2a", "z"]
-    with pytest.raises(KeyError):
-        list(tree.read(["none"]))
-
-
 def test_content_that_is_not_read_is_passed_over() -> None:
-    layer = [a(name) for name in "abcdef"]
+    data = tar([a(name) for name in "abcdef"], 0)
     for seekable in (True, False):
-        tree = merged(layer, seekable=seekable)
         found = []
-        for number, (path, _, content) in enumerate(tree.read("abcdef")):
-            found.append((path, content.read(number % 3).decode()))
+        for number, (member, content) in enumerate(tar_items(opener(data, seekable)(), "lab")):
+            assert content is not None
+            found.append((member.name, content.read(number % 3).decode()))
         assert found == [("a", ""), ("b", "0"), ("c", "0."), ("d", ""), ("e", "0"), ("f", "0.")]
-
-
-def test_a_layer_that_shrank_since_is_an_error() -> None:
-    data = [tar([a("x"), a("y")], 0)]
-    tree = merge([("lab", lambda: io.BytesIO(data[0]))])
-    data[0] = data[0][: 512 * 3 + 1]
-    with pytest.raises(BuildError, match="lab: the tar archive is cut short"):
-        for _, _, content in tree.read(["x", "y"]):
-            content.read()
 
 
 def test_a_corrupt_end_of_a_compressed_layer_is_seen() -> None:

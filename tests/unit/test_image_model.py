@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
 from envbuild.image.model import (
-    DOCKER_FOREIGN_GZIP,
     DOCKER_INDEX,
     DOCKER_LAYER_GZIP,
     DOCKER_MANIFEST,
@@ -31,6 +30,7 @@ from envbuild.image.model import (
     parse_config,
 )
 
+DOCKER_FOREIGN_GZIP = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
 BLOB = {"mediaType": "x/y", "digest": digest_of(b""), "size": 0}
 MANIFEST = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": BLOB, "layers": [BLOB]}
 

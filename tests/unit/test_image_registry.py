@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lab.fake_registry import Call, Fake, fake_registry
+from lab.fake_registry import Call, Fake, fake_registry, upload
 
 from envbuild.cache.http import HttpClient, Transport
 from envbuild.cache.retry import RequestFailed, retry_after
@@ -23,6 +23,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
+from envbuild.image.registry_upload import has_blob, mount
 from envbuild.workers import each
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
@@ -149,7 +150,7 @@ def test_a_fake_token_server_is_asked_once_for_a_scope() -> None:
         there = reach(fake, env=login(fake))
         for _ in range(3):
             assert there.manifest()[0] == MANIFEST
-        assert there.has_blob(BLOB.digest)  # pull,push: another scope
+        assert has_blob(there.endpoint, BLOB.digest, threading.Event())  # pull,push: another scope
         tokens = fake.asked("GET", "/token")
         assert len(tokens) == 2 and len(fake.asked("GET", "/manifests/")) == 4
         basic = "Basic " + base64.b64encode(b"ada:hunter2").decode()
@@ -397,11 +398,6 @@ def test_a_fake_manifest_of_unknown_type_comes_with_its_type() -> None:
         assert accepted.count("application/vnd.oci") == accepted.count("vnd.docker") == 2
 
 
-def test_a_fake_head_without_digest_is_made_up_for_by_the_manifest() -> None:
-    with fake_registry(lambda call: call.reply(200, MANIFEST)) as fake:
-        assert reach(fake).head_manifest() == digest_of(MANIFEST)
-
-
 class Uploads:
     """A fake registry that takes one upload; it keeps what a cut chunk brought, as some real ones do."""
 
@@ -447,7 +443,7 @@ class Uploads:
 def send(fake: Fake, tmp_path: Path, *, chunk: int = 300_000, retries: int = 2) -> None:
     (tmp_path / "blob").write_bytes(CONTENT)
     moved = [0]
-    reach(fake, retries=retries).push_blob(BLOB, tmp_path / "blob", moved.append, chunk=chunk)
+    upload(reach(fake, retries=retries), BLOB, tmp_path / "blob", moved.append, chunk)
     assert sum(moved) == BLOB.size
 
 
@@ -532,7 +528,7 @@ def test_a_file_that_changed_is_not_sent_to_a_fake_registry(tmp_path: Path) -> N
     (tmp_path / "blob").write_bytes(CONTENT + b"more")
     with fake_registry(Uploads()) as fake:
         with pytest.raises(BuildError, match="it changed"):
-            reach(fake).push_blob(BLOB, tmp_path / "blob", nothing)
+            upload(reach(fake), BLOB, tmp_path / "blob", nothing)
         assert not fake.seen
 
 
@@ -548,7 +544,7 @@ def test_a_fake_upload_elsewhere_is_sent_there_without_authorization(tmp_path: P
     (tmp_path / "blob").write_bytes(CONTENT)
     with fake_registry(uploads) as store, fake_registry(script) as fake:
         there = reach(fake, env=login(fake))
-        there.push_blob(BLOB, tmp_path / "blob", nothing, chunk=300_000)
+        upload(there, BLOB, tmp_path / "blob", nothing, 300_000)
         assert uploads.committed and len(store.asked("PATCH")) == 4
         assert not [path for _, path, headers in store.seen if "Authorization" in headers]
 
@@ -601,8 +597,8 @@ def test_a_fake_mirror_gets_the_credentials_of_its_own_url_and_no_push(tmp_path:
         assert mirror.asked("GET", "/v2/hub/team/app/manifests/1")[-1]["Authorization"] == basic
         mirror.seen.clear()
         (tmp_path / "blob").write_bytes(CONTENT)
-        there.push_blob(BLOB, tmp_path / "blob", nothing)
-        assert not there.mount(BLOB.digest, "other") and not mirror.seen
+        upload(there, BLOB, tmp_path / "blob", nothing)
+        assert not mount(there.endpoint, BLOB.digest, "other", threading.Event()) and not mirror.seen
         assert "hunter2" not in repr(there)
 
 

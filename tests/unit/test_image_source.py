@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envbuild.errors import UsageError
-from envbuild.image.source import ImageSource, parse_source
+from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_files_and_folders(tmp_path: Path) -> None:
         assert parse_source(text) == ImageSource("docker-archive", str(archive))
     assert parse_source(str(archive)).words == ("my image",)
     for text in (str(folder), f"oci:{folder}"):
-        assert parse_source(text).place == (folder, None)
+        assert folder_and_tag(parse_source(text).rest) == (folder, None)
     tagged = parse_source(f"oci:{folder}:x")
-    assert tagged.place == (folder, "x") and tagged.words == ("a:b",)
+    assert folder_and_tag(tagged.rest) == (folder, "x") and tagged.words == ("a:b",)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def made(
     start = write_sif_front(out, definition, jsons, arch)
     assert out.tell() == start
     out.write(image)
-    finish_sif(out, definition, jsons, arch, partition_offset=start, partition_size=len(image), mtime=mtime)
+    finish_sif(out, definition, jsons, arch, partition_size=len(image), mtime=mtime)
     assert out.tell() == start + len(image)
     return out.getvalue()
 

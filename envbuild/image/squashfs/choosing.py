@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
-from envbuild.image.merge import MergedEntry
 from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.segment import Segment
+from envbuild.image.tree import MergedEntry
 
 
 @dataclass(slots=True)

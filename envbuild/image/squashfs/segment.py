@@ -17,12 +17,11 @@ from typing import Any, BinaryIO
 from envbuild.atomic import replacing
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable
-from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import Slice, members
+from envbuild.image.untar import Slice, Unpacked, members
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.

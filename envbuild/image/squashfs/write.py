@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
-from envbuild.image.merge import MergedEntry
 from envbuild.image.squashfs.choosing import Choice, Repack, choose, damaged, data_of
 from envbuild.image.squashfs.codec import Codec, decompressor
 from envbuild.image.squashfs.copying import Copier
@@ -21,6 +20,7 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
+from envbuild.image.tree import MergedEntry
 from envbuild.progress import OnProgress
 
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
