@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
-from envbuild.cache.http import Body, HttpClient, failure, origin, split
+from envbuild.cache.http import Body, HttpClient, Transport, failure, origin, split
 from envbuild.cache.retry import RequestFailed, with_retries
-from envbuild.cache.transport import Transport
 from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES, Credentials
 from envbuild.image.registry_auth import Login
