@@ -10,7 +10,7 @@ import click
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from envbuild.diagnose.model import Diagnosis, Evidence
+    from envbuild.diagnose.engine import Diagnosis, Evidence
 
 _EVIDENCE = 6
 

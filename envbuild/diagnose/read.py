@@ -9,6 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -71,23 +72,18 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
     "-" is standard input; a folder stands for its files, sorted by name. Raises UsageError for a path that does
     not exist or cannot be read.
     """
-    for path in _files(paths):
-        name = "standard input" if path == STDIN else path
-        yield name, _lines(path)
+    for path in tuple(_files(paths)):
+        yield "standard input" if path == STDIN else path, _lines(path)
 
 
-def _files(paths: Sequence[str]) -> list[str]:
-    files: list[str] = []
+def _files(paths: Sequence[str]) -> Iterator[str]:
     for path in paths:
-        if path == STDIN:
-            files.append(path)
-        elif _is_folder(path):
-            files += _in_folder(path)
-        elif Path(path).exists():
-            files.append(path)
+        if path != STDIN and _is_folder(path):
+            yield from _in_folder(path)
+        elif path == STDIN or Path(path).exists():
+            yield path
         else:
             raise UsageError(f"there is no log {path}")
-    return files
 
 
 def _is_folder(path: str) -> bool:
@@ -108,12 +104,15 @@ def _in_folder(path: str) -> list[str]:
 
 
 def _lines(path: str) -> Iterator[str]:
+    """Yield whole lines; a very long line is reduced to its beginning and its end."""
     try:
-        if path == STDIN:
-            yield from _decoded(sys.stdin.buffer)
-            return
-        with _opened(Path(path)) as file:
-            yield from _decoded(file)
+        with nullcontext(sys.stdin.buffer) if path == STDIN else _opened(Path(path)) as file:
+            while piece := file.readline(_LONGEST):
+                line = piece
+                while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
+                    # The final state of a progress bar is at the end.
+                    line = line[:_LONGEST] + piece
+                yield line.decode("utf-8", "replace").rstrip("\r\n")
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None
@@ -127,16 +126,4 @@ def _opened(path: Path) -> IO[bytes]:
         return cast(IO[bytes], gzip.open(path, "rb"))
     if begin.startswith(b"BZh"):
         return bz2.open(path, "rb")
-    if begin.startswith(b"\xfd7zXZ\x00"):
-        return lzma.open(path, "rb")
-    return path.open("rb")
-
-
-def _decoded(file: IO[bytes]) -> Iterator[str]:
-    """Yield whole lines; a very long line is reduced to its beginning and its end."""
-    while piece := file.readline(_LONGEST):
-        line = piece
-        while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
-            # The final state of a progress bar is at the end.
-            line = line[:_LONGEST] + piece
-        yield line.decode("utf-8", "replace").rstrip("\r\n")
+    return lzma.open(path, "rb") if begin.startswith(b"\xfd7zXZ\x00") else path.open("rb")
