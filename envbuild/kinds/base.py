@@ -108,7 +108,7 @@ class FolderArtifact(Artifact):
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         from envbuild.errors import UsageError
-        from envbuild.verify.folder_subject import folder_subject
+        from envbuild.verify.host import folder_subject
 
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")

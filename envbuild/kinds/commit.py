@@ -67,8 +67,7 @@ def verify_staged(
     raises VerificationError; an artifact that is already at `final` stays there. `held` says where a failed
     artifact is that has no path.
     """
-    from envbuild.verify.explain import failures
-    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
+    from envbuild.verify.receipt import failures, make_receipt, receipt_path, write_receipt
     from envbuild.verify.run import verify
 
     logs = final.with_name(f"{final.name}.verify-logs")
@@ -87,7 +86,7 @@ def verify_staged(
         write_receipt(receipt, failed)
     held = held or f"{kept}the failed artifact is {failed}"
     raise VerificationError(
-        failures(verdict.checks), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
+        failures(receipt), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
     )
 
 

@@ -34,7 +34,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
-    from envbuild.verify.image_subject import Built
+    from envbuild.verify.containers import Built
 
 Log = Callable[[str], None]
 
@@ -239,7 +239,7 @@ def verify_image(
     client: Any, one: PreparedImage, image: Built, wish: ImageOptions, beside: Path, environment: Environment, log: Log
 ) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
-    from envbuild.verify.image_subject import image_subject
+    from envbuild.verify.containers import image_subject
     from envbuild.verify.receipt import pushed_as
 
     settings = settings_of(one.plan.verify_settings(), {"faults": wish.faults})

@@ -9,10 +9,8 @@ from typing import Any
 
 from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
-from envbuild.verify.model import Check, judge
+from envbuild.verify.model import Check, Report, judge
 
-TITLE = "network in use"
-Report = Mapping[str, Any]
 _MAX_LOG = 16 << 20
 
 
@@ -33,27 +31,29 @@ def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], vari
     `variables` are the variables that the job got for the fabric; they are recorded as evidence.
     """
     ranks = report["ranks"]
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank["group_rank"], []).append(rank["rank"])
+    nodes: dict[int, list[NcclLog]] = {}
     wrong: dict[str, list[int]] = {}
     for rank in ranks:
-        for text in _rank_problems(fabric, rank, logs.get(rank["rank"])):
+        log = logs.get(rank["rank"])
+        nodes.setdefault(rank["group_rank"], []).extend([log] if log else [])
+        for text in _rank_problems(fabric, rank, log):
             wrong.setdefault(text, []).append(rank["rank"])
-    for node, members in sorted(nodes.items()) if len(nodes) > 1 else ():
-        seen = {name for member in members if member in logs for name in logs[member].transports}
-        names = fabric.names or tuple(n for m in members if m in logs for n in logs[m].networks)
-        if not wrong and not seen & {f"NET/{name}" for name in names}:
+    for node, of_node in sorted(nodes.items()) if len(nodes) > 1 else ():
+        channels = {name for log in of_node for name in log.transports}
+        names = fabric.names or tuple(name for log in of_node for name in log.networks)
+        if not wrong and not channels & {f"NET/{name}" for name in names}:
             text = f"node {node} has no channel over {names[0] if names else 'any network'}"
-            wrong.setdefault(f"{text} (its channels: {', '.join(sorted(seen)) or 'none'})", [])
-    used = sorted({name for log in logs.values() for name in log.networks})
-    providers = sorted({name for log in logs.values() for name in log.providers})
+            wrong[f"{text} (its channels: {', '.join(sorted(channels)) or 'none'})"] = []
+    used = ", ".join(sorted({name for log in logs.values() for name in log.networks}))
+    providers = ", ".join(sorted({name for log in logs.values() for name in log.providers}))
+    # A fabric that accepts any network passes also after a plugin's failure.
+    failed = next((fault.text for log in logs.values() for fault in log.having("plugin failed")), "")
     return judge(
         "fabric",
-        TITLE,
         not wrong,
         seen="; ".join(_of_ranks(numbers) + text for text, numbers in wrong.items())
-        or f"NCCL over {', '.join(used)}{_by(providers)} on all {len(ranks)} ranks{_left_out(logs.values())}",
+        or f"NCCL over {used}{f' by provider {providers}' if providers else ''} on all {len(ranks)} ranks"
+        + (f"; its plugin did not start: {failed}" if failed else ""),
         expected=_expected(fabric, len(nodes)),
         cause=_cause(fabric, logs.values()),
         evidence={
@@ -75,18 +75,15 @@ def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None)
         return ["NCCL was not used: the ranks trained with gloo"]
     if log is None or not log.networks:
         return ["NCCL's log names no network"]
-    problems = []
     other = [name for name in log.networks if fabric.names and name not in fabric.names]
     if other:
-        why = log.having(*_telling(fabric))
-        lines = "".join(f"\n      {fault.text}" for fault in why[:3])
-        problems.append(f"NCCL used {', '.join(other)}, not {fabric.names[0]}{lines}")
-    if fabric.provider and not other:
-        # "tcp;ofi_rxm" is tcp with a utility provider on top of it.
-        bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
-        if bad or not log.providers:
-            problems.append(f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}")
-    return problems
+        lines = "".join(f"\n      {fault.text}" for fault in log.having(*_telling(fabric))[:3])
+        return [f"NCCL used {', '.join(other)}, not {fabric.names[0]}{lines}"]
+    # "tcp;ofi_rxm" is tcp with a utility provider on top of it.
+    bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
+    if fabric.provider and (bad or not log.providers):
+        return [f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}"]
+    return []
 
 
 def _telling(fabric: Fabric) -> tuple[Kind, ...]:
@@ -98,16 +95,13 @@ def _telling(fabric: Fabric) -> tuple[Kind, ...]:
 
 def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
     """Return the probable cause: that of the first fault in `logs` that explains the failure, or a general one."""
-    for log in logs:
-        for fault in log.having(*_telling(fabric)):
-            if fault.cause:
-                return fault.cause
-    if fabric.by_plugin:
-        return (
-            "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
-            "environment, a plugin that does not work with this provider), or all ranks are on one host"
-        )
-    return "NCCL found another network first; see the nodes' logs and docs/reference/fabrics.md"
+    causes = (fault.cause for log in logs for fault in log.having(*_telling(fabric)) if fault.cause)
+    return next(causes, "") or (
+        "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
+        "environment, a plugin that does not work with this provider), or all ranks are on one host"
+        if fabric.by_plugin
+        else "NCCL found another network first; see the nodes' logs and docs/reference/fabrics.md"
+    )
 
 
 def _expected(fabric: Fabric, nodes: int) -> str:
@@ -119,36 +113,40 @@ def _expected(fabric: Fabric, nodes: int) -> str:
     return text + (", and channels over it between nodes" if nodes > 1 else "")
 
 
+def _of_ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}: "
+
+
 def check_gloo(interface: str, report: Report) -> Check:
     """Check that gloo's connections between ranks use `interface`, by the addresses that each rank reports."""
     links = _links(report["ranks"])
     wrong: list[str] = []
     for rank in report["ranks"]:
-        own = sorted({local for one, _, local in links if one == rank["rank"]})
+        number, interfaces = rank["rank"], rank.get("interfaces", {})
+        own = sorted({local for one, _, local in links if one == number})
         if rank.get("gloo_ifname") != interface:
-            wrong.append(f"rank {rank['rank']}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}")
-        allowed = rank.get("interfaces", {}).get(interface, [])
+            wrong.append(f"rank {number}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}")
         for address in own:
-            if address not in allowed and not (interface == "lo" and address.startswith("127.")):
-                name = next((n for n, a in rank.get("interfaces", {}).items() if address in a), "?")
-                wrong.append(f"rank {rank['rank']} talks over {address} ({name}), not {interface}")
+            if address not in interfaces.get(interface, ()) and not (interface == "lo" and address.startswith("127.")):
+                name = next((name for name, addresses in interfaces.items() if address in addresses), "?")
+                wrong.append(f"rank {number} talks over {address} ({name}), not {interface}")
         if not own and report["world_size"] > 1:
-            wrong.append(f"rank {rank['rank']} has no connection to another rank")
+            wrong.append(f"rank {number} has no connection to another rank")
     return judge(
         "fabric",
-        TITLE,
         not wrong,
-        seen="; ".join(wrong[:6]) or f"gloo over {interface}: {len(links) // 2} connections between"
-        f" {report['world_size']} ranks",
+        seen="; ".join(wrong[:6])
+        or f"gloo over {interface}: {len(links) // 2} connections between {report['world_size']} ranks",
         expected=f"every rank's connections on {interface}",
-        cause="GLOO_SOCKET_IFNAME is changed in the environment's start-up (sitecustomize, a module) or names another "
-        "network on some nodes",
         evidence={
             "backend": report.get("backend"),
             "interface": interface,
             "connections": [f"rank {one} to {other}: {address}" for one, other, address in links][:200],
         },
-    )  # fmt: skip
+    )
 
 
 def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
@@ -156,35 +154,19 @@ def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
 
     Connections to the rendezvous store are left out: the launcher chooses their network.
     """
-    ends: dict[tuple[str, str], int] = {}
     stores = {_port(rank["store"]) for rank in ranks if rank.get("store")}
-    for rank in ranks:
-        for local, peer in rank.get("sockets", ()):
-            if not {_port(local), _port(peer)} & stores:
-                ends[local, peer] = rank["rank"]
+    ends = {
+        (local, peer): rank["rank"]
+        for rank in ranks
+        for local, peer in rank.get("sockets", ())
+        if not {_port(local), _port(peer)} & stores
+    }
     return sorted(
         (number, ends[peer, local], local.rpartition(":")[0].strip("[]"))
         for (local, peer), number in ends.items()
-        if (peer, local) in ends and ends[peer, local] != number
+        if ends.get((peer, local), number) != number
     )
 
 
 def _port(address: str) -> str:
     return address.rpartition(":")[2]
-
-
-def _left_out(logs: Iterable[NcclLog]) -> str:
-    """Describe the first plugin failure in `logs`, for a fabric that accepts any network; "" without one."""
-    said = next((fault.text for log in logs for fault in log.having("plugin failed")), None)
-    return f"; its plugin did not start: {said}" if said else ""
-
-
-def _by(providers: Sequence[str]) -> str:
-    return f" by provider {', '.join(providers)}" if providers else ""
-
-
-def _of_ranks(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return ""
-    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}: "

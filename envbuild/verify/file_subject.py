@@ -52,18 +52,15 @@ def file_subject(
             f"an image for {target.name} cannot be started on this {host_arch()} host",
             f"run `envbuild verify {path}` on an {target.arch} node",
         )
-    image = open_image_file(path, kind, accelerator=target.family)
-    started = runtime_for(image, runtime, environment)
-    root = PurePosixPath("/", PREFIX)
-    packages = root / "lib" / f"python{state.python}" / "site-packages"
+    started = runtime_for(open_image_file(path, kind, accelerator=target.family), runtime, environment)
+    root = f"/{PREFIX}"
+    where = [root, f"{root}/lib/python{state.python}/site-packages", str(target.elf_machine)]
 
     def survey(nodes: Any) -> Survey:
         assert isinstance(nodes, HostNodes)
-        where = [str(root), str(packages), str(target.elf_machine)]
         return _survey(nodes, where, settings.timeout_s)
 
     return Subject(
-        path=path,
         root=Path(root),
         state=state,
         target=target,
@@ -71,7 +68,7 @@ def file_subject(
         runtime=started.name,
         survey=survey,
         nodes=lambda work, _, __: _nodes(started, work),
-        alone=True,
+        isolated=True,
         kind=kind,
     )
 
@@ -82,8 +79,7 @@ def open_file_subject(path: Path, environment: Environment, runtime: str | None)
     Raises UsageError when envbuild did not make the file, and the errors of `file_subject`.
     """
     image = open_image_file(path)
-    state = image_state(image)
-    return file_subject(path, image.kind, state, file_digest(path), Settings(), environment, runtime)
+    return file_subject(path, image.kind, image_state(image), file_digest(path), Settings(), environment, runtime)
 
 
 @contextmanager

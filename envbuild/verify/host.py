@@ -1,4 +1,4 @@
-"""Simulated nodes that are processes of this host and communicate over loopback."""
+"""Simulated nodes that are processes of this host and communicate over loopback, for an environment in a folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process
+from envbuild.artifacts.folder import FolderModule, check_host, site_packages
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import survey
 from envbuild.errors import HostError
+from envbuild.recipe.targets import Target
 from envbuild.verify.processes import find_rank
+from envbuild.verify.subject import Subject
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
@@ -23,8 +28,6 @@ _PORTS = range(15000, 20000)
 # If envbuild itself runs in a job (a Slurm step, another torchrun), these would make the ranks join that job.
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
-
-
 # (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
 
@@ -61,14 +64,10 @@ class HostNodes:
     ) -> subprocess.Popen[bytes]:
         command, variables = self.launch(program, arguments, extra)
         with log.open("wb") as stream:
+            output = stream.fileno()
             # SIGTERM when this process dies: torchrun passes it on to the ranks before it exits.
             return process.start(
-                command,
-                env=variables,
-                cwd=self.folder,
-                stdout=stream.fileno(),
-                stderr=stream.fileno(),
-                death_signal=signal.SIGTERM,
+                command, env=variables, cwd=self.folder, stdout=output, stderr=output, death_signal=signal.SIGTERM
             )
 
     def stop(self, agents: Sequence[Any]) -> None:
@@ -95,3 +94,23 @@ def host_nodes(
         if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
     }
     yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**kept, **extra}), work)
+
+
+def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
+    """Return the subject for the environment in the folder `path`, whose programs are started as `kind` defines.
+
+    Raises HostError when the environment cannot run on this host.
+    """
+    target = Target.parse(state.target)
+    check_host(kind.TITLE, target)
+    return Subject(
+        root=path,
+        state=state,
+        target=target,
+        digest=state.digest,
+        runtime="host",
+        survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
+        nodes=lambda work, _, env: host_nodes(
+            work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
+        ),
+    )

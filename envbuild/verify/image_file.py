@@ -17,6 +17,7 @@ from envbuild.image.squashfs.read import is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.host import Launch
+from envbuild.verify.namespace import WORK
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
@@ -49,8 +50,8 @@ class Runtime:
     """
 
     name: str
-    work: str
     open: Callable[[Path], AbstractContextManager[Launch]]
+    work: str = WORK
 
 
 def image_kind(path: Path) -> str | None:

@@ -17,13 +17,25 @@ from typing import Any
 
 from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.verify.nodes import Agent, Nodes
+from envbuild.verify.model import Settings
+from envbuild.verify.network import Network
+from envbuild.verify.subject import Agent, Nodes, Subject
 
+_STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
 # The Python equivalent of the script `torchrun`.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
+_VARIABLES = {
+    # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The reports are judged by envbuild, so training continues after a failed self-check. This is a variable
+    # because the trainers of older artifacts ignore it, while they would reject an unknown option.
+    "DDP_TRAIN_JUDGED_LATER": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,7 @@ class TrainingJob:
 class Outcome:
     """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes."""
 
+    job: TrainingJob
     returncodes: list[int | None]
     reports: list[dict[str, Any]]
     log: str
@@ -71,8 +84,8 @@ class Running:
     run_id: str
     work: Path
     started: float
-    command: list[str]
     nodes: Nodes
+    command: list[str] = field(default_factory=list)
     children: list[Agent] = field(default_factory=list)
 
     def __enter__(self) -> Running:
@@ -83,8 +96,7 @@ class Running:
 
     def log(self) -> str:
         """Return the output of all nodes so far."""
-        texts = [_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))]
-        return "\n".join(texts)
+        return "\n".join(_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children)))
 
     def wait_for_output(self) -> None:
         """Wait until a node has printed something, all nodes have ended, or the job's time limit is reached."""
@@ -93,14 +105,6 @@ class Running:
             if all(child.poll() is not None for child in self.children):
                 return
             time.sleep(_POLL_S)
-
-    def nccl_faults(self) -> str:
-        """Return the distinct warnings in the NCCL logs of this job, as log lines."""
-        found: dict[str, None] = {}
-        for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt")):
-            for fault in parse_nccl_log(_read(path)).faults:
-                found.setdefault(f"NCCL WARN {fault.text}")
-        return "\n".join(list(found)[:_NCCL_LINES])
 
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
         """Wait for every node, and return the outcome.
@@ -124,13 +128,20 @@ class Running:
         self.nodes.collect(self.work)
         codes = [child.returncode for child in self.children]
         return Outcome(
+            job=self.job,
             returncodes=codes,
             reports=self._reports(),
-            log="\n".join([self.log(), *([self.nccl_faults()] if any(codes) else [])]),
+            log="\n".join([self.log(), *([self._nccl_faults()] if any(codes) else [])]),
             seconds=time.monotonic() - self.started,
             timed_out=timed_out and not failing,
             command=self.command,
         )
+
+    def _nccl_faults(self) -> str:
+        """Return the distinct warnings in the NCCL logs of this job, as log lines."""
+        logs = [parse_nccl_log(_read(path)) for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt"))]
+        found = dict.fromkeys(f"NCCL WARN {fault.text}" for log in logs for fault in log.faults)
+        return "\n".join(list(found)[:_NCCL_LINES])
 
     def _reports(self) -> list[dict[str, Any]]:
         found = []
@@ -142,35 +153,80 @@ class Running:
         return found
 
 
-def start_job(
-    job: TrainingJob, nodes: Nodes, work: Path, of_node: Callable[[int], Mapping[str, str]] = lambda _: {}
-) -> Running:
-    """Start `job` on `nodes`: a torchrun agent on each, or the bare trainer on node 0 if `job.nodes` is 0.
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The nodes, the settings and the network of one verification. `work` is the work folder on this host.
 
-    `of_node` returns additional variables for one node.
+    `floor` is the bus bandwidth to reach, in GB/s, and `floor_of` tells who set it.
     """
-    run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
-    running = Running(job, run_id, work, time.monotonic(), [], nodes)
+
+    nodes: Nodes
+    work: Path
+    settings: Settings
+    subject: Subject
+    network: Network
+    floor: float = 0.0
+    floor_of: str = ""
+
+    def start(
+        self,
+        name: str,
+        epochs: int,
+        *,
+        nodes: int | None = None,
+        nproc_per_node: int | None = None,
+        snapshot: str | None = None,
+        max_restarts: int = 0,
+        bandwidth_s: str | None = None,
+        lean: bool = False,
+        extra: Mapping[str, str] | None = None,
+    ) -> Running:
+        """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
+
+        The defaults are those of the settings. Every launch trains on the same global batches, whatever its
+        number of ranks. `extra` are additional variables.
+        """
+        settings = self.settings
+        nodes = settings.nodes if nodes is None else nodes
+        nproc_per_node = nproc_per_node or settings.nproc_per_node
+        batch = settings.batch_size * settings.nodes * settings.nproc_per_node
+        arguments = (
+            str(epochs), "1" if max_restarts else str(epochs),
+            "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
+            "--dataset_size", str(batch * _STEPS),
+            "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
+            "--backend", self.network.accelerator.backend,
+            *(("--bandwidth", bandwidth_s) if bandwidth_s else ()),
+        )  # fmt: skip
+        job = TrainingJob(name, arguments, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean)
+        return _start(job, self, extra or {})
+
+
+def _start(job: TrainingJob, bench: Bench, extra: Mapping[str, str]) -> Running:
+    nodes = bench.nodes
+    running = Running(job, f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}", bench.work, time.monotonic(), nodes)
     endpoint = f"{nodes.address(0)}:{nodes.free_port()}"
-    common = _variables(nodes)
+    common = {"GLOO_SOCKET_IFNAME": nodes.interface, **_VARIABLES}
     try:
         for node in range(max(1, job.nodes)):
-            report = nodes.work / f"{job.name}-report{node}.json"
-            trainer = ["-m", "ddp_train", *job.arguments, "--report", str(report)]
-            program = "torchrun" if job.nodes and not job.lean else "python"
-            agent = _agent(job, node, endpoint, run_id, nodes.address(node)) if job.nodes else []
-            if job.lean:
-                agent = ["-c", _LEAN, *agent]
-            if agent:
-                trainer = [torchrun.literal(word) for word in trainer]
-            running.command = running.command or [program, *agent, *trainer]
-            log = work / f"{job.name}-node{node}.log"
-            variables = {**common, **of_node(node)}
-            running.children.append(nodes.start(node, program, [*agent, *trainer], variables, log))
+            program, *arguments = _command(job, node, endpoint, running.run_id, nodes)
+            running.command = running.command or [program, *arguments]
+            variables = {**common, **bench.network.of_node(node, job.name, str(nodes.work)), **extra}
+            log = bench.work / f"{job.name}-node{node}.log"
+            running.children.append(nodes.start(node, program, arguments, variables, log))
     except BaseException:
         nodes.stop(running.children)
         raise
     return running
+
+
+def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nodes) -> list[str]:
+    """Return the command of a torchrun agent, or of the bare trainer if `job.nodes` is 0."""
+    trainer = ["-m", "ddp_train", *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
+    if not job.nodes:
+        return ["python", *trainer]
+    program = ["python", "-c", _LEAN] if job.lean else ["torchrun"]
+    return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun.literal, trainer)]
 
 
 def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
@@ -186,19 +242,6 @@ def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str
         f"--local-addr={address}",
         "--monitor-interval=0.1",
     ]
-
-
-def _variables(nodes: Nodes) -> dict[str, str]:
-    return {
-        "GLOO_SOCKET_IFNAME": nodes.interface,
-        # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        # The reports are judged by envbuild, so training continues after a failed self-check. This is a
-        # variable because the trainers of older artifacts ignore it, while they would reject an unknown option.
-        "DDP_TRAIN_JUDGED_LATER": "1",
-    }
 
 
 def _read(path: Path) -> str:

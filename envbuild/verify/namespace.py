@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from envbuild.verify import binding, mounting, supervise
-from envbuild.verify.mounting import MountFailed, call, die_with, mount
+from envbuild.verify import mounting, supervise
+from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, BindFailed, MountFailed, call, die_with, mount, show
 
 # Mount points in the image for the host's work folder and the libraries of its GPU driver.
 WORK = "/envbuild-verify"
@@ -99,7 +99,7 @@ def run(launcher: socket.socket) -> NoReturn:
     supervise.keep_program(become, held, parent, ended)
     if unpacked and os.getppid() != parent:  # otherwise the launcher removes the folder
         # A folder cannot be removed while a mount point lies in it in this namespace.
-        for point in reversed(binding.mounts_below("/")):
+        for point in reversed(mounting.mounts_below("/")):
             with contextlib.suppress(OSError):
                 call("umount2", os.fsencode(point), mounting.DETACH)
         shutil.rmtree(unpacked.name, ignore_errors=True, dir_fd=above)
@@ -118,7 +118,7 @@ def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
         _build(spec)
     except MountFailed as error:
         return {"failed": "image", "why": str(error)}
-    except binding.BindFailed as error:
+    except BindFailed as error:
         return {"failed": "bind", "why": str(error)}
     except OSError as error:
         return {"failed": "namespace", "why": error.strerror or str(error)}
@@ -218,7 +218,7 @@ def _isolate() -> None:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     call("prctl", mounting.SET_DUMPABLE, 1, 0, 0, 0)
-    mount(None, "/", None, mounting.REC | mounting.SLAVE)
+    mount(None, "/", None, REC | mounting.SLAVE)
 
 
 def _build(spec: dict[str, Any]) -> None:
@@ -226,30 +226,30 @@ def _build(spec: dict[str, Any]) -> None:
     _WAYS[spec["way"]](spec, image)
     # The root is a tmpfs that shows the image's folders: mount points can be created in it although the image
     # is read-only.
-    mount("tmpfs", root, "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=0755")
+    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=0755")
     _show_all(image, root, ("proc", "sys", "dev", "tmp", "run", "etc"))
     _show_etc(f"{image}/etc", f"{root}/etc")
     for name in ("proc", "sys", "dev"):
         os.mkdir(f"{root}/{name}")
-        mount(f"/{name}", f"{root}/{name}", None, mounting.BIND | mounting.REC)
+        mount(f"/{name}", f"{root}/{name}", None, BIND | REC)
     for name in ("tmp", "run"):
         os.mkdir(f"{root}/{name}")
-        mount("tmpfs", f"{root}/{name}", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
+        mount("tmpfs", f"{root}/{name}", "tmpfs", NOSUID | NODEV, "mode=1777")
     if os.path.isdir(f"{root}/var/tmp") and not os.path.islink(f"{root}/var/tmp"):
-        mount("tmpfs", f"{root}/var/tmp", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
+        mount("tmpfs", f"{root}/var/tmp", "tmpfs", NOSUID | NODEV, "mode=1777")
     if spec["work"]:
         os.mkdir(root + WORK)
-        mount(spec["work"], root + WORK, None, mounting.BIND)
+        mount(spec["work"], root + WORK, None, BIND)
     if spec["libraries"]:
         os.mkdir(root + DRIVER)
     for name, library in spec["libraries"].items():
         place = f"{root}{DRIVER}/{name}"
         os.close(os.open(place, os.O_CREAT))
-        mount(os.path.realpath(library), place, None, mounting.BIND)
+        mount(os.path.realpath(library), place, None, BIND)
     if binds := spec.get("binds"):
         stash = f"{spec['folder']}/stash"
         os.mkdir(stash)
-        binding.show_binds(root, binds, stash)
+        mounting.show_binds(root, binds, stash)
     _change_root(root)
 
 
@@ -259,20 +259,20 @@ def _show_etc(etc: str, place: str) -> None:
     os.mkdir(place)
     if all(os.path.isfile(f"{etc}/{n}") and not os.path.islink(f"{etc}/{n}") for n in names):
         if os.path.isdir(etc):
-            mount(etc, place, None, mounting.BIND)
+            mount(etc, place, None, BIND)
     elif os.path.isdir(etc):
         # Files cannot be added to the image's folder, so each entry is mounted by itself.
         _show_all(etc, place, names)
     for name in names:
         if not os.path.exists(f"{place}/{name}"):
             os.close(os.open(f"{place}/{name}", os.O_CREAT))
-        mount(os.path.realpath(f"/etc/{name}"), f"{place}/{name}", None, mounting.BIND)
+        mount(os.path.realpath(f"/etc/{name}"), f"{place}/{name}", None, BIND)
 
 
 def _show_all(folder: str, place: str, leave: Sequence[str]) -> None:
     for entry in os.scandir(folder):
         if entry.name not in leave:
-            binding.show(entry, f"{place}/{entry.name}")
+            show(entry, f"{place}/{entry.name}")
 
 
 def _change_root(root: str) -> None:

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from envbuild import process
-from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import EnvbuildError
 from envbuild.fabrics import Fabric
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.verify.model import Check, judge
-from envbuild.verify.network_variables import PLUGIN
-from envbuild.verify.nodes import Nodes
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import Check, Report, judge
+from envbuild.verify.network import PLUGIN, nccl_version
+from envbuild.verify.subject import Nodes, Subject
 
-LIBRARIES, BANDWIDTH = "NCCL, plugin and libfabric as loaded", "all-reduce bus bandwidth"
-Report = Mapping[str, Any]
-_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
 _POLL_S = 0.05
-
-
-def nccl_version(state: State) -> str:
-    """Return the version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
-    built = next((layer.version for layer in state.layers if layer.name == "nccl"), "")
-    if built:
-        return built.split("-")[0]
-    return next((v for name, v, _ in state.packages if _NCCL_WHEEL.fullmatch(name)), "")
 
 
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
@@ -41,61 +28,49 @@ def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
     If the fabric needs a plugin and libfabric, both must come from the artifact or from the recipe's host
     layers.
     """
-    state = subject.state
-    layers = {layer.name: layer for layer in state.layers}
-    locked = nccl_version(state)
-    wrong: dict[str, list[int]] = {}
-    for rank in report["ranks"]:
-        for text in _library_problems(subject, fabric, layers, locked, rank):
-            wrong.setdefault(text, []).append(rank["rank"])
-    first = report["ranks"][0]
+    locked, ranks = nccl_version(subject.state), report["ranks"]
+    wrong: dict[str, list[str]] = {}
+    for rank in ranks:
+        for text in _library_problems(subject, fabric, locked, rank):
+            wrong.setdefault(text, []).append(str(rank["rank"]))
     return judge(
         "libraries",
-        LIBRARIES,
         not wrong,
-        seen="; ".join(f"{text} (ranks {', '.join(map(str, n))})" for text, n in wrong.items())
-        or f"NCCL {first.get('nccl')} of the artifact on all {len(report['ranks'])} ranks",
+        seen="; ".join(f"{text} (ranks {', '.join(numbers)})" for text, numbers in wrong.items())
+        or f"NCCL {ranks[0].get('nccl')} of the artifact on all {len(ranks)} ranks",
         expected=f"NCCL {locked or 'of torch'}, loaded from the artifact"
         + (", with its plugin and libfabric" if fabric.by_plugin else ""),
-        cause="another copy is found first: LD_LIBRARY_PATH or LD_PRELOAD of the environment, a module loaded on the "
-        "node; torch finds its NCCL by its own RPATH, so a newer one must replace the wheel in the environment",
         evidence={
-            "nccl": {str(rank["rank"]): rank.get("nccl") for rank in report["ranks"]},
-            "paths": sorted({subject.relative(p) for r in report["ranks"] for p in r["libraries"]}),
+            "nccl": {str(rank["rank"]): rank.get("nccl") for rank in ranks},
+            "paths": sorted({subject.relative(path) for rank in ranks for path in rank["libraries"]}),
         },
     )
 
 
-def _library_problems(
-    subject: Subject, fabric: Fabric, layers: Mapping[str, BuiltLayer], locked: str, rank: Mapping[str, Any]
-) -> list[str]:
-    problems: list[str] = []
+def _library_problems(subject: Subject, fabric: Fabric, locked: str, rank: Mapping[str, Any]) -> Iterator[str]:
     loaded = rank.get("nccl")
     if loaded is None:
-        return ["NCCL was not used"]
+        yield "NCCL was not used"
+        return
     if locked and locked != loaded and not locked.startswith(f"{loaded}."):
-        problems.append(f"NCCL {loaded} is loaded, {locked} was locked")
-    by_kind: dict[str, list[str]] = {}
+        yield f"NCCL {loaded} is loaded, {locked} was locked"
+    by_kind: dict[str, list[str]] = {"nccl": [], "plugin": [], "libfabric": [], "other": []}
     for path in rank["libraries"]:
-        by_kind.setdefault(_kind(path), []).append(path)
-    if len(by_kind.get("nccl", ())) > 1:
-        problems.append(f"two copies of NCCL: {', '.join(by_kind['nccl'])}")
-    if locked and not by_kind.get("nccl"):
-        problems.append("no libnccl is mapped: torch has its own NCCL inside, the locked one is not used")
-    problems += [f"NCCL is {p}, outside of the artifact" for p in by_kind.get("nccl", ()) if not subject.holds(p)]
+        by_kind[_kind(path)].append(path)
+    if len(by_kind["nccl"]) > 1:
+        yield f"two copies of NCCL: {', '.join(by_kind['nccl'])}"
+    if locked and not by_kind["nccl"]:
+        yield "no libnccl is mapped: torch has its own NCCL inside, the locked one is not used"
+    yield from (f"NCCL is {path}, outside of the artifact" for path in by_kind["nccl"] if not subject.holds(path))
+    layers = {layer.name: layer for layer in subject.state.layers}
     for kind, name in (("plugin", PLUGIN), ("libfabric", "libfabric")):
-        layer = layers.get(name)
-        if layer is None:
+        if (layer := layers.get(name)) is None:
             continue
-        found = by_kind.get(kind, [])
-        if fabric.by_plugin and not found:
-            problems.append(f"{name} is not mapped")
-        problems += [
-            f"{name} is {path}, not {layer.path or 'the one built for the artifact'}"
-            for path in found
-            if not _of_layer(subject, layer, path)
-        ]
-    return problems  # fmt: skip
+        if fabric.by_plugin and not by_kind[kind]:
+            yield f"{name} is not mapped"
+        for path in by_kind[kind]:
+            if not _of_layer(subject, layer, path):
+                yield f"{name} is {path}, not {layer.path or 'the one built for the artifact'}"
 
 
 def _kind(path: str) -> str:
@@ -110,10 +85,8 @@ def _kind(path: str) -> str:
 
 def _of_layer(subject: Subject, layer: BuiltLayer, path: str) -> bool:
     """Return whether the mapped file `path` belongs to the source layer: its folder on the host, or the artifact."""
-    if layer.path:
-        folders = {layer.path, os.path.realpath(layer.path)}
-        return any(path.startswith(folder.rstrip("/") + "/") for folder in folders)
-    return any(path.startswith(root + os.sep) for root in subject.roots)
+    folders = (layer.path, os.path.realpath(layer.path)) if layer.path else subject.roots
+    return path.startswith(tuple(folder.rstrip("/") + "/" for folder in folders))
 
 
 def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
@@ -122,19 +95,22 @@ def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
     `floor_of` names who set the floor: the recipe or the site.
     """
     rows = report.get("bandwidth") or []
-    alone = report["world_size"] < 2
-    best: Mapping[str, Any] = rows[-1] if rows else {"bytes": 0, "busbw": 0.0}
-    seen = f"{best['busbw']:.3g} GB/s at {_size(best['bytes'])}" if rows else "nothing was measured"
+    one_rank, reached = report["world_size"] < 2, rows[-1]["busbw"] if rows else 0.0
+    if one_rank:
+        seen = "one rank has no bandwidth"
+    else:
+        seen = f"{reached:.3g} GB/s at {_size(rows[-1]['bytes'])}" if rows else "nothing was measured"
     return judge(
         "bandwidth",
-        BANDWIDTH,
-        alone or (bool(rows) and best["busbw"] >= floor),
-        seen="one rank has no bandwidth" if alone else seen,
+        one_rank or (bool(rows) and reached >= floor),
+        seen=seen,
         expected=f"at least {floor:g} GB/s ({floor_of}'s busbw_floor)" if floor else "a measurement; no floor is set",
-        cause="the ranks reach each other over a slower path than meant (see the check `fabric`), other jobs share the "
-        "host or its network, or the floor is not for this host",
         evidence={"backend": report.get("backend"), "floor": floor, "table": rows},
-    )  # fmt: skip
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
@@ -145,8 +121,7 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
     code: int | None = None
     try:
         # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
-        chosen = {"FI_PROVIDER": wanted} if wanted else {}
-        agent = nodes.start(0, program, arguments, chosen, log)
+        agent = nodes.start(0, program, arguments, {"FI_PROVIDER": wanted} if wanted else {}, log)
         deadline = time.monotonic() + _LAYER_TIMEOUT_S
         try:
             while agent.poll() is None and time.monotonic() < deadline:
@@ -157,33 +132,25 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
         text = log.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, EnvbuildError) as error:
         text = str(error)
-    said = "\n".join(text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :])
-    ended = "did not end in time" if code is None else f"exit {code}"
-    missing = wanted is not None and f"provider: {wanted}" not in text
-    head = f"{layer.name} {layer.version}: {ended}"
+    lines = text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :]
+    good = code == 0 and (not wanted or f"provider: {wanted}" in text)
+    seen = f"{layer.name} {layer.version}: " + ("did not end in time" if code is None else f"exit {code}")
+    if good:
+        seen += f", provider {wanted}" if wanted else ""
+    else:
+        seen += "\n" + ("\n".join(f"    {line}" for line in lines) or "    (it printed nothing)")
     return judge(
         f"layer:{layer.name}",
-        f"{' '.join(layer.check)}",
-        code == 0 and not missing,
-        seen=f"{head}, provider {wanted}" if wanted and not missing and code == 0
-        else head if code == 0 and not missing else f"{head}\n{_indented(said)}",
+        good,
+        title=" ".join(layer.check),
+        seen=seen,
         expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
-        cause="a library that the layer needs is not on this host (see its text), or the layer was built without what "
-        "its check asks for",
-        evidence={"command": list(layer.check), "returncode": code, "output": said},
-    )  # fmt: skip
+        evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
+    )
 
 
-def _provider(program: str, arguments: list[str]) -> str | None:
-    """Return the provider that `fi_info -p NAME` asks for; None for any other command."""
+def _provider(program: str, arguments: list[str]) -> str:
+    """Return the provider that `fi_info -p NAME` asks for; "" for any other command."""
     if os.path.basename(program) != "fi_info" or "-p" not in arguments[:-1]:
-        return None
+        return ""
     return arguments[arguments.index("-p") + 1]
-
-
-def _indented(text: str) -> str:
-    return "\n".join("    " + line for line in text.splitlines()) or "    (it printed nothing)"
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

@@ -21,7 +21,7 @@ from envbuild.lock.nccl import check_override, nccl_override
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.recipe.torch_build import torch_builds
-from envbuild.verify.accelerator_checks import check_accelerator as check_artifact
+from envbuild.verify.static_checks import check_accelerator as check_artifact
 
 
 def packages(*pins: str) -> list[LockedPackage]:

@@ -15,9 +15,9 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError, UsageError
 from envbuild.kinds.verify import open_subject
 from envbuild.verify import file_subject, own_runtime, runtimes
-from envbuild.verify.driver import cached, named
 from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables
+from envbuild.verify.own_runtime import cached, named
 
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
 
