@@ -207,8 +207,7 @@ def container_nodes(
 ) -> Iterator[ContainerNodes]:
     """Start `count` containers of `image` on a network of their own, and remove them at the end.
 
-    Each container gets all of the host's GPUs of `accelerator`. Raises HostError when the daemon cannot run
-    them.
+    Each container gets all of the host's GPUs of `accelerator`. Raises HostError when the daemon cannot run them.
     """
     from docker.errors import DockerException
     from docker.types import DeviceRequest

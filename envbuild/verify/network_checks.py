@@ -25,8 +25,7 @@ _POLL_S = 0.05
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
     """Check that every rank maps the artifact's own NCCL in the locked version.
 
-    If the fabric needs a plugin and libfabric, both must come from the artifact or from the recipe's host
-    layers.
+    If the fabric needs a plugin and libfabric, both must come from the artifact or from the recipe's host layers.
     """
     locked, ranks = nccl_version(subject.state), report["ranks"]
     wrong: dict[str, list[str]] = {}

@@ -28,8 +28,7 @@ class Agent(Protocol):
 class Nodes(Protocol):
     """The simulated nodes of one verification: processes of this host, or containers.
 
-    `work` is the path of their shared folder as programs see it; `interface` is the network interface between
-    them.
+    `work` is the path of their shared folder as programs see it; `interface` is the network interface between them.
     """
 
     @property

@@ -1,13 +1,12 @@
 """Supervise a program of an image: pass signals on to it, and leave none of its processes behind.
 
 Two processes stand between the caller and the program, each a subreaper of the orphans below it (prctl(2),
-PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the
-namespace and is the program's parent. If either is killed, the other ends the remaining processes.
+PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the namespace and
+is the program's parent. If either is killed, the other ends the remaining processes.
 
-A scheduler signals a whole job step at once, a terminal its foreground process group, a person one process. The
-program must get each signal once: the launcher reports the signals that it got to the keeper (by a real-time
-signal, which nobody else sends), and the keeper passes on those that it did not get itself at about the same
-time.
+A scheduler signals a whole job step at once, a terminal its foreground process group, a person one process. The program
+must get each signal once: the launcher reports the signals that it got to the keeper (by a real-time signal, which
+nobody else sends), and the keeper passes on those that it did not get itself at about the same time.
 
 Needs only the standard library. Source: signal(7), prctl(2), proc(5).
 """
