@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.state import State
@@ -44,20 +44,16 @@ _JOIN_S = 10.0
 _LAUNCHES, _SPARE_S = 4, 300
 
 
-class Built(Protocol):
-    """An image in a daemon, whoever built it: its state, its digest, its image ID."""
+@dataclass(frozen=True, slots=True)
+class BuiltImage:
+    """An image in a daemon, whoever built it."""
 
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def image_id(self) -> str: ...
+    image_id: str
+    state: State
+    digest: str
 
 
-def image_subject(client: Any, image: Built, settings: Settings) -> Subject:
+def image_subject(client: Any, image: BuiltImage, settings: Settings) -> Subject:
     """Return the subject for `image` in `client`'s daemon, run as containers."""
     state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
