@@ -135,7 +135,7 @@ class FileArtifact(Artifact):
         return BuiltArtifact(state, file_digest(path), f"/{PREFIX}/bin/python")
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
-        from envbuild.verify.file_subject import open_file_subject
+        from envbuild.verify.runtimes import open_file_subject
 
         return open_file_subject(path, environment, runtime)
 

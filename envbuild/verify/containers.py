@@ -59,17 +59,13 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings) -> Subject
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
     packages = f"{root}/lib/python{state.python}/site-packages"
 
-    def survey(nodes: Any) -> Survey:
-        assert isinstance(nodes, ContainerNodes)
-        return nodes.survey(root, packages, target.elf_machine)
-
     return Subject(
         root=Path(root),
         state=state,
         target=target,
         digest=image.digest,
         runtime=f"docker {client.version().get('Version', '')}".strip(),
-        survey=survey,
+        survey=lambda nodes: cast(ContainerNodes, nodes).survey(root, packages, target.elf_machine),
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
         isolated=True,
         kind="docker",

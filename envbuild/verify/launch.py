@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Running:
-    """A running job. `wait` waits for its end; leaving the context stops the processes that still run."""
+    """A running job; `wait` waits for its end."""
 
     job: TrainingJob
     run_id: str
@@ -87,12 +88,6 @@ class Running:
     nodes: Nodes
     command: list[str] = field(default_factory=list)
     children: list[Agent] = field(default_factory=list)
-
-    def __enter__(self) -> Running:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.nodes.stop(self.children)
 
     def log(self) -> str:
         """Return the output of all nodes so far."""
@@ -109,22 +104,20 @@ class Running:
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
         """Wait for every node, and return the outcome.
 
-        Nodes that still run are stopped at the job's time limit, a grace period after the first node failed,
-        and on an interruption. `on_poll` is called on each poll.
+        Nodes that still run are stopped at the job's time limit, and a grace period after the first node failed.
+        `on_poll` is called on each poll.
         """
         deadline = self.started + self.job.timeout_s
         timed_out = failing = False
-        try:
-            while any(child.poll() is None for child in self.children) and not timed_out:
-                if not failing and any(child.poll() for child in self.children):
-                    # The others would wait for the failed node until their own timeouts.
-                    failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
-                timed_out = time.monotonic() > deadline
-                if on_poll is not None:
-                    on_poll(self)
-                time.sleep(_POLL_S)
-        finally:
-            self.nodes.stop(self.children)
+        while any(child.poll() is None for child in self.children) and not timed_out:
+            if not failing and any(child.poll() for child in self.children):
+                # The others would wait for the failed node until their own timeouts.
+                failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+            timed_out = time.monotonic() > deadline
+            if on_poll is not None:
+                on_poll(self)
+            time.sleep(_POLL_S)
+        self.nodes.stop(self.children)
         self.nodes.collect(self.work)
         codes = [child.returncode for child in self.children]
         return Outcome(
@@ -168,6 +161,7 @@ class Bench:
     floor: float = 0.0
     floor_of: str = ""
 
+    @contextmanager
     def start(
         self,
         name: str,
@@ -180,17 +174,17 @@ class Bench:
         bandwidth_s: str | None = None,
         lean: bool = False,
         extra: Mapping[str, str] | None = None,
-    ) -> Running:
+    ) -> Iterator[Running]:
         """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
 
         The defaults are those of the settings. Every launch trains on the same global batches, whatever its
-        number of ranks. `extra` are additional variables.
+        number of ranks. `extra` are additional variables. Leaving the context stops the processes that still run.
         """
         settings = self.settings
         nodes = settings.nodes if nodes is None else nodes
         nproc_per_node = nproc_per_node or settings.nproc_per_node
         batch = settings.batch_size * settings.nodes * settings.nproc_per_node
-        arguments = (
+        options = (
             str(epochs), "1" if max_restarts else str(epochs),
             "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
             "--dataset_size", str(batch * _STEPS),
@@ -198,26 +192,20 @@ class Bench:
             "--backend", self.network.accelerator.backend,
             *(("--bandwidth", bandwidth_s) if bandwidth_s else ()),
         )  # fmt: skip
-        job = TrainingJob(name, arguments, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean)
-        return _start(job, self, extra or {})
-
-
-def _start(job: TrainingJob, bench: Bench, extra: Mapping[str, str]) -> Running:
-    nodes = bench.nodes
-    running = Running(job, f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}", bench.work, time.monotonic(), nodes)
-    endpoint = f"{nodes.address(0)}:{nodes.free_port()}"
-    common = {"GLOO_SOCKET_IFNAME": nodes.interface, **_VARIABLES}
-    try:
-        for node in range(max(1, job.nodes)):
-            program, *arguments = _command(job, node, endpoint, running.run_id, nodes)
-            running.command = running.command or [program, *arguments]
-            variables = {**common, **bench.network.of_node(node, job.name, str(nodes.work)), **extra}
-            log = bench.work / f"{job.name}-node{node}.log"
-            running.children.append(nodes.start(node, program, arguments, variables, log))
-    except BaseException:
-        nodes.stop(running.children)
-        raise
-    return running
+        job = TrainingJob(name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean)
+        work, endpoint = str(self.nodes.work), f"{self.nodes.address(0)}:{self.nodes.free_port()}"
+        common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, **_VARIABLES}
+        running = Running(job, f"envbuild-{name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)
+        try:
+            for node in range(max(1, nodes)):
+                program, *arguments = _command(job, node, endpoint, running.run_id, self.nodes)
+                running.command = running.command or [program, *arguments]
+                variables = {**common, **self.network.of_node(node, name, work), **(extra or {})}
+                log = self.work / f"{name}-node{node}.log"
+                running.children.append(self.nodes.start(node, program, arguments, variables, log))
+            yield running
+        finally:
+            self.nodes.stop(running.children)
 
 
 def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nodes) -> list[str]:

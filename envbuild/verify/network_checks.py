@@ -1,25 +1,180 @@
-"""Checks on the path of the ranks' traffic: mapped libraries, bandwidth, and the source layers' own commands."""
+"""Checks on the network that the ranks used: NCCL's logs, the ranks' own connections, mapped libraries, bandwidth."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.errors import EnvbuildError
+from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.verify.model import Check, Report, judge
 from envbuild.verify.network import PLUGIN, nccl_version
-from envbuild.verify.subject import Nodes, Subject
+from envbuild.verify.subject import Subject
 
-_KEPT_TEXT = 2000
-_LAYER_TIMEOUT_S = 60.0
-_POLL_S = 0.05
+_MAX_LOG = 16 << 20
+
+
+def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
+    """Return the parsed NCCL log of each rank that wrote one into the folder `work`."""
+    found = {}
+    for rank in report["ranks"]:
+        path = work / posixpath.basename(rank.get("nccl_log") or "-")
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as stream:
+                found[rank["rank"]] = parse_nccl_log(stream.read(_MAX_LOG))
+    return found
+
+
+def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]) -> Check:
+    """Check that NCCL used `fabric` on every rank, and that channels between nodes go over it.
+
+    `variables` are the variables that the job got for the fabric; they are recorded as evidence.
+    """
+    ranks = report["ranks"]
+    nodes: dict[int, list[NcclLog]] = {}
+    wrong: dict[str, list[int]] = {}
+    for rank in ranks:
+        log = logs.get(rank["rank"])
+        nodes.setdefault(rank["group_rank"], []).extend([log] if log else [])
+        for text in _rank_problems(fabric, rank, log):
+            wrong.setdefault(text, []).append(rank["rank"])
+    for node, of_node in sorted(nodes.items()) if len(nodes) > 1 else ():
+        channels = {name for log in of_node for name in log.transports}
+        names = fabric.names or tuple(name for log in of_node for name in log.networks)
+        if not wrong and not channels & {f"NET/{name}" for name in names}:
+            text = f"node {node} has no channel over {names[0] if names else 'any network'}"
+            wrong[f"{text} (its channels: {', '.join(sorted(channels)) or 'none'})"] = []
+    used = ", ".join(sorted({name for log in logs.values() for name in log.networks}))
+    providers = ", ".join(sorted({name for log in logs.values() for name in log.providers}))
+    # A fabric that accepts any network passes also after a plugin's failure.
+    failed = next((fault.text for log in logs.values() for fault in log.having("plugin failed")), "")
+    return judge(
+        "fabric",
+        not wrong,
+        seen="; ".join(_of_ranks(numbers) + text for text, numbers in wrong.items())
+        or f"NCCL over {used}{f' by provider {providers}' if providers else ''} on all {len(ranks)} ranks"
+        + (f"; its plugin did not start: {failed}" if failed else ""),
+        expected=_expected(fabric, len(nodes)),
+        cause=_cause(fabric, logs.values()),
+        evidence={
+            "fabric": fabric.name,
+            "backend": report.get("backend"),
+            "variables": dict(variables),
+            "ranks": [
+                {"rank": number, "version": log.version, "networks": log.networks,
+                 "providers": log.providers, "plugins": log.plugins, "transports": log.transports,
+                 "notes": [fault.text for fault in log.faults][:20]}
+                for number, log in sorted(logs.items())
+            ],
+        },
+    )  # fmt: skip
+
+
+def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None) -> list[str]:
+    if rank.get("nccl") is None:
+        return ["NCCL was not used: the ranks trained with gloo"]
+    if log is None or not log.networks:
+        return ["NCCL's log names no network"]
+    other = [name for name in log.networks if fabric.names and name not in fabric.names]
+    if other:
+        lines = "".join(f"\n      {fault.text}" for fault in log.having(*_telling(fabric))[:3])
+        return [f"NCCL used {', '.join(other)}, not {fabric.names[0]}{lines}"]
+    # "tcp;ofi_rxm" is tcp with a utility provider on top of it.
+    bad = [name for name in log.providers if name.split(";")[0] != fabric.provider]
+    if fabric.provider and (bad or not log.providers):
+        return [f"libfabric's provider is {', '.join(bad) or 'not named'}, not {fabric.provider}"]
+    return []
+
+
+def _telling(fabric: Fabric) -> tuple[Kind, ...]:
+    """Return the kinds of NCCL faults that explain why NCCL did not use `fabric`."""
+    if fabric.by_plugin:
+        return ("plugin failed", "plugin missing", "fatal")
+    return ("no adapter", "fatal") if fabric.adapter else ("fatal",)
+
+
+def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
+    """Return the probable cause: that of the first fault in `logs` that explains the failure, or a general one."""
+    causes = (fault.cause for log in logs for fault in log.having(*_telling(fabric)) if fault.cause)
+    return next(causes, "") or (
+        "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
+        "environment, a plugin that does not work with this provider), or all ranks are on one host"
+        if fabric.by_plugin
+        else "NCCL found another network first; see the nodes' logs and docs/reference/fabrics.md"
+    )
+
+
+def _expected(fabric: Fabric, nodes: int) -> str:
+    if not fabric.names:
+        return "NCCL on every rank" + (", with channels between nodes" if nodes > 1 else "")
+    text = f"NCCL over {fabric.names[0]} on every rank"
+    if fabric.provider:
+        text += f", by libfabric's provider {fabric.provider}"
+    return text + (", and channels over it between nodes" if nodes > 1 else "")
+
+
+def _of_ranks(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}: "
+
+
+def check_gloo(interface: str, report: Report) -> Check:
+    """Check that gloo's connections between ranks use `interface`, by the addresses that each rank reports."""
+    links = _links(report["ranks"])
+    wrong: list[str] = []
+    for rank in report["ranks"]:
+        number, interfaces = rank["rank"], rank.get("interfaces", {})
+        own = sorted({local for one, _, local in links if one == number})
+        if rank.get("gloo_ifname") != interface:
+            wrong.append(f"rank {number}: GLOO_SOCKET_IFNAME is {rank.get('gloo_ifname') or 'not set'}")
+        for address in own:
+            if address not in interfaces.get(interface, ()) and not (interface == "lo" and address.startswith("127.")):
+                name = next((name for name, addresses in interfaces.items() if address in addresses), "?")
+                wrong.append(f"rank {number} talks over {address} ({name}), not {interface}")
+        if not own and report["world_size"] > 1:
+            wrong.append(f"rank {number} has no connection to another rank")
+    return judge(
+        "fabric",
+        not wrong,
+        seen="; ".join(wrong[:6])
+        or f"gloo over {interface}: {len(links) // 2} connections between {report['world_size']} ranks",
+        expected=f"every rank's connections on {interface}",
+        evidence={
+            "backend": report.get("backend"),
+            "interface": interface,
+            "connections": [f"rank {one} to {other}: {address}" for one, other, address in links][:200],
+        },
+    )
+
+
+def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
+    """Return (rank, other rank, the rank's own address) for each connection between two ranks.
+
+    Connections to the rendezvous store are left out: the launcher chooses their network.
+    """
+    stores = {_port(rank["store"]) for rank in ranks if rank.get("store")}
+    ends = {
+        (local, peer): rank["rank"]
+        for rank in ranks
+        for local, peer in rank.get("sockets", ())
+        if not {_port(local), _port(peer)} & stores
+    }
+    return sorted(
+        (number, ends[peer, local], local.rpartition(":")[0].strip("[]"))
+        for (local, peer), number in ends.items()
+        if ends.get((peer, local), number) != number
+    )
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
 
 
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
@@ -110,46 +265,3 @@ def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
 
 def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
-
-
-def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
-    """Check that a source layer's own command exits with 0 on a node, and fi_info reports the requested provider."""
-    program, *arguments = layer.check
-    log = work / f"layer-{layer.name}.log"
-    wanted = _provider(program, arguments)
-    code: int | None = None
-    try:
-        # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
-        agent = nodes.start(0, program, arguments, {"FI_PROVIDER": wanted} if wanted else {}, log)
-        deadline = time.monotonic() + _LAYER_TIMEOUT_S
-        try:
-            while agent.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            code = agent.poll()
-        finally:
-            nodes.stop([agent])
-        text = log.read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, EnvbuildError) as error:
-        text = str(error)
-    lines = text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :]
-    good = code == 0 and (not wanted or f"provider: {wanted}" in text)
-    seen = f"{layer.name} {layer.version}: " + ("did not end in time" if code is None else f"exit {code}")
-    if good:
-        seen += f", provider {wanted}" if wanted else ""
-    else:
-        seen += "\n" + ("\n".join(f"    {line}" for line in lines) or "    (it printed nothing)")
-    return judge(
-        f"layer:{layer.name}",
-        good,
-        title=" ".join(layer.check),
-        seen=seen,
-        expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
-        evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
-    )
-
-
-def _provider(program: str, arguments: list[str]) -> str:
-    """Return the provider that `fi_info -p NAME` asks for; "" for any other command."""
-    if os.path.basename(program) != "fi_info" or "-p" not in arguments[:-1]:
-        return ""
-    return arguments[arguments.index("-p") + 1]

@@ -8,18 +8,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
-from envbuild.verify.fabric_checks import check_gloo, check_nccl, rank_logs
 from envbuild.verify.launch import Bench, Outcome, Running
 from envbuild.verify.model import FAIL, PASS, Check, Settings, Verdict, blocked, check_texts
 from envbuild.verify.network import network_of
-from envbuild.verify.network_checks import check_bandwidth, check_layer, check_libraries
-from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed
+from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
+from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
 from envbuild.verify.subject import Subject
 
 Log = Callable[[str], None]
@@ -121,7 +120,7 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
     return checks
 
 
-def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> Running:
+def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
     return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra)
 
 
@@ -202,6 +201,7 @@ def _fault_check(bench: Bench, reference: Outcome, epochs: int) -> Check:
         if pid is not None:
             killed.update(rank=rank, pid=pid, after_epoch=saved[-1])
 
-    outcome = bench.start("faults", epochs, max_restarts=3).wait(kill)
+    with bench.start("faults", epochs, max_restarts=3) as running:
+        outcome = running.wait(kill)
     losses = training.losses_of(reference.reports[0]) if reference.finished and reference.reports else []
     return training.check_restart(outcome, killed, losses, bench.settings.loss_tolerance)

@@ -1,21 +1,27 @@
-"""Checks on the artifact's files, from a survey of them, and on its torch, with which verification trains."""
+"""Checks without a launch: the artifact's files by a survey, the commands of its source layers, the torch of a plan."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.artifacts.state import IMAGE, State
+from envbuild import process
+from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey
-from envbuild.errors import RecipeError, UsageError
+from envbuild.errors import EnvbuildError, RecipeError, UsageError
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.torch_build import accelerator_fault, builds_title, survey_builds
 from envbuild.verify.model import Check, judge
-from envbuild.verify.subject import Subject
+from envbuild.verify.subject import Nodes, Subject
 
 _SHOWN = 5
+_KEPT_TEXT = 2000
+_LAYER_TIMEOUT_S = 60.0
+_POLL_S = 0.05
 
 
 def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
@@ -127,3 +133,46 @@ def check_accelerator(subject: Subject, survey: Survey) -> Check:
         expected=f"torch built for {' '.join(filter(None, (target.family.title, target.version)))}",
         evidence={"cuda": None, **builds, "libraries": [name for name in found or [] if "=" not in name]},
     )
+
+
+def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
+    """Check that a source layer's own command exits with 0 on a node, and fi_info reports the requested provider."""
+    program, *arguments = layer.check
+    log = work / f"layer-{layer.name}.log"
+    wanted = _provider(program, arguments)
+    code: int | None = None
+    try:
+        # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
+        agent = nodes.start(0, program, arguments, {"FI_PROVIDER": wanted} if wanted else {}, log)
+        deadline = time.monotonic() + _LAYER_TIMEOUT_S
+        try:
+            while agent.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            code = agent.poll()
+        finally:
+            nodes.stop([agent])
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, EnvbuildError) as error:
+        text = str(error)
+    lines = text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :]
+    good = code == 0 and (not wanted or f"provider: {wanted}" in text)
+    seen = f"{layer.name} {layer.version}: " + ("did not end in time" if code is None else f"exit {code}")
+    if good:
+        seen += f", provider {wanted}" if wanted else ""
+    else:
+        seen += "\n" + ("\n".join(f"    {line}" for line in lines) or "    (it printed nothing)")
+    return judge(
+        f"layer:{layer.name}",
+        good,
+        title=" ".join(layer.check),
+        seen=seen,
+        expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
+        evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
+    )
+
+
+def _provider(program: str, arguments: list[str]) -> str:
+    """Return the provider that `fi_info -p NAME` asks for; "" for any other command."""
+    if os.path.basename(program) != "fi_info" or "-p" not in arguments[:-1]:
+        return ""
+    return arguments[arguments.index("-p") + 1]

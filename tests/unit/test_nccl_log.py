@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from envbuild.diagnose.engine import explain
 from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
 from envbuild.fabrics import load_fabrics
-from envbuild.verify.fabric_checks import check_nccl
+from envbuild.verify.network_checks import check_nccl
 
 DATA = Path(__file__).parent / "data" / "nccl"
 LOGS = {path.stem: path.read_text() for path in sorted(DATA.glob("*.log"))}
