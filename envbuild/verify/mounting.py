@@ -221,22 +221,29 @@ def _open_up(folder: str, stash: str) -> None:
     os.mkdir(stash)
     mount(folder, stash, None, BIND | REC)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "mode=0755")
-    for entry in os.scandir(stash):
-        show(entry, f"{folder}/{entry.name}", REC)
+    show_all(stash, folder, flags=REC)
 
 
-def show(entry: os.DirEntry[str], place: str, flags: int = 0) -> None:
-    """Show a file or folder of the image at `place`, which does not exist yet; other kinds of files are skipped."""
-    if entry.is_symlink():
-        os.symlink(os.readlink(entry.path), place)
-        return
-    if entry.is_dir():
-        os.mkdir(place)
-    elif entry.is_file():
+def show_all(folder: str, place: str, *, leave: Sequence[str] = (), flags: int = 0) -> None:
+    """Show each file and folder in `folder`, except those to `leave`, in the writable folder `place`."""
+    for entry in os.scandir(folder):
+        here = f"{place}/{entry.name}"
+        if entry.name in leave:
+            continue
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), here)
+        elif entry.is_dir():
+            os.mkdir(here)
+            mount(entry.path, here, None, BIND | flags)
+        elif entry.is_file():
+            show_file(entry.path, here)
+
+
+def show_file(source: str, place: str) -> None:
+    """Show the file `source` at `place`, which is created if it does not exist."""
+    if not os.path.exists(place):
         os.close(os.open(place, os.O_CREAT))
-    else:
-        return
-    mount(entry.path, place, None, BIND | flags)
+    mount(os.path.realpath(source), place, None, BIND)
 
 
 def _resolved(root: str, place: str) -> str:
