@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from envbuild.artifacts.folder import FolderModule
     from envbuild.artifacts.state import State
     from envbuild.environment import Environment
-    from envbuild.verify.subject import Subject
+    from envbuild.verify.model import Subject
 
 
 @dataclass(frozen=True, slots=True)

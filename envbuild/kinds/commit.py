@@ -13,8 +13,7 @@ from envbuild.errors import VerificationError
 from envbuild.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from envbuild.verify.model import Settings
-    from envbuild.verify.subject import Subject
+    from envbuild.verify.model import Settings, Subject
 
 Log = Callable[[str], None]
 

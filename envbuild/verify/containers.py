@@ -29,9 +29,8 @@ from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
 from envbuild.verify import processes
-from envbuild.verify.model import Settings
+from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
-from envbuild.verify.subject import Subject
 from envbuild.workers import Workers
 
 _WORK = PurePosixPath(WORK)

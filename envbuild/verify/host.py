@@ -19,8 +19,8 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
 from envbuild.errors import HostError
 from envbuild.recipe.targets import Target
+from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank
-from envbuild.verify.subject import Subject
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.

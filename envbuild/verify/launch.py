@@ -18,9 +18,8 @@ from typing import Any
 
 from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.verify.model import Settings
+from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
-from envbuild.verify.subject import Agent, Nodes, Subject
 
 _STEPS = 16
 _POLL_S = 0.05

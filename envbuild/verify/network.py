@@ -21,7 +21,7 @@ from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.fabrics import Fabric, find_fabric
 from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.settings import FabricTable
-from envbuild.verify.subject import Nodes, Subject
+from envbuild.verify.model import Nodes, Subject
 
 PLUGIN = "aws-ofi-nccl"
 # NCCL stores a plugin's name in 255 bytes, including the NUL.

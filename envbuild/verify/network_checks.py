@@ -12,9 +12,8 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.verify.model import Check, Report, judge
+from envbuild.verify.model import Check, Report, Subject, judge
 from envbuild.verify.network import PLUGIN, nccl_version
-from envbuild.verify.subject import Subject
 
 _MAX_LOG = 16 << 20
 

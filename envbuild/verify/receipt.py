@@ -13,9 +13,8 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.atomic import write_atomically
-from envbuild.verify.model import FAIL, Verdict
+from envbuild.verify.model import FAIL, Subject, Verdict
 from envbuild.verify.network import nccl_version
-from envbuild.verify.subject import Subject
 
 FORMAT = 1
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--"}

@@ -15,11 +15,10 @@ from typing import Any
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
 from envbuild.verify.launch import Bench, Outcome, Running
-from envbuild.verify.model import FAIL, PASS, Check, Settings, Verdict, blocked, check_texts
+from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts
 from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
 from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
-from envbuild.verify.subject import Subject
 
 Log = Callable[[str], None]
 # Long enough to kill a rank in the middle of training, even on a fast machine.

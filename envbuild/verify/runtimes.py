@@ -36,9 +36,8 @@ from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import APPTAINER, ENROOT, WORK, ImageFile, Runtime, image_state, open_image_file, passed
-from envbuild.verify.model import Settings
+from envbuild.verify.model import Settings, Subject
 from envbuild.verify.own_runtime import WAYS, own_runtime
-from envbuild.verify.subject import Subject
 
 OWN = "own"
 # The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.

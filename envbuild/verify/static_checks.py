@@ -15,8 +15,7 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.torch_build import accelerator_fault, builds_title, survey_builds
-from envbuild.verify.model import Check, judge
-from envbuild.verify.subject import Nodes, Subject
+from envbuild.verify.model import Check, Nodes, Subject, judge
 
 _SHOWN = 5
 _KEPT_TEXT = 2000

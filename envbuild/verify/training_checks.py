@@ -13,8 +13,7 @@ from envbuild.diagnose.engine import explain
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target
 from envbuild.verify.launch import Outcome, TrainingJob
-from envbuild.verify.model import Check, Report, judge
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import Check, Report, Subject, judge
 
 # The loss of a run that learns nothing fluctuates; 5% is well above that and well below the real fall.
 _LEAST_FALL = 0.05

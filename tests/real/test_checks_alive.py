@@ -23,9 +23,8 @@ from envbuild.artifacts import venv
 from envbuild.kinds.verify import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
-from envbuild.verify.model import Check, Settings
+from envbuild.verify.model import Check, Nodes, Settings, Subject
 from envbuild.verify.run import verify
-from envbuild.verify.subject import Nodes, Subject
 
 from .conftest import Command, link_tree
 

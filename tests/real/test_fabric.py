@@ -22,7 +22,7 @@ from envbuild.environment import load_environment
 from envbuild.kinds.verify import open_subject
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import Subject
 
 from .conftest import REPOSITORY
 from .test_checks_alive import SETTINGS, failed, run_checks

@@ -29,9 +29,9 @@ from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.toml import json_schema
+from envbuild.verify.model import Subject
 from envbuild.verify.network import fabric_variables, nccl_version, network_of, plugin_variables, visible_gpus
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
-from envbuild.verify.subject import Subject
 
 TREE = Path(__file__).resolve().parents[2]
 ROOT = Path("/env")

@@ -20,10 +20,9 @@ from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable
 from envbuild.verify.launch import Bench, Outcome, TrainingJob
-from envbuild.verify.model import Check, Settings
+from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.network import Network
 from envbuild.verify.run import _floor, judge_launches
-from envbuild.verify.subject import Subject
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
 ROOT = Path("/build/venv")

@@ -14,9 +14,9 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank, find_with
 from envbuild.verify.receipt import receipt_path
-from envbuild.verify.subject import Subject
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from envbuild.verify.launch import Outcome, Running, TrainingJob
+from envbuild.verify.model import Nodes
 from envbuild.verify.run import _may_start_beside
-from envbuild.verify.subject import Nodes
 
 
 def first_launch(ago: float) -> Running:
