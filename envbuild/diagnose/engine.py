@@ -55,10 +55,9 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings, causes first.
+    """The findings, causes first; the program's first exception and its location, if no finding explains it.
 
-    `lines` is the number of lines read. `exception` is the program's first exception and its location, if no
-    finding explains it; `last` are the last lines that look like an error.
+    `lines` is the number of lines read; `last` are the last lines that look like an error.
     """
 
     lines: int
@@ -74,11 +73,7 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class _Seen:
-    """The matches of one pattern in all logs.
-
-    `count` is the number of matching lines, `order` and `latest` are the numbers of the first and the last one
-    among all lines, and `values` are the values of its groups.
-    """
+    """The `count` lines that match a pattern: the numbers of the first and the `latest` one, and the groups' values."""
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
@@ -104,10 +99,7 @@ class _Course:
             self.failed = order
 
     def passed(self, order: int) -> bool:
-        """Return whether the job continued to train after line `order`.
-
-        If it failed after that line, a few more lines of training from other ranks do not count.
-        """
+        """Return whether the job trained on after line `order`; for long, if it failed: other ranks write a few lines."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
 
     def long_passed(self, order: int) -> bool:

@@ -39,10 +39,9 @@ class _Open:
 
 @dataclass(slots=True)
 class Exceptions:
-    """A reader of log lines that finds the first exception.
+    """A reader of log lines that finds the `first` exception that is neither torchrun's own nor ignored.
 
-    `first` is the first exception that is neither torchrun's own nor ignored, after the frames that locate it;
-    `order` is the number of its line among all lines.
+    Before it are the frames that locate it; `order` is the number of its line among all lines.
     """
 
     first: tuple[Line, ...] = ()
@@ -81,10 +80,7 @@ class Exceptions:
 
 
 def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
-    """Return the match of the exception if `line` ends the traceback `one`, else None; frames are stored in `one`.
-
-    `text` is the part of `line` that Python wrote.
-    """
+    """Store a frame in the traceback `one`, or return the match of its exception; `text` is Python's part of `line`."""
     if text[:1] in (" ", "\t"):
         if frame := _FRAME.match(text):
             one.launcher |= _LAUNCHER.search(frame["file"]) is not None

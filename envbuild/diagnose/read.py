@@ -67,10 +67,9 @@ def job_number(name: str) -> str:
 
 
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield (name, lines) of each log; lines are read lazily.
+    """Yield (name, lines) of each log; lines are read lazily. "-" is standard input, a folder stands for its files.
 
-    "-" is standard input; a folder stands for its files, sorted by name. Raises UsageError for a path that does
-    not exist or cannot be read.
+    Raises UsageError for a path that does not exist or cannot be read.
     """
     for path in tuple(_files(paths)):
         yield "standard input" if path == STDIN else path, _lines(path)

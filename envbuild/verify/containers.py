@@ -151,10 +151,7 @@ class ContainerNodes:
         return None
 
     def survey(self, root: str, site_packages: str, elf_machine: int) -> Survey:
-        """Survey the environment at `root` with the image's own interpreter.
-
-        Raises VerificationError when that fails.
-        """
+        """Survey the environment at `root` with the image's own interpreter. Raises VerificationError."""
         command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages, str(elf_machine)]
         said = self._run(self.containers[0].id, command, variables={"PYTHONPATH": _TOOLS})
         try:
@@ -163,10 +160,7 @@ class ContainerNodes:
             raise VerificationError(f"the image could not be surveyed: {error}") from error
 
     def prepare(self) -> None:
-        """Copy the tools of verification into the shared folder.
-
-        Raises VerificationError when the daemon refuses them.
-        """
+        """Copy the tools of verification into the shared folder. Raises VerificationError when the daemon refuses."""
         package = Path(survey_module.__file__).parents[1]
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:

@@ -34,10 +34,7 @@ Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapp
 
 @dataclass(frozen=True, slots=True)
 class HostNodes:
-    """Nodes whose programs `launch` starts.
-
-    `folder` is the work folder on this host, `work` its path as programs see it.
-    """
+    """Nodes whose programs `launch` starts; `folder` is the work folder on this host, `work` its path for programs."""
 
     folder: Path
     launch: Launch
@@ -97,10 +94,7 @@ def host_nodes(
 
 
 def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
-    """Return the subject for the environment in the folder `path`, whose programs are started as `kind` defines.
-
-    Raises HostError when the environment cannot run on this host.
-    """
+    """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host."""
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
     return Subject(

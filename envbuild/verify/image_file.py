@@ -28,10 +28,9 @@ _MOST_STATE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that holds a squashfs from `offset` on, compressed with `compressor`.
+    """A file that holds a squashfs from `offset` on: ENROOT is the `kind` of a bare one, APPTAINER that of a SIF.
 
-    `path` is absolute. `kind` is ENROOT for a bare squashfs and APPTAINER for a SIF; `accelerator` is the one
-    that the image's programs run on.
+    `path` is absolute; `accelerator` is the one that the image's programs run on.
     """
 
     path: Path
@@ -43,10 +42,9 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A way to start programs in one image file.
+    """A way to start programs in one image file; `name` goes into the receipt.
 
-    `name` goes into the receipt. `open` takes a work folder on this host; while the context is open, it starts
-    programs that see this folder as `work`.
+    `open` takes a work folder on this host, which the programs see as `work`.
     """
 
     name: str
@@ -69,10 +67,7 @@ def image_kind(path: Path) -> str | None:
 
 
 def open_image_file(path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU) -> ImageFile:
-    """Open the image in the file `path`, which must be of `kind` if that is given.
-
-    Raises UsageError for any other file, BuildError for a damaged image.
-    """
+    """Open the image of `kind` (any, if None) in `path`. Raises UsageError for another file, BuildError if damaged."""
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD)

@@ -101,11 +101,7 @@ class Running:
             time.sleep(_POLL_S)
 
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
-        """Wait for every node, and return the outcome.
-
-        Nodes that still run are stopped at the job's time limit, and a grace period after the first node failed.
-        `on_poll` is called on each poll.
-        """
+        """Wait for all nodes until the job's time limit, and a grace period after the first failure; call `on_poll`."""
         deadline = self.started + self.job.timeout_s
         timed_out = failing = False
         while any(child.poll() is None for child in self.children) and not timed_out:
@@ -147,10 +143,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The nodes, the settings and the network of one verification. `work` is the work folder on this host.
-
-    `floor` is the bus bandwidth to reach, in GB/s, and `floor_of` tells who set it.
-    """
+    """The context of a verification's launches; `floor` is the bus bandwidth to reach in GB/s, set by `floor_of`."""
 
     nodes: Nodes
     work: Path

@@ -34,10 +34,7 @@ class Agent(Protocol):
 
 
 class Nodes(Protocol):
-    """The simulated nodes of one verification: processes of this host, or containers.
-
-    `work` is the path of their shared folder as programs see it; `interface` is the network interface between them.
-    """
+    """Simulated nodes; programs see their shared folder as `work`, and reach each other over `interface`."""
 
     @property
     def work(self) -> PurePath: ...
@@ -111,11 +108,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
+    """The result of one check; `cause` is the usual cause of a failure, `evidence` holds the figures behind the result.
 
-    `status` is "pass", "fail" or "blocked". A blocked check was not judged because the check named in `seen`
-    failed and this one would only repeat it. `cause` is the usual cause of a failure; `evidence` holds the
-    figures behind the result.
+    `status` is "pass", "fail" or "blocked": not judged because the check named in `seen` failed.
     """
 
     name: str

@@ -51,10 +51,7 @@ class BindFailed(Exception):
 
 
 def by_kernel(spec: dict[str, Any], place: str) -> None:
-    """Mount the image through a loop device, which the kernel frees after the last use of the mount.
-
-    Raises MountFailed when there is no loop device or the kernel refuses the mount.
-    """
+    """Mount the image through a loop device, which the kernel frees after the last use. Raises MountFailed."""
     try:
         loop, device = _loop(spec["image"], spec["offset"])
     except OSError as error:
@@ -105,10 +102,7 @@ def _configure(loop: int, image: int, info: bytes) -> None:
 
 
 def by_fuse(spec: dict[str, Any], place: str) -> None:
-    """Mount the image with squashfuse, which is killed when this process ends.
-
-    Raises MountFailed when it mounts nothing.
-    """
+    """Mount the image with squashfuse, which is killed when this process ends. Raises MountFailed."""
     before = os.stat(place).st_dev
     options = f"ro,offset={spec['offset']}" if spec["offset"] else "ro"
     keeper = os.getpid()

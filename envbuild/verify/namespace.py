@@ -106,10 +106,7 @@ def run(launcher: socket.socket) -> NoReturn:
 
 
 def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
-    """Make the namespace of `spec`. Return an empty dict, or the step that `failed` and `why`.
-
-    This process gets the signal `at_its_end` when `parent` ends.
-    """
+    """Make the namespace of `spec`; `at_its_end` comes when `parent` ends. Return the step that `failed`, and `why`."""
     try:
         _isolate()
         # An exec or a change of credentials may have cleared the parent-death signal that the parent set.

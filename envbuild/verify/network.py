@@ -32,11 +32,9 @@ _DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET"}
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The fabric and the variables that a job's nodes get for it.
+    """The fabric, the variables that all nodes of a job get for it, and the GPUs that each node may use (() for all).
 
-    `variables` are common to all nodes; `gpus` lists the GPUs that each node may use, () for all of them.
-    `replaced` names the variables of the caller's environment that differ in the job: name → (the caller's
-    value, the job's value).
+    `replaced` are the caller's variables that differ in the job: name → (the caller's value, the job's value).
     """
 
     fabric: Fabric
@@ -58,10 +56,7 @@ class Network:
 def network_of(
     subject: Subject, nodes: Nodes, shape: tuple[int, int], env: Mapping[str, str], site: FabricTable
 ) -> Network:
-    """Return the network of a job of `shape` (nodes, ranks per node) in the artifact.
-
-    Raises UsageError for an unknown fabric.
-    """
+    """Return the network of a job of `shape` (nodes, ranks per node). Raises UsageError for an unknown fabric."""
     fabric, accelerator, state = find_fabric(subject.state.fabric), subject.target.family, subject.state
     if not accelerator.gpu:
         return Network(fabric, accelerator)
@@ -92,10 +87,7 @@ def visible_gpus(env: Mapping[str, str], accelerator: Accelerator, dev: Path = P
 
 
 def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
-    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, the site's variables.
-
-    Later ones override earlier ones.
-    """
+    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, then the site's."""
     found = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
     if site.interface:
         found["NCCL_SOCKET_IFNAME"] = site.interface
@@ -116,9 +108,8 @@ def plugin_variables(
 ) -> dict[str, str]:
     """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
 
-    `nccl` is the version of NCCL ("" if unknown), or of RCCL, by `accelerator`. `path` is the value that
-    LD_LIBRARY_PATH has otherwise; `root` is the folder of the environment. Empty for an artifact without plugin
-    and libfabric.
+    `root` is the folder of the environment, `nccl` the version of NCCL or RCCL ("" if unknown), `path` the value
+    that LD_LIBRARY_PATH has otherwise.
     """
     by_name = {layer.name: layer for layer in layers}
     folders: list[str] = []

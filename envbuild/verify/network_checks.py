@@ -30,10 +30,7 @@ def rank_logs(report: Report, work: Path) -> dict[int, NcclLog]:
 
 
 def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], variables: Mapping[str, str]) -> Check:
-    """Check that NCCL used `fabric` on every rank, and that channels between nodes go over it.
-
-    `variables` are the variables that the job got for the fabric; they are recorded as evidence.
-    """
+    """Check that NCCL used `fabric` on every rank and between nodes; the job's `variables` for it are evidence."""
     ranks = report["ranks"]
     nodes: dict[int, list[NcclLog]] = {}
     wrong: dict[str, list[int]] = {}
@@ -154,10 +151,8 @@ def check_gloo(interface: str, report: Report) -> Check:
 
 
 def _links(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, str]]:
-    """Return (rank, other rank, the rank's own address) for each connection between two ranks.
-
-    Connections to the rendezvous store are left out: the launcher chooses their network.
-    """
+    """Return (rank, other rank, the rank's own address) for each connection between two ranks."""
+    # Connections to the rendezvous store are left out: the launcher chooses their network.
     stores = {_port(rank["store"]) for rank in ranks if rank.get("store")}
     ends = {
         (local, peer): rank["rank"]
@@ -177,10 +172,7 @@ def _port(address: str) -> str:
 
 
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
-    """Check that every rank maps the artifact's own NCCL in the locked version.
-
-    If the fabric needs a plugin and libfabric, both must come from the artifact or from the recipe's host layers.
-    """
+    """Check that each rank maps the artifact's own NCCL as locked, and plugin and libfabric as built or named."""
     locked, ranks = nccl_version(subject.state), report["ranks"]
     wrong: dict[str, list[str]] = {}
     for rank in ranks:
@@ -243,10 +235,7 @@ def _of_layer(subject: Subject, layer: BuiltLayer, path: str) -> bool:
 
 
 def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
-    """Check that the bus bandwidth of the largest measured all-reduce reaches `floor` (GB/s; 0 always passes).
-
-    `floor_of` names who set the floor: the recipe or the site.
-    """
+    """Check that the largest all-reduce reaches the bus bandwidth `floor` (GB/s; 0 passes), set by `floor_of`."""
     rows = report.get("bandwidth") or []
     one_rank, reached = report["world_size"] < 2, rows[-1]["busbw"] if rows else 0.0
     if one_rank:

@@ -114,10 +114,7 @@ def extract(image: ImageFile, into: Path) -> None:
 
 
 def spec_of(image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment) -> dict[str, Any]:
-    """Return the specification for namespace.py; `work` is the work folder, None for no such folder.
-
-    Raises WayUnavailable for a way that this user or this host cannot use.
-    """
+    """Return the specification for namespace.py. Raises WayUnavailable if this user or host cannot use `way`."""
     if way == MOUNT and os.geteuid() != 0:
         raise WayUnavailable("only root may mount squashfs images")
     return {
@@ -148,10 +145,7 @@ def _squashfuse(variables: Mapping[str, str]) -> str:
 
 @contextmanager
 def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
-    """Yield the process ID of a keeper that holds the namespace of `spec`.
-
-    Raises WayUnavailable when the image cannot be mounted, HostError when namespaces are forbidden.
-    """
+    """Yield the process ID of a keeper that holds the namespace of `spec`."""
     folder = Path(spec["folder"])
     for name in ("image", "root"):
         (folder / name).mkdir(exist_ok=True)

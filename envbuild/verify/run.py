@@ -124,10 +124,9 @@ def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractCon
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
-    """Return whether the second launch may start beside `first`.
+    """Return whether the artifact's trainer can wait for its turn beside `first`, by the report of `reference`.
 
-    It may if the artifact's trainer can wait for its turn, which the report of `reference` tells. In that case,
-    sleep until the agents of `first` have imported torch, estimated by the time that the reference took.
+    In that case, sleep until the agents of `first` have imported torch, as long as the reference took.
     """
     report = reference.reports[0] if reference.reports else {}
     if RESUME_AFTER not in report.get("variables", []):

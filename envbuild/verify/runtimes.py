@@ -102,10 +102,7 @@ def file_subject(
 
 
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
-    """Return the subject for the .sqsh or .sif file at `path`, whose digest is the file's sha256.
-
-    Raises UsageError when envbuild did not make the file, and the errors of `file_subject`.
-    """
+    """Return the subject for the .sqsh or .sif file at `path`. Raises UsageError if it is not envbuild's."""
     image = open_image_file(path)
     return file_subject(path, image.kind, image_state(image), file_digest(path), Settings(), environment, runtime)
 

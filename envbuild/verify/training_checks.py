@@ -151,10 +151,7 @@ def _snapshot_fault(path: Path) -> str | None:
 
 
 def check_resume(job: TrainingJob, reports: Sequence[Report], epoch: int, total: int) -> Check:
-    """Check that a second launch resumed at `epoch` from the first one's snapshot and ran to `total`.
-
-    The second launch is `job`; it has another number of ranks, and forms one world.
-    """
+    """Check that `job`, with another number of ranks, resumed from the snapshot at `epoch` and ran to `total`."""
     report = reports[0]
     start, world_size, rejected = report["start_epoch"], report["world_size"], report["rejected_snapshots"]
     epochs, wanted = [entry["epoch"] for entry in report["losses"]], list(range(epoch, total))
@@ -236,10 +233,8 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
 
 
 def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bool) -> list[str]:
-    """Return the fault if the loaded torch is built for another accelerator than the target's.
-
-    A base image's GPU build may serve a CPU target, but a CPU build never serves a GPU target.
-    """
+    """Return the fault if the loaded torch is built for another accelerator than the target's."""
+    # A base image's GPU build may serve a CPU target, but a CPU build never serves a GPU target.
     builds = {one: rank.get(f"torch_{one.torch_field}") for one in gpu_families()}
     found = next((one for one, version in builds.items() if version is not None), CPU)
     if found is target.family or (found.gpu and not target.family.gpu and not locked):
