@@ -99,7 +99,7 @@ class _Course:
             self.failed = order
 
     def passed(self, order: int) -> bool:
-        """Return whether the job trained on after line `order`; for long, if it failed: other ranks write a few lines."""
+        """Return whether the job trained on after line `order`; after a failure, other ranks may write a few lines."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
 
     def long_passed(self, order: int) -> bool:

@@ -10,32 +10,17 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Kind = Literal[
-    "version", "network", "transport", "plugin", "provider",
-    "plugin missing", "plugin failed", "no adapter", "fatal", "error",
-]  # fmt: skip
-FAULTS: tuple[Kind, ...] = ("plugin missing", "plugin failed", "no adapter", "fatal", "error")
+FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
+Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind
+FAULTS: tuple[Kind, ...] = get_args(FaultKind)
 _SAID = re.compile(r"\bNCCL (?P<level>INFO|WARN|TRACE|ATTN|ABORT) (?P<text>.*)")
 # Printed without a prefix; some releases print it to standard output even if the log goes to a file.
 _VERSION = re.compile(r"\bNCCL version (\d\S*)\s*$")
-
-
-@dataclass(frozen=True, slots=True)
-class NcclLine:
-    """A row of data/nccl_log.toml, whose header explains each key."""
-
-    kind: Kind
-    regex: re.Pattern[str]
-    source: str
-    date: str
-    texts: Sequence[str] = ()
-    cause: str = ""
-    of: Literal["nccl", "plugin"] = "nccl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +61,11 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
-def load_lines() -> tuple[NcclLine, ...]:
-    """Return the rows of data/nccl_log.toml."""
-    return tuple(_line(row, _data()["causes"]) for row in _data()["lines"])
-
-
-def _line(row: Mapping[str, Any], causes: Mapping[str, str]) -> NcclLine:
-    cause = row.get("cause", "")
-    cause = causes[cause[1:]] if cause.startswith("=") else cause
-    return NcclLine(**{**row, "regex": re.compile(row["regex"]), "cause": cause, "date": str(row["date"])})
+def load_patterns() -> list[tuple[Kind, re.Pattern[str], str]]:
+    """Return (kind, pattern, cause) of each row of data/nccl_log.toml, whose header explains them."""
+    shared = {f"={name}": cause for name, cause in _data()["causes"].items()}
+    rows = ((row, row.get("cause", "")) for row in _data()["lines"])
+    return [(row["kind"], re.compile(row["regex"]), shared.get(cause, cause)) for row, cause in rows]
 
 
 def parse_nccl_log(text: str) -> NcclLog:
@@ -118,9 +99,9 @@ def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
         text = match["text"].strip()
         if harmless.search(text):
             continue
-        for known in load_lines():
-            if said := known.regex.search(text):
-                yield known.kind, said[1], known.cause
+        for kind, pattern, cause in load_patterns():
+            if said := pattern.search(text):
+                yield kind, said[1], cause
                 break
         else:
             if match["level"] == "WARN":

@@ -42,12 +42,14 @@ def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
     given one by one belong together. Raises UsageError for a path that does not exist or cannot be read.
     """
     found: dict[str, list[str]] = {}
+    every: list[str] = []
     for path in paths:
-        folder = path != STDIN and _is_folder(path)
-        for file in _files([path]):
+        files, folder = _files(path)
+        every += files
+        for file in files:
             found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
     if len(found.keys() - {""}) < 2:
-        return [JobLogs("", tuple(_files(paths)))]
+        return [JobLogs("", tuple(every))]
     return [JobLogs(number, tuple(files)) for number, files in found.items()]
 
 
@@ -71,35 +73,25 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
 
     Raises UsageError for a path that does not exist or cannot be read.
     """
-    for path in tuple(_files(paths)):
-        yield "standard input" if path == STDIN else path, _lines(path)
+    for file in [file for path in paths for file in _files(path)[0]]:
+        yield "standard input" if file == STDIN else file, _lines(file)
 
 
-def _files(paths: Sequence[str]) -> Iterator[str]:
-    for path in paths:
-        if path != STDIN and _is_folder(path):
-            yield from _in_folder(path)
-        elif path == STDIN or Path(path).exists():
-            yield path
-        else:
-            raise UsageError(f"there is no log {path}")
-
-
-def _is_folder(path: str) -> bool:
+def _files(path: str) -> tuple[list[str], bool]:
+    """Return the logs at `path`, and whether it is a folder."""
+    what = "log"
     try:
-        return Path(path).is_dir()
-    except OSError as error:
-        raise UsageError(f"cannot read the log {path}: {error.strerror}") from None
-
-
-def _in_folder(path: str) -> list[str]:
-    try:
+        if path == STDIN or not Path(path).is_dir():
+            if path != STDIN and not Path(path).exists():
+                raise UsageError(f"there is no log {path}")
+            return [path], False
+        what = "folder"
         found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
     except OSError as error:
-        raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from None
     if not found:
         raise UsageError(f"there are no logs in the folder {path}")
-    return found
+    return found, True
 
 
 def _lines(path: str) -> Iterator[str]:

@@ -68,7 +68,6 @@ class DiagnosisRule:
     cause: str
     hint: str
     source: str
-    date: str
     kind: Kind = "cause"
     provoked: bool = True
     all: tuple[LinePattern, ...] = ()
@@ -106,11 +105,11 @@ def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
-def _rule(row: dict[str, Any]) -> DiagnosisRule:
-    row.pop("where", None)
+def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
+    own = {key: value for key, value in row.items() if key not in ("where", "date")}
     patterns = {key: tuple(map(_pattern, row.get(key, ()))) for key in _PATTERNS}
     counts = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in row.get("counts", ()))
-    return DiagnosisRule(**{**row, **patterns, "counts": counts, "date": str(row["date"])})
+    return DiagnosisRule(**{**own, **patterns, "counts": counts})
 
 
 @functools.cache

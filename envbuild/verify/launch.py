@@ -164,13 +164,13 @@ class Bench:
         snapshot: str | None = None,
         max_restarts: int = 0,
         bandwidth_s: str | None = None,
-        lean: bool = False,
         extra: Mapping[str, str] | None = None,
     ) -> Iterator[Running]:
         """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
 
         The defaults are those of the settings. Every launch trains on the same global batches, whatever its
-        number of ranks. `extra` are additional variables. Leaving the context stops the processes that still run.
+        number of ranks. A launch from a `snapshot` is lean; `extra` are additional variables.
+        Leaving the context stops the processes that still run.
         """
         settings = self.settings
         nodes = settings.nodes if nodes is None else nodes
@@ -184,7 +184,9 @@ class Bench:
             "--backend", self.network.accelerator.backend,
             *(("--bandwidth", bandwidth_s) if bandwidth_s else ()),
         )  # fmt: skip
-        job = TrainingJob(name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean)
+        job = TrainingJob(
+            name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
+        )
         work, endpoint = str(self.nodes.work), f"{self.nodes.address(0)}:{self.nodes.free_port()}"
         common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, **_VARIABLES}
         running = Running(job, f"envbuild-{name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)

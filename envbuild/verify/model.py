@@ -30,7 +30,6 @@ class Agent(Protocol):
 
     def poll(self) -> int | None:
         """Return the exit code, None while the program runs."""
-        ...
 
 
 class Nodes(Protocol):
@@ -44,27 +43,21 @@ class Nodes(Protocol):
 
     def address(self, node: int) -> str:
         """Return the address by which other nodes reach `node`."""
-        ...
 
     def free_port(self) -> int:
         """Return a free TCP port of node 0."""
-        ...
 
     def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> Agent:
         """Start a program of the artifact on a node, with `extra` variables; its output goes to this host's `log`."""
-        ...
 
     def stop(self, agents: Sequence[Agent]) -> None:
         """Stop the agents that still run, with all their child processes."""
-        ...
 
     def collect(self, into: Path) -> None:
         """Copy the files of `work` into the folder `into` on this host."""
-        ...
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         """Send SIGKILL to one rank of a torchrun job. Return its process ID, None when there is no such rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,25 +42,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Bind = tuple[str, str, bool]
 
 
-class MountFailed(Exception):
-    """An image that this host cannot mount in the way that was tried; the message gives the reason."""
-
-
-class BindFailed(Exception):
-    """A bind mount that cannot be made; the message gives the reason."""
+class StepFailed(Exception):
+    """A step that this host cannot do, "image" or "bind", and the reason."""
 
 
 def by_kernel(spec: dict[str, Any], place: str) -> None:
-    """Mount the image through a loop device, which the kernel frees after the last use. Raises MountFailed."""
+    """Mount the image through a loop device, which the kernel frees after the last use. Raises StepFailed."""
     try:
         loop, device = _loop(spec["image"], spec["offset"])
     except OSError as error:
-        raise MountFailed(f"no loop device: {error.strerror}") from error
+        raise StepFailed("image", f"no loop device: {error.strerror}") from error
     try:
         mount(device, place, "squashfs", RDONLY | NOSUID | NODEV)
     except OSError as error:
         why = "" if error.errno != errno.EINVAL else f", squashfs with {spec['compressor']} perhaps"
-        raise MountFailed(f"the kernel refuses it{why}: {error.strerror}") from error
+        raise StepFailed("image", f"the kernel refuses it{why}: {error.strerror}") from error
     finally:
         os.close(loop)
 
@@ -102,7 +98,7 @@ def _configure(loop: int, image: int, info: bytes) -> None:
 
 
 def by_fuse(spec: dict[str, Any], place: str) -> None:
-    """Mount the image with squashfuse, which is killed when this process ends. Raises MountFailed."""
+    """Mount the image with squashfuse, which is killed when this process ends. Raises StepFailed."""
     before = os.stat(place).st_dev
     options = f"ro,offset={spec['offset']}" if spec["offset"] else "ro"
     keeper = os.getpid()
@@ -123,7 +119,7 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
         child.wait()
         log.seek(0)
         said = log.read(4096).decode(errors="replace").strip()
-    raise MountFailed(said or "squashfuse mounted nothing")
+    raise StepFailed("image", said or "squashfuse mounted nothing")
 
 
 def as_extracted(spec: dict[str, Any], place: str) -> None:
@@ -168,7 +164,7 @@ def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
     """Bind-mount each of `binds` below `root`, the future root of the image, in which all else is already mounted.
 
     Parents are mounted before their children, whatever the order of `binds`. `stash` is an empty scratch folder
-    outside of `root`. Raises BindFailed when a mount fails.
+    outside of `root`. Raises StepFailed when a mount fails.
     """
     ordered = sorted(binds, key=lambda bind: os.path.normpath(bind[1]).count("/"))
     # Create all mount points before the first mount, so that none is created in a folder of the host.
@@ -182,7 +178,7 @@ def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
                 for point in mounts_below(here):
                     read_only(point)
         except OSError as error:
-            raise BindFailed(f"{host} cannot be shown at {place}: {error.strerror}") from None
+            raise StepFailed("bind", f"{host} cannot be shown at {place}: {error.strerror}") from None
 
 
 def _make(root: str, place: str, folder: bool, stash: str) -> None:
@@ -190,12 +186,12 @@ def _make(root: str, place: str, folder: bool, stash: str) -> None:
     above = root
     names = _resolved(root, place).strip("/").split("/")
     if names == [""]:
-        raise BindFailed("nothing can be shown at / instead of the image")
+        raise StepFailed("bind", "nothing can be shown at / instead of the image")
     for depth, name in enumerate(names, start=1):
         here, wants_folder = f"{above}/{name}", folder or depth < len(names)
         if not os.path.lexists(here):
             if names[0] in _OF_HOST:
-                raise BindFailed(f"/{names[0]} is the host's own and has no {place}")
+                raise StepFailed("bind", f"/{names[0]} is the host's own and has no {place}")
             if not os.access(above, os.W_OK) or os.statvfs(above).f_flag & os.ST_RDONLY:
                 _open_up(above, f"{stash}.{depth}")
             if wants_folder:
@@ -204,8 +200,8 @@ def _make(root: str, place: str, folder: bool, stash: str) -> None:
                 os.close(os.open(here, os.O_CREAT | os.O_WRONLY, 0o644))
         elif os.path.isdir(here) != wants_folder:
             wanted, found = ("a folder", "a file") if wants_folder else ("a file", "a folder")
-            raise BindFailed(
-                f"{place}: {wanted} is to be shown, and /{'/'.join(names[:depth])} of the image is {found}"
+            raise StepFailed(
+                "bind", f"{place}: {wanted} is to be shown, and /{'/'.join(names[:depth])} of the image is {found}"
             )
         above = here
 
@@ -257,7 +253,7 @@ def _resolved(root: str, place: str) -> str:
         else:
             links += 1
             if links > _MOST_LINKS:
-                raise BindFailed(f"{place}: too many symbolic links in the image")
+                raise StepFailed("bind", f"{place}: too many symbolic links in the image")
             target = os.readlink(here)
             if target.startswith("/"):
                 done.clear()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from envbuild.verify import mounting, supervise
-from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, BindFailed, MountFailed, call, die_with, mount
+from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, StepFailed, call, die_with, mount
 
 # Mount points in the image for the host's work folder and the libraries of its GPU driver.
 WORK = "/envbuild-verify"
@@ -112,10 +112,8 @@ def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
         # An exec or a change of credentials may have cleared the parent-death signal that the parent set.
         die_with(parent, at_its_end)
         _build(spec)
-    except MountFailed as error:
-        return {"failed": "image", "why": str(error)}
-    except BindFailed as error:
-        return {"failed": "bind", "why": str(error)}
+    except StepFailed as error:
+        return dict(zip(("failed", "why"), error.args, strict=True))
     except OSError as error:
         return {"failed": "namespace", "why": error.strerror or str(error)}
     return {}

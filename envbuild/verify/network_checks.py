@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.verify.model import Check, Report, Subject, judge
+from envbuild.verify.model import Check, Report, Subject, check_texts, judge
 from envbuild.verify.network import PLUGIN, nccl_version
 
 _MAX_LOG = 16 << 20
@@ -47,6 +47,7 @@ def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], vari
             wrong[f"{text} (its channels: {', '.join(sorted(channels)) or 'none'})"] = []
     used = ", ".join(sorted({name for log in logs.values() for name in log.networks}))
     providers = ", ".join(sorted({name for log in logs.values() for name in log.providers}))
+    causes = (fault.cause for log in logs.values() for fault in log.having(*_telling(fabric)) if fault.cause)
     # A fabric that accepts any network passes also after a plugin's failure.
     failed = next((fault.text for log in logs.values() for fault in log.having("plugin failed")), "")
     return judge(
@@ -56,7 +57,7 @@ def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], vari
         or f"NCCL over {used}{f' by provider {providers}' if providers else ''} on all {len(ranks)} ranks"
         + (f"; its plugin did not start: {failed}" if failed else ""),
         expected=_expected(fabric, len(nodes)),
-        cause=_cause(fabric, logs.values()),
+        cause=next(causes, check_texts()["fabric"]["plugin" if fabric.by_plugin else "nccl"]),
         evidence={
             "fabric": fabric.name,
             "backend": report.get("backend"),
@@ -92,17 +93,6 @@ def _telling(fabric: Fabric) -> tuple[Kind, ...]:
     if fabric.by_plugin:
         return ("plugin failed", "plugin missing", "fatal")
     return ("no adapter", "fatal") if fabric.adapter else ("fatal",)
-
-
-def _cause(fabric: Fabric, logs: Iterable[NcclLog]) -> str:
-    """Return the probable cause: that of the first fault in `logs` that explains the failure, or a general one."""
-    causes = (fault.cause for log in logs for fault in log.having(*_telling(fabric)) if fault.cause)
-    return next(causes, "") or (
-        "the plugin chose another provider than the fabric's (adapters that are not visible, FI_PROVIDER of the "
-        "environment, a plugin that does not work with this provider), or all ranks are on one host"
-        if fabric.by_plugin
-        else "NCCL found another network first; see the nodes' logs and docs/reference/fabrics.md"
-    )
 
 
 def _expected(fabric: Fabric, nodes: int) -> str:

@@ -120,7 +120,7 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
 
 
 def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
-    return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra)
+    return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", extra=extra)
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:

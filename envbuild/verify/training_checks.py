@@ -206,7 +206,8 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
     wrong: list[str] = []
     for rank in (rank for report in reports for rank in report["ranks"]):
         where = f"rank {rank['rank']}"
-        if not _is_release(rank["python_version"], state.python_version):
+        # Of a base image's Python, the series may be known alone ("3.11").
+        if not f"{rank['python_version']}.".startswith(f"{state.python_version}."):
             wrong.append(f"{where}: Python {rank['python_version']}, built with {state.python_version}")
         if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
@@ -241,11 +242,6 @@ def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bo
         return []
     shown = found if found.gpu else target.family
     return [f"{where}: torch built for {shown.title} {builds[shown]}, target {target.name}"]
-
-
-def _is_release(version: str, known: str) -> bool:
-    """Return whether `version` is `known`, or a release of the series `known` ("3.11", for a base image's Python)."""
-    return version == known or version.startswith(known + ".")
 
 
 def losses_of(report: Report) -> list[float]:
