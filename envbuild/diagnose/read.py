@@ -10,7 +10,6 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
@@ -27,16 +26,8 @@ _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+
 _LONG = 4
 
 
-@dataclass(frozen=True, slots=True)
-class JobLogs:
-    """Logs of one job; `number` is the job's number, "" if unknown."""
-
-    number: str
-    logs: tuple[str, ...]
-
-
-def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
-    """Group logs by job.
+def jobs_of(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the logs of each job by its number, "" if unknown.
 
     A folder may contain the logs of many jobs, which the number in a log's name tells apart. Logs that are
     given one by one belong together. Raises UsageError for a path that does not exist or cannot be read.
@@ -48,9 +39,7 @@ def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
         every += files
         for file in files:
             found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
-    if len(found.keys() - {""}) < 2:
-        return [JobLogs("", tuple(every))]
-    return [JobLogs(number, tuple(files)) for number, files in found.items()]
+    return found if len(found.keys() - {""}) > 1 else {"": every}
 
 
 def job_number(name: str) -> str:

@@ -59,16 +59,11 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings) -> Subject
     packages = f"{root}/lib/python{state.python}/site-packages"
 
     return Subject(
-        root=Path(root),
-        state=state,
-        target=target,
-        digest=image.digest,
-        runtime=f"docker {client.version().get('Version', '')}".strip(),
+        Path(root), state, target, image.digest, f"docker {client.version().get('Version', '')}".strip(),
         survey=lambda nodes: cast(ContainerNodes, nodes).survey(root, packages, target.elf_machine),
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
-        isolated=True,
-        kind="docker",
-    )
+        isolated=True, kind="docker",
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -210,22 +205,11 @@ def container_nodes(
 
             def run(node: int) -> None:
                 containers[node] = client.containers.run(
-                    image,
-                    [str(int(lifetime_s))],
-                    entrypoint=["sleep"],
-                    name=f"{name}-{node}",
-                    hostname=f"node{node}",
-                    network=name,
-                    volumes={name: {"bind": WORK, "mode": "rw"}},
-                    working_dir=WORK,
-                    user="0",
-                    labels=until,
-                    detach=True,
-                    init=True,
-                    shm_size="1g",
-                    device_requests=gpus,
-                    devices=list(accelerator.docker_devices) or None,
-                )
+                    image, [str(int(lifetime_s))], entrypoint=["sleep"], user="0", init=True, detach=True,
+                    name=f"{name}-{node}", hostname=f"node{node}", network=name, labels=until, shm_size="1g",
+                    working_dir=WORK, volumes={name: {"bind": WORK, "mode": "rw"}},
+                    device_requests=gpus, devices=list(accelerator.docker_devices) or None,
+                )  # fmt: skip
                 containers[node].reload()  # its address is known now
 
             # Workers finish their task even after an interruption. Otherwise a container that the daemon

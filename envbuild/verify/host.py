@@ -98,13 +98,9 @@ def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
     return Subject(
-        root=path,
-        state=state,
-        target=target,
-        digest=state.digest,
-        runtime="host",
+        path, state, target, state.digest, "host",
         survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
         nodes=lambda work, _, env: host_nodes(
             work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
         ),
-    )
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,8 @@ _STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
-# The Python equivalent of the script `torchrun`.
+# A `lean` job starts torchrun's module instead of its script, with garbage collection off during the import: it takes
+# a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
 _VARIABLES = {
     # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
@@ -40,11 +41,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks.
-
-    With `lean`, torchrun's module is started instead of its script, with garbage collection off during the
-    import: it takes a quarter of the start-up time.
-    """
+    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks."""
 
     name: str
     arguments: tuple[str, ...]
@@ -214,16 +211,26 @@ def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nod
 def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
     limit = int(job.timeout_s)
     return [
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.nproc_per_node}",
-        f"--max-restarts={job.max_restarts}",
-        f"--rdzv-id={run_id}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
+        f"--nnodes={job.nodes}", f"--nproc-per-node={job.nproc_per_node}", f"--max-restarts={job.max_restarts}",
+        f"--rdzv-id={run_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf=is_host={int(node == 0)},join_timeout={limit},read_timeout={limit}",
-        f"--local-addr={address}",
-        "--monitor-interval=0.1",
-    ]
+        f"--local-addr={address}", "--monitor-interval=0.1",
+    ]  # fmt: skip
+
+
+def run_program(
+    nodes: Nodes, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path, timeout_s: float
+) -> tuple[int | None, bool]:
+    """Run a program on node 0 for at most `timeout_s` seconds. Return its exit code, and whether it ended by itself."""
+    agent = nodes.start(0, program, arguments, extra, log)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while agent.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        ended = agent.poll() is not None
+    finally:
+        nodes.stop([agent])
+    return agent.returncode, ended
 
 
 def _read(path: Path) -> str:

@@ -161,10 +161,9 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
-    """Bind-mount each of `binds` below `root`, the future root of the image, in which all else is already mounted.
+    """Bind-mount each of `binds`, parents first, below `root`, in which all else is already mounted.
 
-    Parents are mounted before their children, whatever the order of `binds`. `stash` is an empty scratch folder
-    outside of `root`. Raises StepFailed when a mount fails.
+    `stash` is an empty scratch folder outside of `root`. Raises StepFailed.
     """
     ordered = sorted(binds, key=lambda bind: os.path.normpath(bind[1]).count("/"))
     # Create all mount points before the first mount, so that none is created in a folder of the host.

@@ -89,11 +89,7 @@ def pushed_as(path: Path, digest: str) -> str | None:
 
 
 def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
-    """Record the registry reference `reference` in the passing receipt of image `digest` beside `path`.
-
-    The receipt is written beside `places` as well. Does nothing without a passing receipt for that image.
-    Raises OSError.
-    """
+    """Record the registry `reference` of image `digest` in its passing receipt, if any, beside `path` and `places`."""
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return

@@ -37,17 +37,14 @@ def verify(
 ) -> Verdict:
     """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
-    work = Path(tempfile.mkdtemp(prefix="envbuild-verify-"))
-    try:
-        site = load_site(env).fabric
+    with tempfile.TemporaryDirectory(prefix="envbuild-verify-", ignore_cleanup_errors=True) as folder:
+        work, site = Path(folder), load_site(env).fabric
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
             checks = _checks(Bench(nodes, work, settings, subject, network, *_floor(subject, settings, site)), log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Verdict(tuple(checks), settings, time.monotonic() - started, kept)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -36,6 +35,7 @@ from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import APPTAINER, ENROOT, WORK, ImageFile, Runtime, image_state, open_image_file, passed
+from envbuild.verify.launch import run_program
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.own_runtime import WAYS, own_runtime
 
@@ -59,7 +59,6 @@ if "ENVBUILD_PROBE" not in os.environ:
 # Apptainer's options: the site's default; user namespace.
 _MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
 _TOOLS = ".tools"
-_POLL_S = 0.05
 # The survey is written to a file: a runtime may print messages of its own to stdout.
 _SURVEY = """
 import sys
@@ -89,16 +88,11 @@ def file_subject(
     where = [root, f"{root}/lib/python{state.python}/site-packages", str(target.elf_machine)]
 
     return Subject(
-        root=Path(root),
-        state=state,
-        target=target,
-        digest=digest,
-        runtime=started.name,
+        Path(root), state, target, digest, started.name,
         survey=lambda nodes: _survey(cast(HostNodes, nodes), where, settings.timeout_s),
         nodes=lambda work, _, __: _nodes(started, work),
-        isolated=True,
-        kind=kind,
-    )
+        isolated=True, kind=kind,
+    )  # fmt: skip
 
 
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
@@ -122,20 +116,14 @@ def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
     """Survey the environment with the image's own interpreter. Raises VerificationError when that fails."""
     log, answer = nodes.folder / "survey.log", nodes.folder / "survey.json"
     names = [str(nodes.work / _TOOLS), str(nodes.work / answer.name)]
-    agent = nodes.start(0, "python", ["-B", "-c", _SURVEY, *names, *where], {}, log)
-    deadline = time.monotonic() + timeout_s
+    code, _ = run_program(nodes, "python", ["-B", "-c", _SURVEY, *names, *where], {}, log, timeout_s)
     try:
-        while agent.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-    finally:
-        nodes.stop([agent])
-    try:
-        if agent.returncode != 0:
+        if code != 0:
             raise ValueError(log.read_text(errors="replace").strip()[-2000:] or "no answer")
         return read_survey(answer.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise VerificationError(
-            f"the image could not be surveyed (exit {agent.returncode}):\n  {error}",
+            f"the image could not be surveyed (exit {code}):\n  {error}",
             "the image lacks what verification runs in it; see the message above",
         ) from error
 
@@ -143,8 +131,7 @@ def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
 def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
     """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
-    `wanted` is one of NAMES, or None for the best available one. Raises UsageError for another name and for a
-    runtime that does not start images of this kind, HostError when the wanted one is not installed.
+    `wanted` is one of NAMES, None for the best. Raises UsageError for an unsuitable one, HostError without it.
     """
     if wanted is not None and wanted not in NAMES:
         raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(NAMES)}")

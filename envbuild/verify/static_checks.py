@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.torch_build import accelerator_fault, builds_title, survey_builds
+from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge
 
 _SHOWN = 5
+_WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
-_POLL_S = 0.05
 
 
 def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
@@ -72,9 +72,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             "packages": {name: one.version for name, one in sorted(found.items())},
             "files": files.files,
             "bytes": files.bytes,
-            "altered": files.altered[:50],
-            "missing": files.missing[:50],
-            "unowned": files.unowned[:50],
+            **{what: getattr(files, what)[:50] for what in _WRONG_FILES},
         },
     )
 
@@ -93,7 +91,7 @@ def _installed_problems(state: State, survey: Survey) -> Iterator[str]:
         if survey.layers.get(name) != files:
             yield f"layer {name}: the list of its files is not the one that was installed"
     yield from (f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built.keys()))
-    for what in ("altered", "missing", "unowned"):
+    for what in _WRONG_FILES:
         paths = getattr(survey.files, what)
         yield from (f"{what} file {path}" for path in paths[:_SHOWN])
         if len(paths) > _SHOWN:
@@ -142,14 +140,9 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
     code: int | None = None
     try:
         # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
-        agent = nodes.start(0, program, arguments, {"FI_PROVIDER": wanted} if wanted else {}, log)
-        deadline = time.monotonic() + _LAYER_TIMEOUT_S
-        try:
-            while agent.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            code = agent.poll()
-        finally:
-            nodes.stop([agent])
+        chosen = {"FI_PROVIDER": wanted} if wanted else {}
+        found, ended = run_program(nodes, program, arguments, chosen, log, _LAYER_TIMEOUT_S)
+        code = found if ended else None
         text = log.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, EnvbuildError) as error:
         text = str(error)
