@@ -34,9 +34,10 @@ from envbuild.image.blobs import file_digest
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
-from envbuild.verify.image_file import APPTAINER, ENROOT, WORK, ImageFile, Runtime, image_state, open_image_file, passed
+from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, Runtime, image_state, open_image_file, passed
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Settings, Subject
+from envbuild.verify.namespace import WORK
 from envbuild.verify.own_runtime import WAYS, own_runtime
 
 OWN = "own"
@@ -183,7 +184,7 @@ def _host(image: ImageFile, variables: Mapping[str, str]) -> dict[str, str]:
 def _enroot(image: ImageFile, program: Path, environment: Environment) -> Runtime:
     host = _host(image, environment.variables)
     version = process.run([program, "version"], env=host, failure=HostError).stdout.strip()
-    probe = [program, "start", image.path, "python", "-I", "-c", "pass"]
+    probe = [str(program), "start", str(image.path), "python", "-I", "-c", "pass"]
     in_place = process.run(probe, env=host, check=False).returncode == 0
     name = f"enroot {version}" + ("" if in_place else " (unpacked)")
     return Runtime(name, partial(_open_enroot, program, image, environment, in_place))
