@@ -19,6 +19,7 @@ STDIN = "-"
 # A progress bar may write megabytes without a newline.
 _LONGEST = 1 << 16
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
+_OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
 _NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
 _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE)
@@ -102,8 +103,5 @@ def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         begin = file.read(6)
     # Detected by content, whatever the file's name.
-    if begin.startswith(b"\x1f\x8b"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if begin.startswith(b"BZh"):
-        return bz2.open(path, "rb")
-    return lzma.open(path, "rb") if begin.startswith(b"\xfd7zXZ\x00") else path.open("rb")
+    opener = next((opener for magic, opener in _OPENERS if begin.startswith(magic)), open)
+    return cast(IO[bytes], opener(path, "rb"))

@@ -185,10 +185,7 @@ class ContainerNodes:
 def container_nodes(
     client: Any, image: str, count: int, lifetime_s: float, *, accelerator: Accelerator = CPU
 ) -> Iterator[ContainerNodes]:
-    """Start `count` containers of `image` on a network of their own, and remove them at the end.
-
-    Each container gets all of the host's GPUs of `accelerator`. Raises HostError when the daemon cannot run them.
-    """
+    """Start `count` containers of `image` with all GPUs, and remove them at the end. Raises HostError."""
     from docker.errors import DockerException
     from docker.types import DeviceRequest
 

@@ -26,7 +26,7 @@ _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
 _PORTS = range(15000, 20000)
 # If envbuild itself runs in a job (a Slurm step, another torchrun), these would make the ranks join that job.
-_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+_JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 # (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
@@ -85,12 +85,8 @@ def host_nodes(
     work: Path, command: Callable[[str, Sequence[str]], list[str]], variables: Mapping[str, str]
 ) -> Iterator[HostNodes]:
     """Yield nodes that run `command(program, arguments)` with `variables`, without those of an enclosing job."""
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
-    }
-    yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**kept, **extra}), work)
+    own = {key: value for key, value in variables.items() if key not in _JOB and not key.startswith(_JOB_PREFIXES)}
+    yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**own, **extra}), work)
 
 
 def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:

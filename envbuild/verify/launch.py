@@ -152,26 +152,16 @@ class Bench:
 
     @contextmanager
     def start(
-        self,
-        name: str,
-        epochs: int,
-        *,
-        nodes: int | None = None,
-        nproc_per_node: int | None = None,
-        snapshot: str | None = None,
-        max_restarts: int = 0,
-        bandwidth_s: str | None = None,
-        extra: Mapping[str, str] | None = None,
-    ) -> Iterator[Running]:
-        """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
+        self, name: str, epochs: int, *, shape: tuple[int, int] | None = None, snapshot: str | None = None,
+        max_restarts: int = 0, bandwidth_s: str | None = None, extra: Mapping[str, str] | None = None,
+    ) -> Iterator[Running]:  # fmt: skip
+        """Start the trainer on `shape` (nodes, ranks per node; default: the settings'), or as one process on 0 nodes.
 
-        The defaults are those of the settings. Every launch trains on the same global batches, whatever its
-        number of ranks. A launch from a `snapshot` is lean; `extra` are additional variables.
-        Leaving the context stops the processes that still run.
+        Every launch trains on the same global batches, whatever its number of ranks. A launch from a `snapshot` is
+        lean; `extra` are additional variables. Leaving the context stops the processes that still run.
         """
         settings = self.settings
-        nodes = settings.nodes if nodes is None else nodes
-        nproc_per_node = nproc_per_node or settings.nproc_per_node
+        nodes, nproc_per_node = shape or (settings.nodes, settings.nproc_per_node)
         batch = settings.batch_size * settings.nodes * settings.nproc_per_node
         options = (
             str(epochs), "1" if max_restarts else str(epochs),

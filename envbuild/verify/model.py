@@ -64,11 +64,10 @@ class Nodes(Protocol):
 class Subject:
     """An artifact and the operations that verification needs.
 
-    `root` is the environment's folder as its own processes see it. `isolated` means that they see nothing but
-    the artifact (a container), so that every path is part of it. `kind` is the artifact's kind in the receipt,
-    if it differs from the state's (one state serves every kind of image). `digest` identifies the content,
-    `runtime` names the program that runs it. `nodes` opens the nodes on which torchrun is started; it takes a
-    work folder on this host, the number of nodes and the caller's environment.
+    `root` is the environment's folder as its own processes see it; `isolated` means that they see nothing but the
+    artifact (a container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime`
+    names the program that runs it. `nodes` opens the nodes on which torchrun is started; it takes a work folder on
+    this host, the number of nodes and the caller's environment.
     """
 
     root: Path

@@ -31,7 +31,6 @@ NEWNS, NEWUSER = 0x00020000, 0x10000000
 _PDEATHSIG, SET_DUMPABLE, SET_SUBREAPER = 1, 4, 36
 _LOOP_SET_FD, _LOOP_CLR_FD, _LOOP_SET_STATUS64 = 0x4C00, 0x4C01, 0x4C04
 _LOOP_CONFIGURE, _LOOP_GET_FREE = 0x4C0A, 0x4C82
-_LO_READ_ONLY, _LO_AUTOCLEAR = 1, 4
 _FUSE_WAIT_S = 15.0
 _MOST_LINKS = 40
 # These are bind mounts of the host's own folders: mount points must not be created in them.
@@ -65,7 +64,7 @@ def _loop(file: str, offset: int) -> tuple[int, str]:
     """Return an open read-only loop device on `file`, which the kernel frees on close unless mounted, and its path."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     image = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    flags = _LO_READ_ONLY | _LO_AUTOCLEAR
+    flags = 1 | 4  # LO_FLAGS_READ_ONLY, LO_FLAGS_AUTOCLEAR
     info = struct.pack("<5Q4I64s64s32s2Q", 0, 0, 0, offset, 0, 0, 0, 0, flags, b"", b"", b"", 0, 0)
     try:
         while True:

@@ -231,7 +231,9 @@ def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
     if one_rank:
         seen = "one rank has no bandwidth"
     else:
-        seen = f"{reached:.3g} GB/s at {_size(rows[-1]['bytes'])}" if rows else "nothing was measured"
+        size = rows[-1]["bytes"] if rows else 0
+        shown = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+        seen = f"{reached:.3g} GB/s at {shown}" if rows else "nothing was measured"
     return judge(
         "bandwidth",
         one_rank or (bool(rows) and reached >= floor),
@@ -239,7 +241,3 @@ def check_bandwidth(report: Report, floor: float, floor_of: str) -> Check:
         expected=f"at least {floor:g} GB/s ({floor_of}'s busbw_floor)" if floor else "a measurement; no floor is set",
         evidence={"backend": report.get("backend"), "floor": floor, "table": rows},
     )
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

@@ -58,9 +58,8 @@ def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[flo
 def _keep(work: Path, logs: Path) -> Path:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    for path in sorted(work.iterdir()):
-        if path.suffix in (".log", ".json", ".txt"):
-            shutil.copy(path, logs / path.name)
+    for path in [path for path in work.iterdir() if path.suffix in (".log", ".json", ".txt")]:
+        shutil.copy(path, logs / path.name)
     return logs
 
 
@@ -79,33 +78,27 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
     bandwidth_s = _BANDWIDTH_S if gpu else _GLOO_JUDGED_BANDWIDTH_S if bench.floor else _GLOO_BANDWIDTH_S
     # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
     # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
-    with bench.start("reference", reference_epochs, nodes=0) as alone:
+    with ExitStack() as launches:
+        alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
         survey = subject.survey(bench.nodes)
         alone.wait_for_output()
-        with (
-            bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s) as training_first,
-            ExitStack() as stack,
-        ):
-            checks = [
-                check_installed(subject, survey),
-                check_architecture(subject, survey),
-                check_accelerator(subject, survey),
-            ]
-            checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
-            again = None
-            # The second launch may prepare beside the first if it disturbs no measurement.
-            reference = alone.wait() if not gpu and not bench.floor else None
-            if reference and _may_start_beside(training_first, reference):
-                # The report that rank 0 writes at the end on any node, in the programs' view.
-                reports = f"{glob.escape(str(bench.nodes.work))}/{training_first.job.name}-report*.json"
-                again = stack.enter_context(_resume(bench, {RESUME_AFTER: reports}))
-            first = second = training_first.wait()
-            # Without a finished first launch, all checks that follow are blocked.
-            if first.finished:
-                log(f"resuming from the snapshot of epoch {settings.first_epochs}, with one rank on each node …")
-                again = again or stack.enter_context(_resume(bench))
-                again.started = time.monotonic()
-                second = again.wait()
+        half = launches.enter_context(bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s))
+        checks = [check(subject, survey) for check in (check_installed, check_architecture, check_accelerator)]
+        checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
+        again = None
+        # The second launch may prepare beside the first if it disturbs no measurement.
+        reference = alone.wait() if not gpu and not bench.floor else None
+        if reference and _may_start_beside(half, reference):
+            # The report that rank 0 writes at the end on any node, in the programs' view.
+            reports = f"{glob.escape(str(bench.nodes.work))}/{half.job.name}-report*.json"
+            again = launches.enter_context(_resume(bench, {RESUME_AFTER: reports}))
+        first = second = half.wait()
+        # Without a finished first launch, all checks that follow are blocked.
+        if first.finished:
+            log(f"resuming from the snapshot of epoch {settings.first_epochs}, with one rank on each node …")
+            again = again or launches.enter_context(_resume(bench))
+            again.started = time.monotonic()
+            second = again.wait()
         reference = reference or alone.wait()
     checks += judge_launches(bench, first, second, reference)
     if settings.faults and first.finished:
@@ -117,7 +110,8 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
 
 
 def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
-    return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", extra=extra)
+    settings = bench.settings
+    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=extra)
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:

@@ -6,11 +6,10 @@ it if squashfuse and the kernel's overlayfs allow that; otherwise the image is u
 store, which is removed after the verification. Source: github.com/NVIDIA/enroot 4.1, doc/cmd/start.md,
 doc/cmd/create.md, doc/image-format.md, src/runtime.sh.
 
-Apptainer and Singularity: short commands run through spython's public `run_command`: it takes the program's
-path, returns the output and the exit code separately, and raises nothing. `Client.execute` always starts
-`singularity` and drops the exit code of a failure. The agents of a verification run concurrently, write to a
-log and take signals, which spython's background mode does not support; they are started with process.start.
-Source: apptainer-exec(1), Apptainer's user guide, "Environment and Metadata".
+Apptainer and Singularity: spython's `run_command` runs short commands and returns output and exit code; its
+`Client.execute` always starts `singularity` and drops the exit code of a failure. The agents of a verification run
+concurrently, write to a log and take signals, which spython's background mode does not support; process.start starts
+them. Source: apptainer-exec(1), Apptainer's user guide, "Environment and Metadata".
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
     """Check that a source layer's own command exits with 0 on a node, and fi_info reports the requested provider."""
     program, *arguments = layer.check
     log = work / f"layer-{layer.name}.log"
-    wanted = _provider(program, arguments)
+    asks = os.path.basename(program) == "fi_info" and "-p" in arguments[:-1]
+    wanted = arguments[arguments.index("-p") + 1] if asks else ""  # the provider
     code: int | None = None
     try:
         # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
@@ -161,10 +162,3 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
         expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
         evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
     )
-
-
-def _provider(program: str, arguments: list[str]) -> str:
-    """Return the provider that `fi_info -p NAME` asks for; "" for any other command."""
-    if os.path.basename(program) != "fi_info" or "-p" not in arguments[:-1]:
-        return ""
-    return arguments[arguments.index("-p") + 1]

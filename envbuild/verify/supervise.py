@@ -66,8 +66,7 @@ def launcher_waits(keeper: int, held: set[int]) -> None:
 def keep_program(become: Callable[[], NoReturn], held: set[int], launcher: int, ended: Callable[[int], None]) -> None:
     """Fork a child that becomes the program, and wait until it and all its descendants have ended.
 
-    `ended` is called with the program's wait status. If process `launcher` ends, the program gets SIGTERM, and
-    SIGKILL after a grace period.
+    `ended` gets the program's wait status. If `launcher` ends, the program gets SIGTERM, later SIGKILL.
     """
     inherit_orphans()
     spare = descendants()

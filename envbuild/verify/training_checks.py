@@ -114,7 +114,7 @@ def check_loss_falls(losses: Sequence[float]) -> Check:
 
 def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> Check:
     """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative)."""
-    differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, reference, strict=False)]
+    differences = _differences(losses, reference)
     worst = max(differences, default=float("inf"))
     return judge(
         "curve",
@@ -123,6 +123,10 @@ def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: 
         expected=f"at most {tolerance:g} in each epoch",
         evidence={"losses": list(losses), "one_process": list(reference), "tolerance": tolerance},
     )
+
+
+def _differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, reference, strict=False)]
 
 
 def check_snapshot(report: Report, path: Path, epochs: int) -> Check:
@@ -171,9 +175,7 @@ def check_restart(outcome: Outcome, killed: Mapping[str, Any], reference: Sequen
     report = outcome.reports[0] if outcome.reports else {}
     start, losses = report.get("start_epoch", 0), losses_of(report)
     total, expected = len(reference), list(reference[start:])
-    close = len(losses) == len(expected) and all(
-        abs(a - b) <= tolerance * max(abs(b), 1e-12) for a, b in zip(losses, expected, strict=True)
-    )
+    close = len(losses) == len(expected) and all(each <= tolerance for each in _differences(losses, expected))
     if not killed:
         seen = f"the job ended before a rank could be killed: exit codes {outcome.returncodes}"
     elif not outcome.finished:
@@ -226,8 +228,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             "torch": first["torch_version"],
             "torch_cuda": first["torch_cuda"],
             "backend": reports[0]["backend"],
-            "torch_file": subject.relative(first["torch_file"]),
-            "ddp_train_file": subject.relative(first["ddp_train_file"]),
+            **{name: subject.relative(first[name]) for name in ("torch_file", "ddp_train_file")},
             "executable": subject.relative(first["sys_executable"]),
         },
     )
