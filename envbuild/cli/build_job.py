@@ -69,7 +69,7 @@ def build_folder(
     from envbuild.kinds import ARTIFACTS
     from envbuild.kinds.base import FolderArtifact
     from envbuild.kinds.folder import make_environment, prepare_folder
-    from envbuild.verify.needs_torch import check_torch
+    from envbuild.verify.static_checks import check_torch
 
     kind = ARTIFACTS[name]
     assert isinstance(kind, FolderArtifact)

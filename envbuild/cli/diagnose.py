@@ -10,7 +10,7 @@ import click
 from envbuild.cli.common import json_option, print_json
 
 if TYPE_CHECKING:
-    from envbuild.diagnose.model import Diagnosis, Evidence
+    from envbuild.diagnose.engine import Diagnosis, Evidence
 
 _EVIDENCE = 6
 
@@ -35,16 +35,15 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
     from envbuild.diagnose.read import jobs_of, read_logs
     from envbuild.diagnose.rules import load_rules
 
-    jobs = jobs_of(logs)
-    found = [(job, diagnose(read_logs(job.logs), load_rules())) for job in jobs]
+    found = [(job, files, diagnose(read_logs(files), load_rules())) for job, files in jobs_of(logs).items()]
     if as_json:
-        rows = [{"job": job.number, "logs": list(job.logs), **one.as_json()} for job, one in found]
-        print_json({"jobs": rows} if len(found) > 1 else found[0][1].as_json())
+        rows = [{"job": job, "logs": files, **one.as_json()} for job, files, one in found]
+        print_json({"jobs": rows} if len(found) > 1 else found[0][2].as_json())
         return
-    for number, (job, one) in enumerate(found):
+    for number, (job, files, one) in enumerate(found):
         if len(found) > 1:
-            name = f"job {job.number}" if job.number else "other logs"
-            title = f"{name}: {', '.join(PurePath(log).name for log in job.logs)}"
+            name = f"job {job}" if job else "other logs"
+            title = f"{name}: {', '.join(PurePath(log).name for log in files)}"
             click.echo(("\n" if number else "") + click.style(title, underline=True))
         _show(one, everything)
 

@@ -77,7 +77,7 @@ def docker_command(
     from envbuild.errors import UsageError
     from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
-    from envbuild.verify.needs_torch import check_torch
+    from envbuild.verify.static_checks import check_torch
 
     place = ImageOutput.parse(out) if out else None
     check_out(place.path if place else None)

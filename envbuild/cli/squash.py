@@ -87,7 +87,7 @@ def make(
     from envbuild.kinds.image_file import ImageFileOptions, OutputFile, check_files
     from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
     from envbuild.recipe.targets import Target, host_arch
-    from envbuild.verify.needs_torch import check_torch
+    from envbuild.verify.static_checks import check_torch
 
     if source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")

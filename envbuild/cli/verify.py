@@ -42,12 +42,11 @@ def verify_command(
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
     from envbuild.kinds.verify import verify_artifact
-    from envbuild.verify.explain import failures_in, lines
-    from envbuild.verify.receipt import receipt_path
+    from envbuild.verify.receipt import check_lines, failures, receipt_path
 
     overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
     state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
-    for line in lines(receipt["checks"]):
+    for line in check_lines(receipt):
         log(line)
     if as_json:
         print_json(
@@ -61,10 +60,8 @@ def verify_command(
             }
         )
     if not receipt["passed"]:
-        failed = [check for check in receipt["checks"] if check["status"] == "fail"]
         raise VerificationError(
-            failures_in(failed, len(receipt["checks"])),
-            f"the evidence is in {receipt_path(path)}, the nodes' logs in {receipt['logs']}",
+            failures(receipt), f"the evidence is in {receipt_path(path)}, the nodes' logs in {receipt['logs']}"
         )
     if not as_json:
         click.echo(path)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 from envbuild.diagnose.exception import Exceptions
-from envbuild.diagnose.model import Diagnosis, DiagnosisFinding, Evidence
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.diagnose.rules import KINDS, Count, DiagnosisRule, LinePattern, Place, load_rules, tells
+from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, load_rules, tells
 from envbuild.site.pip_config import redact
 
 _KEPT = 4  # lines of evidence per pattern
@@ -32,13 +32,48 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILURE = re.compile(r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b")
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A line of a log, shortened and without passwords."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisFinding:
+    """A rule that holds, with its cause and hint filled in, and the lines that are its evidence."""
+
+    id: str
+    kind: Kind
+    cause: str
+    hint: str
+    source: str
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The findings, causes first; the program's first exception and its location, if no finding explains it.
+
+    `lines` is the number of lines read; `last` are the last lines that look like an error.
+    """
+
+    lines: int
+    findings: tuple[DiagnosisFinding, ...]
+    exception: tuple[Evidence, ...]
+    last: tuple[Evidence, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for --json, which calls a hint `remedy`."""
+        names = {"hint": "remedy"}
+        return asdict(self, dict_factory=lambda items: {names.get(name, name): value for name, value in items})
+
+
 @dataclass(slots=True)
 class _Seen:
-    """The matches of one pattern in all logs.
-
-    `count` is the number of matching lines, `order` and `latest` are the numbers of the first and the last one
-    among all lines, and `values` are the values of its groups.
-    """
+    """The `count` lines that match a pattern: the numbers of the first and the `latest` one, and the groups' values."""
 
     kept: list[Evidence] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
@@ -64,10 +99,7 @@ class _Course:
             self.failed = order
 
     def passed(self, order: int) -> bool:
-        """Return whether the job continued to train after line `order`.
-
-        If it failed after that line, a few more lines of training from other ranks do not count.
-        """
+        """Return whether the job trained on after line `order`; after a failure, other ranks may write a few lines."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
 
     def long_passed(self, order: int) -> bool:
@@ -90,7 +122,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         for number, text in enumerate(lines, start=1):
             total += 1
             course.see(text, total)
-            plain = _plain(text)
+            plain = _COLOUR.sub("", text) if "\x1b" in text else text
             exceptions.read(name, number, plain, total)
             if exceptions.first and course.long_passed(exceptions.order):
                 exceptions = Exceptions()
@@ -100,10 +132,9 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
                 for pattern in patterns:
                     if match := pattern.search(line):
                         start = match.start() if line in text else 0
-                        where = Evidence(name, number, _shown(text, start))
                         one = seen.setdefault(pattern, _Seen(order=total))
                         one.latest = total
-                        _keep(one, match, where)
+                        _keep(one, match, Evidence(name, number, _shown(text, start)))
                         if pattern in counted:
                             _count(here.setdefault(pattern, _Seen()), match.groupdict())
             if _FAILURE.search(text):
@@ -117,7 +148,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
     first = () if known or course.passed(exceptions.order) else exceptions.first
     shown = tuple(Evidence(name, number, _shown(text)) for name, number, text in first)
-    return Diagnosis(tuple(finding for _, (_, finding) in held), tuple(last), total, shown)
+    return Diagnosis(total, tuple(finding for _, (_, finding) in held), shown, tuple(last))
 
 
 def explain(text: str, place: Place) -> str:
@@ -139,31 +170,25 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     if "NCCL" not in text:
         return
-    said = parse_nccl_log(text)
-    for kind, values in (("network", said.networks), ("provider", said.providers)):
-        for value in values:
-            yield f"nccl:{kind}: {value}"
-    for fault in said.faults:
-        yield f"nccl:{fault.kind}: {fault.text} => {fault.cause}"
-
-
-def _plain(text: str) -> str:
-    return _COLOUR.sub("", text) if "\x1b" in text else text
+    log = parse_nccl_log(text)
+    yield from (f"nccl:network: {value}" for value in log.networks)
+    yield from (f"nccl:provider: {value}" for value in log.providers)
+    yield from (f"nccl:{fault.kind}: {fault.text} => {fault.cause}" for fault in log.faults)
 
 
 def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
     for group, value in match.groupdict().items():
         one.groups.setdefault(group, value or "")
-    # Lines that differ only in numbers (times, process IDs) count as the same.
-    alike = re.sub(r"\d+", "0", where.text)
-    files = [kept for kept in one.kept if kept.file == where.file]
-    if len(one.kept) < _KEPT and alike not in {re.sub(r"\d+", "0", kept.text) for kept in files}:
-        one.kept.append(where)
+    if len(one.kept) < _KEPT:
+        # Lines that differ only in numbers (times, process IDs) count as the same.
+        alike = {re.sub(r"\d+", "0", kept.text) for kept in one.kept if kept.file == where.file}
+        if re.sub(r"\d+", "0", where.text) not in alike:
+            one.kept.append(where)
 
 
 def _shown(text: str, around: int = 0) -> str:
     text = redact("".join(c if c.isprintable() else " " for c in _COLOUR.sub("", text)))
-    start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN)) if len(text) > _SHOWN else 0
+    start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN))
     return ("…" if start else "") + text.strip()[start : start + _SHOWN]
 
 
@@ -171,31 +196,25 @@ def _found(
     rule: DiagnosisRule, seen: Mapping[LinePattern, _Seen], course: _Course
 ) -> tuple[int, DiagnosisFinding] | None:
     """Return the number of the first line and the finding of `rule`, None if the rule does not hold."""
-    if any(pattern in seen for pattern in rule.none):
-        return None
-    if not all(pattern in seen for pattern in rule.all):
+    if any(pattern in seen for pattern in rule.none) or not all(pattern in seen for pattern in rule.all):
         return None
     either = [pattern for pattern in rule.any if pattern in seen]
-    if rule.any and not either:
-        return None
-    if rule.ended and not any(pattern in seen for pattern in rule.ended):
+    if (rule.any and not either) or (rule.ended and not any(pattern in seen for pattern in rule.ended)):
         return None
     began = min((seen[pattern].order for pattern in either), default=0)
     if any(pattern in seen and seen[pattern].order < began for pattern in rule.before):
         return None
     if rule.passes and course.passed(max(seen[pattern].latest for pattern in (*either, *rule.all))):
         return None
+    patterns = dict.fromkeys([*either, *rule.all, *(count.line for count in rule.counts), *rule.also])
+    shown = [seen[pattern] for pattern in patterns if pattern in seen]
     groups: dict[str, str] = {}
-    shown = [*either, *rule.all, *(count.line for count in rule.counts), *rule.also]
-    shown = [pattern for pattern in dict.fromkeys(shown) if pattern in seen]
-    for pattern in shown:
-        for name, value in seen[pattern].groups.items():
-            if value:
-                groups.setdefault(name, value)
+    for one in shown:
+        groups = {name: value for name, value in one.groups.items() if value} | groups
     for count in rule.counts:
         one = seen.get(count.line, _Seen())
         number = len(one.values.get(count.distinct, ())) if count.distinct else one.count
-        if not _holds(count, number, groups):
+        if not count.holds(number, groups):
             return None
         groups.setdefault("count", str(number))
     if rule.every:
@@ -204,36 +223,17 @@ def _found(
         groups |= {rule.every: ", ".join(names[-_NAMED:])} if names else {}
         groups["is"] = "are" if len(names) > 1 else "is"
     # First the first line of each pattern, then the second ones.
-    kept = [seen[pattern].kept for pattern in shown]
-    evidence = dict.fromkeys(line for turn in zip_longest(*kept) for line in turn if line)
+    evidence = dict.fromkeys(line for turn in zip_longest(*(one.kept for one in shown)) for line in turn if line)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
-    return min((seen[pattern].order for pattern in shown), default=0), DiagnosisFinding(
-        rule.id,
-        rule.kind,
-        redact(_filled(rule.cause, groups)) + alone,
-        redact(_filled(rule.hint, groups)),
-        rule.source,
-        tuple(evidence),
-    )
-
-
-def _holds(count: Count, number: int, groups: Mapping[str, str]) -> bool:
-    if not count.at_least <= number <= count.at_most:
-        return False
-    below, equal = groups.get(count.fewer_than, ""), groups.get(count.as_many_as, "")
-    if count.fewer_than and not (below.isdecimal() and number < int(below)):
-        return False
-    return not count.as_many_as or (equal.isdecimal() and number >= int(equal))
+    cause, hint = redact(_filled(rule.cause, groups)) + alone, redact(_filled(rule.hint, groups))
+    finding = DiagnosisFinding(rule.id, rule.kind, cause, hint, rule.source, tuple(evidence))
+    return min((one.order for one in shown), default=0), finding
 
 
 def _filled(text: str, groups: Mapping[str, str]) -> str:
-    """Return a message with the values of groups.
-
-    [[…|…]] becomes its first alternative whose groups are all known.
-    """
+    """Return a message with the values of groups. [[…|…]] becomes its first alternative whose groups are all known."""
 
     def choose(match: re.Match[str]) -> str:
-        known = (one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups))
-        return next(known, "")
+        return next((one for one in match[1].split("|") if set(_GROUP.findall(one)) <= set(groups)), "")
 
     return _EITHER.sub(choose, text).format_map(defaultdict(lambda: "?", groups))

@@ -14,9 +14,10 @@ _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line \d+')
 _MARKS = re.compile(r"[\s^~]*$")
 _EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:: |:?\s*$)")
-_USUAL = re.compile(r".*(?:Error|Exception|Warning|Expired|Timeout|Failure|Interrupt|Exit|Iteration)$")  # fmt: skip
+_USUAL = ("Error", "Exception", "Warning", "Expired", "Timeout", "Failure", "Interrupt", "Exit", "Iteration")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
 _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
+_OF_TORCHRUN = "torch.distributed.elastic."
 _ENDS = ("SystemExit", "KeyboardInterrupt")
 # Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
@@ -38,10 +39,9 @@ class _Open:
 
 @dataclass(slots=True)
 class Exceptions:
-    """A reader of log lines that finds the first exception.
+    """A reader of log lines that finds the `first` exception that is neither torchrun's own nor ignored.
 
-    `first` is the first exception that is neither torchrun's own nor ignored, after the frames that locate it;
-    `order` is the number of its line among all lines.
+    Before it are the frames that locate it; `order` is the number of its line among all lines.
     """
 
     first: tuple[Line, ...] = ()
@@ -66,23 +66,21 @@ class Exceptions:
         self._before = text
 
     def _go_on(self, line: Line, plain: str, order: int) -> None:
-        for prefix, one in sorted(self._open.items(), key=lambda item: -len(item[0])):
-            if not plain.startswith(prefix):
-                continue
-            one.lines += 1
-            found = _exception(one, line, plain[len(prefix) :])
-            if found is not None or one.lines > _LONGEST:
-                del self._open[prefix]
-            if found is not None and not (one.launcher or _of_torchrun(found)):
-                self.first, self.order = tuple(dict.fromkeys((*one.own, *one.last, line))), order
+        prefix = max((one for one in self._open if plain.startswith(one)), key=len, default=None)
+        if prefix is None:
             return
+        one = self._open[prefix]
+        one.lines += 1
+        found = _exception(one, line, plain[len(prefix) :])
+        if found is not None or one.lines > _LONGEST:
+            del self._open[prefix]
+        if found is None or one.launcher or found["name"] in _ENDS or found["module"].startswith(_OF_TORCHRUN):
+            return
+        self.first, self.order = tuple(dict.fromkeys((*one.own, *one.last, line))), order
 
 
 def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
-    """Return the match of the exception if `line` ends the traceback `one`, else None; frames are stored in `one`.
-
-    `text` is the part of `line` that Python wrote.
-    """
+    """Store a frame in the traceback `one`, or return the match of its exception; `text` is Python's part of `line`."""
     if text[:1] in (" ", "\t"):
         if frame := _FRAME.match(text):
             one.launcher |= _LAUNCHER.search(frame["file"]) is not None
@@ -95,11 +93,7 @@ def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
         return None
     found = _EXCEPTION.match(text)
     # Other processes may write between its lines.
-    ended = found and (one.framed or _USUAL.match(found["name"]))
+    ended = found and (one.framed or found["name"].endswith(_USUAL))
     if text.strip():
         one.framed = False
     return found if ended else None
-
-
-def _of_torchrun(found: re.Match[str]) -> bool:
-    return found["module"].startswith("torch.distributed.elastic.") or found["name"] in _ENDS

@@ -1,9 +1,8 @@
 """A parser for NCCL's log of one rank: version, networks, plugins, the transports of its channels, and faults.
 
 A line is `host:pid:tid [gpu] NCCL INFO text`, or, for warnings, `host:pid:tid [gpu] file.cc:line NCCL WARN
-text`; log collectors may add a prefix.
-Source: NVIDIA/nccl, src/debug.cc of v2.18.5-1 to v2.29.7-1. The lines and their causes are in
-data/nccl_log.toml.
+text`; log collectors may add a prefix. The lines and their causes are in data/nccl_log.toml.
+Source: NVIDIA/nccl, src/debug.cc of v2.18.5-1 to v2.29.7-1.
 """
 
 from __future__ import annotations
@@ -11,34 +10,17 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Kind = Literal[
-    "version", "network", "transport", "plugin", "provider",
-    "plugin missing", "plugin failed", "no adapter", "fatal", "error",
-]  # fmt: skip
-
-
-FAULTS: tuple[Kind, ...] = ("plugin missing", "plugin failed", "no adapter", "fatal", "error")
+FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
+Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind
+FAULTS: tuple[Kind, ...] = get_args(FaultKind)
 _SAID = re.compile(r"\bNCCL (?P<level>INFO|WARN|TRACE|ATTN|ABORT) (?P<text>.*)")
 # Printed without a prefix; some releases print it to standard output even if the log goes to a file.
 _VERSION = re.compile(r"\bNCCL version (\d\S*)\s*$")
-
-
-@dataclass(frozen=True, slots=True)
-class NcclLine:
-    """A row of data/nccl_log.toml, whose header explains each key."""
-
-    kind: Kind
-    regex: re.Pattern[str]
-    source: str
-    date: str
-    texts: tuple[str, ...] = ()
-    cause: str = ""
-    of: Literal["nccl", "plugin"] = "nccl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +39,7 @@ class NcclLog:
     `networks` are those that NCCL used for its communicators, `transports` those of its channels ("NET/IB",
     "P2P", "SHM"), `providers` are libfabric's, and `plugins` are the loaded ones. Among the `faults`, NCCL
     continues with another network after a missing or failed plugin and after a missing adapter; "fatal" ended
-    the run, "error" is any other warning. `lines` is the number of recognised lines.
+    the run, "error" is any other warning.
     """
 
     version: str
@@ -66,7 +48,6 @@ class NcclLog:
     plugins: tuple[str, ...]
     providers: tuple[str, ...]
     faults: tuple[NcclFault, ...]
-    lines: int
 
     def having(self, *kinds: Kind) -> list[NcclFault]:
         """Return the faults of these kinds, grouped in the order of `kinds`."""
@@ -80,52 +61,35 @@ def _data() -> dict[str, Any]:
 
 
 @functools.cache
-def load_lines() -> tuple[NcclLine, ...]:
-    """Return the rows of data/nccl_log.toml."""
-    return tuple(_line(row) for row in _data()["lines"])
-
-
-def _line(row: Mapping[str, Any]) -> NcclLine:
-    cause = row.get("cause", "")
-    cause = _data()["causes"][cause[1:]] if cause.startswith("=") else cause
-    regex, texts = re.compile(row["regex"]), tuple(row.get("texts", ()))
-    return NcclLine(**{**row, "regex": regex, "texts": texts, "cause": cause, "date": str(row["date"])})
-
-
-@functools.cache
-def _harmless() -> re.Pattern[str]:
-    return re.compile(_data()["harmless"])
+def load_patterns() -> list[tuple[Kind, re.Pattern[str], str]]:
+    """Return (kind, pattern, cause) of each row of data/nccl_log.toml, whose header explains them."""
+    shared = {f"={name}": cause for name, cause in _data()["causes"].items()}
+    rows = ((row, row.get("cause", "")) for row in _data()["lines"])
+    return [(row["kind"], re.compile(row["regex"]), shared.get(cause, cause)) for row, cause in rows]
 
 
 def parse_nccl_log(text: str) -> NcclLog:
     """Parse `text`, the log of one rank. Other lines between NCCL's are skipped."""
-    return _read(text.splitlines())
+    found: dict[tuple[Kind, str], str] = {}
+    for kind, value, cause in _events(text.splitlines()):
+        found.setdefault((kind, value), cause)
 
+    def values(kind: Kind) -> tuple[str, ...]:
+        return tuple(value for one, value in found if one == kind)
 
-def _read(lines: Iterable[str]) -> NcclLog:
-    found: dict[Kind, list[str]] = {}
-    faults: dict[tuple[Kind, str], NcclFault] = {}
-    count = 0
-    for kind, value, cause in _events(lines):
-        count += 1
-        if kind in FAULTS:
-            faults.setdefault((kind, value), NcclFault(kind, value, cause))
-        elif value not in found.setdefault(kind, []):
-            found[kind].append(value)
-    versions = found.get("version", [""])
     return NcclLog(
-        version=versions[0],
-        networks=tuple(found.get("network", ())),
-        transports=tuple(found.get("transport", ())),
-        plugins=tuple(found.get("plugin", ())),
-        providers=tuple(found.get("provider", ())),
-        faults=tuple(faults.values()),
-        lines=count,
+        next(iter(values("version")), ""),
+        networks=values("network"),
+        transports=values("transport"),
+        plugins=values("plugin"),
+        providers=values("provider"),
+        faults=tuple(NcclFault(kind, value, cause) for (kind, value), cause in found.items() if kind in FAULTS),
     )
 
 
 def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
     """Yield (kind, value, cause) for each recognised line."""
+    harmless = re.compile(_data()["harmless"])
     for line in lines:
         match = _SAID.search(line)
         if match is None:
@@ -133,11 +97,11 @@ def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
                 yield "version", version[1], ""
             continue
         text = match["text"].strip()
-        if _harmless().search(text):
+        if harmless.search(text):
             continue
-        for known in load_lines():
-            if said := known.regex.search(text):
-                yield known.kind, said[1], known.cause
+        for kind, pattern, cause in load_patterns():
+            if said := pattern.search(text):
+                yield kind, said[1], cause
                 break
         else:
             if match["level"] == "WARN":

@@ -9,7 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, cast
 
@@ -19,6 +19,7 @@ STDIN = "-"
 # A progress bar may write megabytes without a newline.
 _LONGEST = 1 << 16
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
+_OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
 _NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
 _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE)
@@ -26,28 +27,20 @@ _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+
 _LONG = 4
 
 
-@dataclass(frozen=True, slots=True)
-class JobLogs:
-    """Logs of one job; `number` is the job's number, "" if unknown."""
-
-    number: str
-    logs: tuple[str, ...]
-
-
-def jobs_of(paths: Sequence[str]) -> list[JobLogs]:
-    """Group logs by job.
+def jobs_of(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return the logs of each job by its number, "" if unknown.
 
     A folder may contain the logs of many jobs, which the number in a log's name tells apart. Logs that are
     given one by one belong together. Raises UsageError for a path that does not exist or cannot be read.
     """
     found: dict[str, list[str]] = {}
+    every: list[str] = []
     for path in paths:
-        folder = path != STDIN and _is_folder(path)
-        for file in _files([path]):
+        files, folder = _files(path)
+        every += files
+        for file in files:
             found.setdefault(job_number(Path(file).name) if folder else "", []).append(file)
-    if len(found.keys() - {""}) < 2:
-        return [JobLogs("", tuple(_files(paths)))]
-    return [JobLogs(number, tuple(files)) for number, files in found.items()]
+    return found if len(found.keys() - {""}) > 1 else {"": every}
 
 
 def job_number(name: str) -> str:
@@ -66,54 +59,41 @@ def job_number(name: str) -> str:
 
 
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield (name, lines) of each log; lines are read lazily.
+    """Yield (name, lines) of each log; lines are read lazily. "-" is standard input, a folder stands for its files.
 
-    "-" is standard input; a folder stands for its files, sorted by name. Raises UsageError for a path that does
-    not exist or cannot be read.
+    Raises UsageError for a path that does not exist or cannot be read.
     """
-    for path in _files(paths):
-        name = "standard input" if path == STDIN else path
-        yield name, _lines(path)
+    for file in [file for path in paths for file in _files(path)[0]]:
+        yield "standard input" if file == STDIN else file, _lines(file)
 
 
-def _files(paths: Sequence[str]) -> list[str]:
-    files: list[str] = []
-    for path in paths:
-        if path == STDIN:
-            files.append(path)
-        elif _is_folder(path):
-            files += _in_folder(path)
-        elif Path(path).exists():
-            files.append(path)
-        else:
-            raise UsageError(f"there is no log {path}")
-    return files
-
-
-def _is_folder(path: str) -> bool:
+def _files(path: str) -> tuple[list[str], bool]:
+    """Return the logs at `path`, and whether it is a folder."""
+    what = "log"
     try:
-        return Path(path).is_dir()
-    except OSError as error:
-        raise UsageError(f"cannot read the log {path}: {error.strerror}") from None
-
-
-def _in_folder(path: str) -> list[str]:
-    try:
+        if path == STDIN or not Path(path).is_dir():
+            if path != STDIN and not Path(path).exists():
+                raise UsageError(f"there is no log {path}")
+            return [path], False
+        what = "folder"
         found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
     except OSError as error:
-        raise UsageError(f"cannot read the folder {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from None
     if not found:
         raise UsageError(f"there are no logs in the folder {path}")
-    return found
+    return found, True
 
 
 def _lines(path: str) -> Iterator[str]:
+    """Yield whole lines; a very long line is reduced to its beginning and its end."""
     try:
-        if path == STDIN:
-            yield from _decoded(sys.stdin.buffer)
-            return
-        with _opened(Path(path)) as file:
-            yield from _decoded(file)
+        with nullcontext(sys.stdin.buffer) if path == STDIN else _opened(Path(path)) as file:
+            while piece := file.readline(_LONGEST):
+                line = piece
+                while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
+                    # The final state of a progress bar is at the end.
+                    line = line[:_LONGEST] + piece
+                yield line.decode("utf-8", "replace").rstrip("\r\n")
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None
@@ -123,20 +103,5 @@ def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         begin = file.read(6)
     # Detected by content, whatever the file's name.
-    if begin.startswith(b"\x1f\x8b"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if begin.startswith(b"BZh"):
-        return bz2.open(path, "rb")
-    if begin.startswith(b"\xfd7zXZ\x00"):
-        return lzma.open(path, "rb")
-    return path.open("rb")
-
-
-def _decoded(file: IO[bytes]) -> Iterator[str]:
-    """Yield whole lines; a very long line is reduced to its beginning and its end."""
-    while piece := file.readline(_LONGEST):
-        line = piece
-        while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
-            # The final state of a progress bar is at the end.
-            line = line[:_LONGEST] + piece
-        yield line.decode("utf-8", "replace").rstrip("\r\n")
+    opener = next((opener for magic, opener in _OPENERS if begin.startswith(magic)), open)
+    return cast(IO[bytes], opener(path, "rb"))

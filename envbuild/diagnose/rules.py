@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal, get_args
 
-from envbuild.diagnose.needle import needle
-
 Place = Literal["job", "verification", "source-build"]
 Kind = Literal["cause", "symptom", "note"]
 PLACES: tuple[Place, ...] = get_args(Place)
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
 
 _TABLE = resources.files("envbuild.data") / "diagnoses.toml"
+_PATTERNS = ("all", "any", "none", "also", "ended", "before")
+# A part of a regular expression: a character class, or one character, which may be escaped.
+_PART = re.compile(r"(?P<part>\[\^?\]?(?:\\.|[^]\\])*\]|\\.|.)(?P<repeated>(?:[*+?]|\{\d*,?\d*\})\??)?", re.DOTALL)
+_LITERAL = re.compile(r"\\\W|[^\\().^$]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,15 @@ class Count:
     as_many_as: str = ""
     distinct: str = ""
 
+    def holds(self, number: int, groups: Mapping[str, str]) -> bool:
+        """Return whether `number` lines fulfil the condition; `groups` are the values of the rule's groups."""
+        if not self.at_least <= number <= self.at_most:
+            return False
+        below, equal = groups.get(self.fewer_than, ""), groups.get(self.as_many_as, "")
+        if self.fewer_than and not (below.isdecimal() and number < int(below)):
+            return False
+        return not self.as_many_as or (equal.isdecimal() and number >= int(equal))
+
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisRule:
@@ -54,12 +65,11 @@ class DiagnosisRule:
 
     id: str
     rank: int
-    kind: Kind
     cause: str
     hint: str
     source: str
-    date: str
-    provoked: bool
+    kind: Kind = "cause"
+    provoked: bool = True
     all: tuple[LinePattern, ...] = ()
     any: tuple[LinePattern, ...] = ()
     none: tuple[LinePattern, ...] = ()
@@ -72,17 +82,9 @@ class DiagnosisRule:
     counts: tuple[Count, ...] = ()
 
     @property
-    def patterns(self) -> tuple[LinePattern, ...]:
+    def patterns(self) -> list[LinePattern]:
         """All patterns of the rule."""
-        return (
-            *self.all,
-            *self.any,
-            *self.none,
-            *self.also,
-            *self.ended,
-            *self.before,
-            *(count.line for count in self.counts),
-        )
+        return [*(one for key in _PATTERNS for one in getattr(self, key)), *(count.line for count in self.counts)]
 
 
 @functools.cache
@@ -103,16 +105,32 @@ def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 
 
+def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
+    own = {key: value for key, value in row.items() if key not in ("where", "date")}
+    patterns = {key: tuple(map(_pattern, row.get(key, ()))) for key in _PATTERNS}
+    counts = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in row.get("counts", ()))
+    return DiagnosisRule(**{**own, **patterns, "counts": counts})
+
+
 @functools.cache
 def _pattern(text: str) -> LinePattern:
     return LinePattern(re.compile(text), needle(text))
 
 
-def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
-    values = {"kind": "cause", "provoked": True, **row, "date": str(row["date"])}
-    for key in ("all", "any", "none", "also", "ended", "before"):
-        values[key] = tuple(map(_pattern, row.get(key, ())))
-    values.pop("where", None)
-    counts = row.get("counts", ())
-    values["counts"] = tuple(Count(**{**one, "line": _pattern(one["line"])}) for one in counts)
-    return DiagnosisRule(**values)
+def needle(regex: str) -> str:
+    """Return the longest text that every match of `regex` contains, "" if there is none to find.
+
+    A line without it cannot match, and `in` is much faster than `search`. Groups, character classes and
+    quantified characters are skipped; top-level alternatives have no common text.
+    """
+    runs, depth = [""], 0
+    for found in _PART.finditer(regex):
+        part = found["part"]
+        if part == "|" and not depth:
+            return ""
+        depth += (part == "(") - (part == ")")
+        if depth or found["repeated"] or not _LITERAL.fullmatch(part):
+            runs.append("")
+        else:
+            runs[-1] += part[-1]
+    return max(runs, key=len)

@@ -123,7 +123,7 @@ def _amd(host: Host) -> HostFinding:
 
 def _libcuda(host: Host) -> str:
     """Return the path of the driver's library, found as verification finds it, or ""."""
-    from envbuild.verify.driver import cached, named
+    from envbuild.verify.own_runtime import cached, named
 
     if tool := find("nvidia-container-cli", host.variables):
         code, said = run_probe([tool, "list", "--libraries"], host.variables)

@@ -14,7 +14,7 @@ from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, kind_at
 from envbuild.kinds.docker import DOCKER
 from envbuild.layers.compose import PREFIX
-from envbuild.verify.network_checks import nccl_version
+from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
 

@@ -10,7 +10,7 @@ from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
 from envbuild.site.settings import Site as JobSite
-from envbuild.verify.network_variables import fabric_variables, plugin_variables
+from envbuild.verify.network import fabric_variables, plugin_variables
 
 
 def job_env(

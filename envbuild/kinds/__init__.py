@@ -50,7 +50,7 @@ def plan_of(
     none that depend on this host. `bytecode` says whether to look for the interpreter that compiles an image's
     bytecode.
     """
-    from envbuild.verify.needs_torch import check_torch
+    from envbuild.verify.static_checks import check_torch
 
     if isinstance(kind, FolderArtifact):
         from envbuild.kinds.folder import prepare_folder

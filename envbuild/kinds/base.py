@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from envbuild.artifacts.folder import FolderModule
     from envbuild.artifacts.state import State
     from envbuild.environment import Environment
-    from envbuild.verify.subject import Subject
+    from envbuild.verify.model import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class FolderArtifact(Artifact):
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         from envbuild.errors import UsageError
-        from envbuild.verify.folder_subject import folder_subject
+        from envbuild.verify.host import folder_subject
 
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
@@ -135,7 +135,7 @@ class FileArtifact(Artifact):
         return BuiltArtifact(state, file_digest(path), f"/{PREFIX}/bin/python")
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
-        from envbuild.verify.file_subject import open_file_subject
+        from envbuild.verify.runtimes import open_file_subject
 
         return open_file_subject(path, environment, runtime)
 

@@ -13,8 +13,7 @@ from envbuild.errors import VerificationError
 from envbuild.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from envbuild.verify.model import Settings
-    from envbuild.verify.subject import Subject
+    from envbuild.verify.model import Settings, Subject
 
 Log = Callable[[str], None]
 
@@ -67,8 +66,7 @@ def verify_staged(
     raises VerificationError; an artifact that is already at `final` stays there. `held` says where a failed
     artifact is that has no path.
     """
-    from envbuild.verify.explain import failures
-    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
+    from envbuild.verify.receipt import failures, make_receipt, receipt_path, write_receipt
     from envbuild.verify.run import verify
 
     logs = final.with_name(f"{final.name}.verify-logs")
@@ -87,7 +85,7 @@ def verify_staged(
         write_receipt(receipt, failed)
     held = held or f"{kept}the failed artifact is {failed}"
     raise VerificationError(
-        failures(verdict.checks), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
+        failures(receipt), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
     )
 
 

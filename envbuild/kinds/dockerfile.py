@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Unpack
 
 from envbuild.artifacts import dockerfile, dockerfile_layers, pip_records
-from envbuild.artifacts.state import IMAGE, State, state_of
+from envbuild.artifacts.state import IMAGE, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.model import GOARCH
@@ -28,20 +28,9 @@ from envbuild.plan.plan import ImageInputs
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
+from envbuild.verify.containers import BuiltImage
 
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltImage:
-    """An image that `docker build` left in the daemon. Its digest is its id there: it has no manifest yet."""
-
-    image_id: str
-    state: State
-
-    @property
-    def digest(self) -> str:
-        return self.image_id
 
 
 def prepare_dockerfile(
@@ -194,7 +183,7 @@ def _build(
         packages=packages,
         layers=dockerfile_layers.built_layers(plan, installed.layers),
     )
-    return BuiltImage(image_id, state)
+    return BuiltImage(image_id, state, image_id)  # it has no manifest yet
 
 
 def _layers(

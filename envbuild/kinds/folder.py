@@ -87,7 +87,7 @@ def make_environment(
     module = kind.module()
 
     def proven(where: Path, state: State) -> dict[str, Any]:
-        from envbuild.verify.folder_subject import folder_subject
+        from envbuild.verify.host import folder_subject
 
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         subject = folder_subject(where, state, module)

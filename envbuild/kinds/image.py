@@ -32,7 +32,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
-    from envbuild.verify.image_subject import Built
+    from envbuild.verify.containers import BuiltImage
 
 Log = Callable[[str], None]
 
@@ -211,6 +211,7 @@ def _verified(
 ) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
     from envbuild.image.daemon import connect
+    from envbuild.verify.containers import BuiltImage
     from envbuild.verify.receipt import receipt_path
 
     beside = _beside(one.plan, wish)
@@ -224,7 +225,8 @@ def _verified(
         return str(path.absolute())
     try:
         with connect(environment.variables) as client, docker.loaded(client, image, log, keep=wish.load):
-            verify_image(client, one, image, wish, beside, environment, log)
+            loaded = BuiltImage(image.image_id, image.state, image.digest)
+            verify_image(client, one, loaded, wish, beside, environment, log)
     except HostError as error:
         if wish.load:
             raise
@@ -234,10 +236,16 @@ def _verified(
 
 
 def verify_image(
-    client: Any, one: PreparedImage, image: Built, wish: ImageOptions, beside: Path, environment: Environment, log: Log
+    client: Any,
+    one: PreparedImage,
+    image: BuiltImage,
+    wish: ImageOptions,
+    beside: Path,
+    environment: Environment,
+    log: Log,
 ) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
-    from envbuild.verify.image_subject import image_subject
+    from envbuild.verify.containers import image_subject
     from envbuild.verify.receipt import pushed_as
 
     settings = settings_of(one.plan.verify_settings(), {"faults": wish.faults})

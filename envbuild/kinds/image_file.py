@@ -138,7 +138,7 @@ def _verified(
     log: Log,
 ) -> dict[str, Any] | None:
     """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
-    from envbuild.verify.file_subject import file_subject
+    from envbuild.verify.runtimes import file_subject
 
     if state is None:
         why = "the image holds no environment of envbuild's"

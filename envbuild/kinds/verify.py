@@ -12,10 +12,10 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds import kind_at
 from envbuild.kinds.commit import settings_of
-from envbuild.verify.needs_torch import check_built_torch
+from envbuild.verify.model import Subject
 from envbuild.verify.receipt import make_receipt, write_receipt
 from envbuild.verify.run import verify
-from envbuild.verify.subject import Subject
+from envbuild.verify.static_checks import check_built_torch
 
 Log = Callable[[str], None]
 

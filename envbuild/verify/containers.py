@@ -1,4 +1,4 @@
-"""Simulated nodes that are containers of one image on one docker network.
+"""An image in a docker daemon as the subject of a verification: its nodes are containers on one docker network.
 
 Each node is an idle container; torchrun is started in it as by `docker exec`, with the image's own environment.
 A shared volume stands in for the cluster's file system. Every object has a label with its expiry time, so that
@@ -14,27 +14,56 @@ import tarfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from envbuild.artifacts import survey as survey_module
+from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.errors import HostError, VerificationError
 from envbuild.image.tar_stream import Chunks
+from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
+from envbuild.recipe.targets import Target
 from envbuild.verify import processes
+from envbuild.verify.model import Settings, Subject
+from envbuild.verify.namespace import WORK
 from envbuild.workers import Workers
 
+_WORK = PurePosixPath(WORK)
 LABEL = "org.envbuild.verify.until"
-_WORK = "/envbuild-verify"
-_WORK_PATH = PurePosixPath(_WORK)
-_TOOLS = f"{_WORK}/.tools"
+_TOOLS = f"{WORK}/.tools"
 _KILL = ("python", f"{_TOOLS}/processes.py")
 _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 _JOIN_S = 10.0
+# The number of launches in one verification (reference with training, resume, faults) and the time to start them.
+_LAUNCHES, _SPARE_S = 4, 300
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltImage:
+    """An image in a daemon, whoever built it."""
+
+    image_id: str
+    state: State
+    digest: str
+
+
+def image_subject(client: Any, image: BuiltImage, settings: Settings) -> Subject:
+    """Return the subject for `image` in `client`'s daemon, run as containers."""
+    state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
+    lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
+    packages = f"{root}/lib/python{state.python}/site-packages"
+
+    return Subject(
+        Path(root), state, target, image.digest, f"docker {client.version().get('Version', '')}".strip(),
+        survey=lambda nodes: cast(ContainerNodes, nodes).survey(root, packages, target.elf_machine),
+        nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
+        isolated=True, kind="docker",
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -56,36 +85,27 @@ class _Agent:
         return self.returncode
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ContainerNodes:
     """Running containers, one per node."""
 
     client: Any
-    containers: list[Any]
+    containers: Sequence[Any]
     network: str
-    work: PurePosixPath = _WORK_PATH
+    work: PurePosixPath = _WORK
     interface: str = "eth0"
-    _addresses: dict[int, str] = field(default_factory=dict)
 
     def address(self, node: int) -> str:
-        if node not in self._addresses:
-            self.containers[node].reload()
-            networks = self.containers[node].attrs["NetworkSettings"]["Networks"]
-            self._addresses[node] = networks[self.network]["IPAddress"]
-        return self._addresses[node]
+        return str(self.containers[node].attrs["NetworkSettings"]["Networks"][self.network]["IPAddress"])
 
     def free_port(self) -> int:
-        return int(self._run(0, ["python", "-c", _FREE_PORT]))
+        return int(self._run(self.containers[0].id, ["python", "-c", _FREE_PORT]))
 
     def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> _Agent:
-        api, container = self.client.api, self.containers[node]
+        api, container = self.client.api, self.containers[node].id
         mark = f"ENVBUILD_AGENT={uuid.uuid4().hex}"  # all child processes inherit it
-        created = api.exec_create(
-            container.id,
-            [program, *arguments],
-            environment=[mark, *(f"{name}={value}" for name, value in extra.items())],
-            workdir=_WORK,
-        )
+        variables = [mark, *(f"{name}={value}" for name, value in extra.items())]
+        created = api.exec_create(container, [program, *arguments], environment=variables, workdir=WORK)
         stream = api.exec_start(created["Id"], stream=True)
         opened = log.open("wb")
 
@@ -97,7 +117,7 @@ class ContainerNodes:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        return _Agent(api, created["Id"], container.id, mark, reader)
+        return _Agent(api, created["Id"], container, mark, reader)
 
     def stop(self, agents: Sequence[Any]) -> None:
         for agent in [agent for agent in agents if agent.poll() is None]:
@@ -108,16 +128,15 @@ class ContainerNodes:
             agent.poll()
 
     def collect(self, into: Path) -> None:
-        stream, _ = self.containers[0].get_archive(_WORK)
+        stream, _ = self.containers[0].get_archive(WORK)
         with tarfile.open(fileobj=cast(BinaryIO, Chunks(stream)), mode="r|") as archive:
             for member in archive:
                 name = posixpath.basename(member.name)
                 source = archive.extractfile(member) if member.isfile() else None
                 # Only files of the work folder itself; the nodes' logs are written on this host already.
-                if source is None or member.name.count("/") != 1 or name.endswith(".log"):
-                    continue
-                with (into / name).open("wb") as file:
-                    shutil.copyfileobj(source, file)
+                if source is not None and member.name.count("/") == 1 and not name.endswith(".log"):
+                    with (into / name).open("wb") as file:
+                        shutil.copyfileobj(source, file)
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         for container in self.containers:
@@ -127,40 +146,28 @@ class ContainerNodes:
         return None
 
     def survey(self, root: str, site_packages: str, elf_machine: int) -> Survey:
-        """Survey the environment at `root` with the image's own interpreter.
-
-        Raises VerificationError when that fails.
-        """
-        command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages]
-        said = self._run(0, [*command, str(elf_machine)], variables={"PYTHONPATH": _TOOLS})
+        """Survey the environment at `root` with the image's own interpreter. Raises VerificationError."""
+        command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages, str(elf_machine)]
+        said = self._run(self.containers[0].id, command, variables={"PYTHONPATH": _TOOLS})
         try:
             return read_survey(said)
         except (ValueError, KeyError, TypeError) as error:
             raise VerificationError(f"the image could not be surveyed: {error}") from error
 
     def prepare(self) -> None:
-        """Copy the tools of verification into the shared folder.
-
-        Raises VerificationError when the daemon refuses them.
-        """
+        """Copy the tools of verification into the shared folder. Raises VerificationError when the daemon refuses."""
         package = Path(survey_module.__file__).parents[1]
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             for name in survey_module.MODULES:
                 archive.add(package / name, f".tools/envbuild/{name}")
             archive.add(processes.__file__, ".tools/processes.py")
-        if not self.containers[0].put_archive(_WORK, buffer.getvalue()):
+        if not self.containers[0].put_archive(WORK, buffer.getvalue()):
             raise VerificationError("the docker daemon refused files for a container")
 
     def _run(
-        self,
-        where: int | str,
-        command: Sequence[str],
-        *,
-        variables: Mapping[str, str] | None = None,
-        check: bool = True,
+        self, container: str, command: Sequence[str], *, variables: Mapping[str, str] | None = None, check: bool = True
     ) -> str:
-        container = self.containers[where].id if isinstance(where, int) else where
         api = self.client.api
         created = api.exec_create(container, list(command), environment=dict(variables or {}), stderr=True)
         out, err = api.exec_start(created["Id"], demux=True)
@@ -178,45 +185,29 @@ class ContainerNodes:
 def container_nodes(
     client: Any, image: str, count: int, lifetime_s: float, *, accelerator: Accelerator = CPU
 ) -> Iterator[ContainerNodes]:
-    """Start `count` containers of `image` on a network of their own, and remove them at the end.
-
-    Each container gets all of the host's GPUs of `accelerator`. Raises HostError when the daemon cannot run
-    them.
-    """
+    """Start `count` containers of `image` with all GPUs, and remove them at the end. Raises HostError."""
     from docker.errors import DockerException
     from docker.types import DeviceRequest
 
     name = f"envbuild-verify-{uuid.uuid4().hex[:12]}"
     until = {LABEL: str(int(time.time() + lifetime_s))}
+    gpus = [DeviceRequest(count=-1, capabilities=[["gpu"]])] if accelerator.docker_request else None
     _remove_stale(client)
     containers: dict[int, Any] = {}
-    network = volume = None
+    others: list[Any] = []
     try:
         try:
-            network = client.networks.create(name, driver="bridge", labels=until)
-            volume = client.volumes.create(name, labels=until)
+            others.append(client.networks.create(name, driver="bridge", labels=until))
+            others.append(client.volumes.create(name, labels=until))
 
             def run(node: int) -> None:
-                container = client.containers.run(
-                    image,
-                    [str(int(lifetime_s))],
-                    entrypoint=["sleep"],
-                    name=f"{name}-{node}",
-                    hostname=f"node{node}",
-                    network=name,
-                    volumes={name: {"bind": _WORK, "mode": "rw"}},
-                    working_dir=_WORK,
-                    user="0",
-                    labels=until,
-                    detach=True,
-                    init=True,
-                    shm_size="1g",
-                    device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])]
-                    if accelerator.docker_request
-                    else None,
-                    devices=list(accelerator.docker_devices) or None,
-                )
-                containers[node] = container
+                containers[node] = client.containers.run(
+                    image, [str(int(lifetime_s))], entrypoint=["sleep"], user="0", init=True, detach=True,
+                    name=f"{name}-{node}", hostname=f"node{node}", network=name, labels=until, shm_size="1g",
+                    working_dir=WORK, volumes={name: {"bind": WORK, "mode": "rw"}},
+                    device_requests=gpus, devices=list(accelerator.docker_devices) or None,
+                )  # fmt: skip
+                containers[node].reload()  # its address is known now
 
             # Workers finish their task even after an interruption. Otherwise a container that the daemon
             # creates while nobody waits for the response would be left behind.
@@ -230,28 +221,25 @@ def container_nodes(
         nodes.prepare()
         yield nodes
     finally:
-        _remove(list(containers.values()), network, volume)
+        _remove(containers.values(), others)
 
 
-def _remove(containers: Sequence[Any], network: Any, volume: Any) -> None:
+def _remove(containers: Iterable[Any], others: Iterable[Any]) -> None:
     for container in containers:
         with suppress(Exception):
             container.remove(force=True, v=True)
-    for thing in (network, volume):
-        if thing is not None:
-            with suppress(Exception):
-                thing.remove()
+    for other in others:
+        with suppress(Exception):
+            other.remove()
 
 
 def _remove_stale(client: Any) -> None:
     """Remove the expired objects of killed verifications."""
+    ours = {"label": LABEL}
     with suppress(Exception):
-        found = client.containers.list(all=True, filters={"label": LABEL})
-        _remove([one for one in found if _is_over(one.labels)], None, None)
-        for thing in [*client.networks.list(filters={"label": LABEL}), *client.volumes.list(filters={"label": LABEL})]:
-            if _is_over(thing.attrs.get("Labels") or {}):
-                with suppress(Exception):
-                    thing.remove()
+        _remove([one for one in client.containers.list(all=True, filters=ours) if _is_over(one.labels)], ())
+        others = [*client.networks.list(filters=ours), *client.volumes.list(filters=ours)]
+        _remove((), [one for one in others if _is_over(one.attrs.get("Labels") or {})])
 
 
 def _is_over(labels: Mapping[str, str]) -> bool:

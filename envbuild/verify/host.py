@@ -1,4 +1,4 @@
-"""Simulated nodes that are processes of this host and communicate over loopback."""
+"""Simulated nodes that are processes of this host and communicate over loopback, for an environment in a folder."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process
+from envbuild.artifacts.folder import FolderModule, check_host, site_packages
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import survey
 from envbuild.errors import HostError
+from envbuild.recipe.targets import Target
+from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
 _PORTS = range(15000, 20000)
 # If envbuild itself runs in a job (a Slurm step, another torchrun), these would make the ranks join that job.
-_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+_JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
-
-
 # (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class HostNodes:
-    """Nodes whose programs `launch` starts.
-
-    `folder` is the work folder on this host, `work` its path as programs see it.
-    """
+    """Nodes whose programs `launch` starts; `folder` is the work folder on this host, `work` its path for programs."""
 
     folder: Path
     launch: Launch
@@ -61,14 +61,10 @@ class HostNodes:
     ) -> subprocess.Popen[bytes]:
         command, variables = self.launch(program, arguments, extra)
         with log.open("wb") as stream:
+            output = stream.fileno()
             # SIGTERM when this process dies: torchrun passes it on to the ranks before it exits.
             return process.start(
-                command,
-                env=variables,
-                cwd=self.folder,
-                stdout=stream.fileno(),
-                stderr=stream.fileno(),
-                death_signal=signal.SIGTERM,
+                command, env=variables, cwd=self.folder, stdout=output, stderr=output, death_signal=signal.SIGTERM
             )
 
     def stop(self, agents: Sequence[Any]) -> None:
@@ -89,9 +85,18 @@ def host_nodes(
     work: Path, command: Callable[[str, Sequence[str]], list[str]], variables: Mapping[str, str]
 ) -> Iterator[HostNodes]:
     """Yield nodes that run `command(program, arguments)` with `variables`, without those of an enclosing job."""
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
-    }
-    yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**kept, **extra}), work)
+    own = {key: value for key, value in variables.items() if key not in _JOB and not key.startswith(_JOB_PREFIXES)}
+    yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**own, **extra}), work)
+
+
+def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
+    """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host."""
+    target = Target.parse(state.target)
+    check_host(kind.TITLE, target)
+    return Subject(
+        path, state, target, state.digest, "host",
+        survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
+        nodes=lambda work, _, env: host_nodes(
+            work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
+        ),
+    )  # fmt: skip

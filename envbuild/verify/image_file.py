@@ -17,6 +17,7 @@ from envbuild.image.squashfs.read import is_squashfs, open_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.host import Launch
+from envbuild.verify.namespace import WORK
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
@@ -27,10 +28,9 @@ _MOST_STATE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that holds a squashfs from `offset` on, compressed with `compressor`.
+    """A file that holds a squashfs from `offset` on: ENROOT is the `kind` of a bare one, APPTAINER that of a SIF.
 
-    `path` is absolute. `kind` is ENROOT for a bare squashfs and APPTAINER for a SIF; `accelerator` is the one
-    that the image's programs run on.
+    `path` is absolute; `accelerator` is the one that the image's programs run on.
     """
 
     path: Path
@@ -42,15 +42,14 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A way to start programs in one image file.
+    """A way to start programs in one image file; `name` goes into the receipt.
 
-    `name` goes into the receipt. `open` takes a work folder on this host; while the context is open, it starts
-    programs that see this folder as `work`.
+    `open` takes a work folder on this host, which the programs see as `work`.
     """
 
     name: str
-    work: str
     open: Callable[[Path], AbstractContextManager[Launch]]
+    work: str = WORK
 
 
 def image_kind(path: Path) -> str | None:
@@ -68,10 +67,7 @@ def image_kind(path: Path) -> str | None:
 
 
 def open_image_file(path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU) -> ImageFile:
-    """Open the image in the file `path`, which must be of `kind` if that is given.
-
-    Raises UsageError for any other file, BuildError for a damaged image.
-    """
+    """Open the image of `kind` (any, if None) in `path`. Raises UsageError for another file, BuildError if damaged."""
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD)

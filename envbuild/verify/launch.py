@@ -10,29 +10,38 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.verify.nodes import Agent, Nodes
+from envbuild.verify.model import Agent, Nodes, Settings, Subject
+from envbuild.verify.network import Network
 
+_STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
-# The Python equivalent of the script `torchrun`.
+# A `lean` job starts torchrun's module instead of its script, with garbage collection off during the import: it takes
+# a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
+_VARIABLES = {
+    # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The reports are judged by envbuild, so training continues after a failed self-check. This is a variable
+    # because the trainers of older artifacts ignore it, while they would reject an unknown option.
+    "DDP_TRAIN_JUDGED_LATER": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks.
-
-    With `lean`, torchrun's module is started instead of its script, with garbage collection off during the
-    import: it takes a quarter of the start-up time.
-    """
+    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks."""
 
     name: str
     arguments: tuple[str, ...]
@@ -51,6 +60,7 @@ class TrainingJob:
 class Outcome:
     """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes."""
 
+    job: TrainingJob
     returncodes: list[int | None]
     reports: list[dict[str, Any]]
     log: str
@@ -65,26 +75,19 @@ class Outcome:
 
 @dataclass(slots=True)
 class Running:
-    """A running job. `wait` waits for its end; leaving the context stops the processes that still run."""
+    """A running job; `wait` waits for its end."""
 
     job: TrainingJob
     run_id: str
     work: Path
     started: float
-    command: list[str]
     nodes: Nodes
+    command: list[str] = field(default_factory=list)
     children: list[Agent] = field(default_factory=list)
-
-    def __enter__(self) -> Running:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.nodes.stop(self.children)
 
     def log(self) -> str:
         """Return the output of all nodes so far."""
-        texts = [_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children))]
-        return "\n".join(texts)
+        return "\n".join(_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children)))
 
     def wait_for_output(self) -> None:
         """Wait until a node has printed something, all nodes have ended, or the job's time limit is reached."""
@@ -94,43 +97,36 @@ class Running:
                 return
             time.sleep(_POLL_S)
 
-    def nccl_faults(self) -> str:
-        """Return the distinct warnings in the NCCL logs of this job, as log lines."""
-        found: dict[str, None] = {}
-        for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt")):
-            for fault in parse_nccl_log(_read(path)).faults:
-                found.setdefault(f"NCCL WARN {fault.text}")
-        return "\n".join(list(found)[:_NCCL_LINES])
-
     def wait(self, on_poll: Callable[[Running], None] | None = None) -> Outcome:
-        """Wait for every node, and return the outcome.
-
-        Nodes that still run are stopped at the job's time limit, a grace period after the first node failed,
-        and on an interruption. `on_poll` is called on each poll.
-        """
+        """Wait for all nodes until the job's time limit, and a grace period after the first failure; call `on_poll`."""
         deadline = self.started + self.job.timeout_s
         timed_out = failing = False
-        try:
-            while any(child.poll() is None for child in self.children) and not timed_out:
-                if not failing and any(child.poll() for child in self.children):
-                    # The others would wait for the failed node until their own timeouts.
-                    failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
-                timed_out = time.monotonic() > deadline
-                if on_poll is not None:
-                    on_poll(self)
-                time.sleep(_POLL_S)
-        finally:
-            self.nodes.stop(self.children)
+        while any(child.poll() is None for child in self.children) and not timed_out:
+            if not failing and any(child.poll() for child in self.children):
+                # The others would wait for the failed node until their own timeouts.
+                failing, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+            timed_out = time.monotonic() > deadline
+            if on_poll is not None:
+                on_poll(self)
+            time.sleep(_POLL_S)
+        self.nodes.stop(self.children)
         self.nodes.collect(self.work)
         codes = [child.returncode for child in self.children]
         return Outcome(
+            job=self.job,
             returncodes=codes,
             reports=self._reports(),
-            log="\n".join([self.log(), *([self.nccl_faults()] if any(codes) else [])]),
+            log="\n".join([self.log(), *([self._nccl_faults()] if any(codes) else [])]),
             seconds=time.monotonic() - self.started,
             timed_out=timed_out and not failing,
             command=self.command,
         )
+
+    def _nccl_faults(self) -> str:
+        """Return the distinct warnings in the NCCL logs of this job, as log lines."""
+        logs = [parse_nccl_log(_read(path)) for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt"))]
+        found = dict.fromkeys(f"NCCL WARN {fault.text}" for log in logs for fault in log.faults)
+        return "\n".join(list(found)[:_NCCL_LINES])
 
     def _reports(self) -> list[dict[str, Any]]:
         found = []
@@ -142,63 +138,89 @@ class Running:
         return found
 
 
-def start_job(
-    job: TrainingJob, nodes: Nodes, work: Path, of_node: Callable[[int], Mapping[str, str]] = lambda _: {}
-) -> Running:
-    """Start `job` on `nodes`: a torchrun agent on each, or the bare trainer on node 0 if `job.nodes` is 0.
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The context of a verification's launches; `floor` is the bus bandwidth to reach in GB/s, set by `floor_of`."""
 
-    `of_node` returns additional variables for one node.
-    """
-    run_id = f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}"
-    running = Running(job, run_id, work, time.monotonic(), [], nodes)
-    endpoint = f"{nodes.address(0)}:{nodes.free_port()}"
-    common = _variables(nodes)
-    try:
-        for node in range(max(1, job.nodes)):
-            report = nodes.work / f"{job.name}-report{node}.json"
-            trainer = ["-m", "ddp_train", *job.arguments, "--report", str(report)]
-            program = "torchrun" if job.nodes and not job.lean else "python"
-            agent = _agent(job, node, endpoint, run_id, nodes.address(node)) if job.nodes else []
-            if job.lean:
-                agent = ["-c", _LEAN, *agent]
-            if agent:
-                trainer = [torchrun.literal(word) for word in trainer]
-            running.command = running.command or [program, *agent, *trainer]
-            log = work / f"{job.name}-node{node}.log"
-            variables = {**common, **of_node(node)}
-            running.children.append(nodes.start(node, program, [*agent, *trainer], variables, log))
-    except BaseException:
-        nodes.stop(running.children)
-        raise
-    return running
+    nodes: Nodes
+    work: Path
+    settings: Settings
+    subject: Subject
+    network: Network
+    floor: float = 0.0
+    floor_of: str = ""
+
+    @contextmanager
+    def start(
+        self, name: str, epochs: int, *, shape: tuple[int, int] | None = None, snapshot: str | None = None,
+        max_restarts: int = 0, bandwidth_s: str | None = None, extra: Mapping[str, str] | None = None,
+    ) -> Iterator[Running]:  # fmt: skip
+        """Start the trainer on `shape` (nodes, ranks per node; default: the settings'), or as one process on 0 nodes.
+
+        Every launch trains on the same global batches, whatever its number of ranks. A launch from a `snapshot` is
+        lean; `extra` are additional variables. Leaving the context stops the processes that still run.
+        """
+        settings = self.settings
+        nodes, nproc_per_node = shape or (settings.nodes, settings.nproc_per_node)
+        batch = settings.batch_size * settings.nodes * settings.nproc_per_node
+        options = (
+            str(epochs), "1" if max_restarts else str(epochs),
+            "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
+            "--dataset_size", str(batch * _STEPS),
+            "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
+            "--backend", self.network.accelerator.backend,
+            *(("--bandwidth", bandwidth_s) if bandwidth_s else ()),
+        )  # fmt: skip
+        job = TrainingJob(
+            name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
+        )
+        work, endpoint = str(self.nodes.work), f"{self.nodes.address(0)}:{self.nodes.free_port()}"
+        common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, **_VARIABLES}
+        running = Running(job, f"envbuild-{name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)
+        try:
+            for node in range(max(1, nodes)):
+                program, *arguments = _command(job, node, endpoint, running.run_id, self.nodes)
+                running.command = running.command or [program, *arguments]
+                variables = {**common, **self.network.of_node(node, name, work), **(extra or {})}
+                log = self.work / f"{name}-node{node}.log"
+                running.children.append(self.nodes.start(node, program, arguments, variables, log))
+            yield running
+        finally:
+            self.nodes.stop(running.children)
+
+
+def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nodes) -> list[str]:
+    """Return the command of a torchrun agent, or of the bare trainer if `job.nodes` is 0."""
+    trainer = ["-m", "ddp_train", *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
+    if not job.nodes:
+        return ["python", *trainer]
+    program = ["python", "-c", _LEAN] if job.lean else ["torchrun"]
+    return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun.literal, trainer)]
 
 
 def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
     limit = int(job.timeout_s)
     return [
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.nproc_per_node}",
-        f"--max-restarts={job.max_restarts}",
-        f"--rdzv-id={run_id}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
+        f"--nnodes={job.nodes}", f"--nproc-per-node={job.nproc_per_node}", f"--max-restarts={job.max_restarts}",
+        f"--rdzv-id={run_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf=is_host={int(node == 0)},join_timeout={limit},read_timeout={limit}",
-        f"--local-addr={address}",
-        "--monitor-interval=0.1",
-    ]
+        f"--local-addr={address}", "--monitor-interval=0.1",
+    ]  # fmt: skip
 
 
-def _variables(nodes: Nodes) -> dict[str, str]:
-    return {
-        "GLOO_SOCKET_IFNAME": nodes.interface,
-        # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        # The reports are judged by envbuild, so training continues after a failed self-check. This is a
-        # variable because the trainers of older artifacts ignore it, while they would reject an unknown option.
-        "DDP_TRAIN_JUDGED_LATER": "1",
-    }
+def run_program(
+    nodes: Nodes, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path, timeout_s: float
+) -> tuple[int | None, bool]:
+    """Run a program on node 0 for at most `timeout_s` seconds. Return its exit code, and whether it ended by itself."""
+    agent = nodes.start(0, program, arguments, extra, log)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while agent.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        ended = agent.poll() is not None
+    finally:
+        nodes.stop([agent])
+    return agent.returncode, ended
 
 
 def _read(path: Path) -> str:

@@ -1,21 +1,108 @@
-"""The settings of a verification, the result of one check as the receipt stores it, and the verdict."""
+"""The model of a verification: the artifact with its nodes, the settings, the results of checks, and the verdict."""
 
 from __future__ import annotations
 
+import functools
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import Survey
+from envbuild.recipe.model import VerifyTable
+from envbuild.recipe.targets import Target
 
 PASS, FAIL, BLOCKED = "pass", "fail", "blocked"
+# A report of the trainer, as it wrote it (ddp_train/report.py).
+Report = Mapping[str, Any]
+
+
+class Agent(Protocol):
+    """A running program on a node."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while the program runs."""
+
+
+class Nodes(Protocol):
+    """Simulated nodes; programs see their shared folder as `work`, and reach each other over `interface`."""
+
+    @property
+    def work(self) -> PurePath: ...
+
+    @property
+    def interface(self) -> str: ...
+
+    def address(self, node: int) -> str:
+        """Return the address by which other nodes reach `node`."""
+
+    def free_port(self) -> int:
+        """Return a free TCP port of node 0."""
+
+    def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> Agent:
+        """Start a program of the artifact on a node, with `extra` variables; its output goes to this host's `log`."""
+
+    def stop(self, agents: Sequence[Agent]) -> None:
+        """Stop the agents that still run, with all their child processes."""
+
+    def collect(self, into: Path) -> None:
+        """Copy the files of `work` into the folder `into` on this host."""
+
+    def kill_rank(self, run_id: str, rank: int) -> int | None:
+        """Send SIGKILL to one rank of a torchrun job. Return its process ID, None when there is no such rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An artifact and the operations that verification needs.
+
+    `root` is the environment's folder as its own processes see it; `isolated` means that they see nothing but the
+    artifact (a container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime`
+    names the program that runs it. `nodes` opens the nodes on which torchrun is started; it takes a work folder on
+    this host, the number of nodes and the caller's environment.
+    """
+
+    root: Path
+    state: State
+    target: Target
+    digest: str
+    runtime: str
+    survey: Callable[[Nodes], Survey]
+    nodes: Callable[[Path, int, Mapping[str, str]], AbstractContextManager[Nodes]]
+    isolated: bool = False
+    kind: str = ""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The root as given and with symbolic links resolved: programs may report paths of either form."""
+        given = os.fspath(self.root.absolute())
+        return (given,) if self.isolated else (given, os.path.realpath(self.root))
+
+    def relative(self, text: str) -> str:
+        """Return `text` with paths relative to the artifact's root, independent of the artifact's location."""
+        for root in self.roots:
+            text = text.replace(root + os.sep, "").replace(root, ".")
+        return text
+
+    def holds(self, path: str) -> bool:
+        """Return whether `path` lies inside the artifact; a symbolic link inside counts, whatever its target."""
+        inside = tuple(root + os.sep for root in self.roots)
+        return self.isolated or os.path.abspath(path).startswith(inside)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
+    """The result of one check; `cause` is the usual cause of a failure, `evidence` holds the figures behind the result.
 
-    `status` is "pass", "fail" or "blocked". A blocked check was not judged because the check named in `seen`
-    failed and this one would only repeat it. `cause` is the usual cause of a failure; `evidence` holds the
-    figures behind the result.
+    `status` is "pass", "fail" or "blocked": not judged because the check named in `seen` failed.
     """
 
     name: str
@@ -27,31 +114,37 @@ class Check:
     evidence: dict[str, Any] = field(default_factory=dict)
 
 
+@functools.cache
+def check_texts() -> dict[str, dict[str, Any]]:
+    """Return data/checks.toml: the title of each check, the usual cause of a failure, and the checks that it needs."""
+    return tomllib.loads((resources.files("envbuild.data") / "checks.toml").read_text(encoding="utf-8"))
+
+
 def judge(
-    name: str, title: str, good: bool, *, seen: str, expected: str, cause: str, evidence: dict[str, Any] | None = None
+    name: str, good: bool, *, seen: str, expected: str, evidence: dict[str, Any], title: str = "", cause: str = ""
 ) -> Check:
-    """Return a check that passes if `good`."""
-    return Check(name, title, PASS if good else FAIL, seen, expected, "" if good else cause, evidence or {})
+    """Return a check that passes if `good`. `title` and `cause` override those of data/checks.toml."""
+    texts = check_texts()[name.partition(":")[0]]
+    if good:
+        return Check(name, title or texts["title"], PASS, seen, expected, evidence=evidence)
+    return Check(name, title or texts["title"], FAIL, seen, expected, cause or texts["cause"], evidence)
 
 
-def blocked(name: str, title: str, by: str) -> Check:
+def blocked(name: str, by: str) -> Check:
     """Return a check that could not be judged because `by` failed."""
-    return Check(name, title, BLOCKED, f"not judged: {by} failed", "")
+    return Check(name, check_texts()[name]["title"], BLOCKED, f"not judged: {by} failed", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True)
+class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options."""
 
-    nodes: int = 2
-    nproc_per_node: int = 2
-    epochs: int = 6
-    batch_size: int = 32
-    model: str = "mlp"
-    timeout_s: float = 600
-    loss_tolerance: float = 1e-4
     faults: bool = False
-    busbw_floor: float = 0.0
+
+    @property
+    def first_epochs(self) -> int:
+        """The epochs of the first launch; the second launch continues from its snapshot."""
+        return max(1, self.epochs // 2)
 
 
 @dataclass(frozen=True, slots=True)

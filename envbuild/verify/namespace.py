@@ -17,12 +17,11 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from envbuild.verify import binding, mounting, supervise
-from envbuild.verify.mounting import MountFailed, call, die_with, mount
+from envbuild.verify import mounting, supervise
+from envbuild.verify.mounting import BIND, NODEV, NOSUID, REC, StepFailed, call, die_with, mount
 
 # Mount points in the image for the host's work folder and the libraries of its GPU driver.
 WORK = "/envbuild-verify"
@@ -53,9 +52,9 @@ def main() -> NoReturn:
 
 def keep(spec: dict[str, Any]) -> NoReturn:
     """Make the namespace that `spec` (own_runtime.py) describes, print one line of JSON, and hold the namespace."""
-    said = _made(spec, os.getppid(), signal.SIGKILL)
-    print(json.dumps(said), flush=True)
-    if said:
+    fault = _make(spec, os.getppid(), signal.SIGKILL)
+    print(json.dumps(fault), flush=True)
+    if fault:
         sys.exit(1)
     while True:
         signal.pause()
@@ -71,25 +70,25 @@ def run(launcher: socket.socket) -> NoReturn:
     launcher.set_inheritable(False)
     held = supervise.hold_signals()
     with launcher.makefile("rb") as stream:
-        told = json.load(stream)
-    unpacked = Path(told["unpacked"]) if told["unpacked"] else None
+        spec = json.load(stream)
+    unpacked = Path(spec["unpacked"]) if spec["unpacked"] else None
     if unpacked:
         import shutil  # an import fails once the host's root is replaced
 
         above = os.open(unpacked.parent, os.O_RDONLY | os.O_DIRECTORY)
-    said = _made(told, parent, signal.SIGTERM)
-    if not said:
+    fault = _make(spec, parent, signal.SIGTERM)
+    if not fault:
         try:
-            os.chdir(told["folder_inside"])
+            os.chdir(spec["folder_inside"])
         except OSError as error:
-            said = {"failed": "folder", "why": f"{told['folder_inside']}: {error.strerror}"}
-    launcher.sendall(json.dumps(said).encode() + b"\n")
-    if said:
+            fault = {"failed": "folder", "why": f"{spec['folder_inside']}: {error.strerror}"}
+    launcher.sendall(json.dumps(fault).encode() + b"\n")
+    if fault:
         sys.exit(1)
 
     def become() -> NoReturn:
-        error = _become(told["kind"], told["program"], tuple(told["arguments"]), told["variables"])
-        print(f"{told['program']}: {error.strerror}", file=sys.stderr, flush=True)
+        error = _become(spec["kind"], spec["program"], tuple(spec["arguments"]), spec["variables"])
+        print(f"{spec['program']}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127 if error.errno == errno.ENOENT else 126)
 
     def ended(status: int) -> None:
@@ -99,27 +98,22 @@ def run(launcher: socket.socket) -> NoReturn:
     supervise.keep_program(become, held, parent, ended)
     if unpacked and os.getppid() != parent:  # otherwise the launcher removes the folder
         # A folder cannot be removed while a mount point lies in it in this namespace.
-        for point in reversed(binding.mounts_below("/")):
+        for point in reversed(mounting.mounts_below("/")):
             with contextlib.suppress(OSError):
                 call("umount2", os.fsencode(point), mounting.DETACH)
         shutil.rmtree(unpacked.name, ignore_errors=True, dir_fd=above)
     os._exit(0)
 
 
-def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
-    """Make the namespace of `spec`. Return an empty dict, or the step that `failed` and `why`.
-
-    This process gets the signal `at_its_end` when `parent` ends.
-    """
+def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
+    """Make the namespace of `spec`; `at_its_end` comes when `parent` ends. Return the step that `failed`, and `why`."""
     try:
         _isolate()
         # An exec or a change of credentials may have cleared the parent-death signal that the parent set.
         die_with(parent, at_its_end)
         _build(spec)
-    except MountFailed as error:
-        return {"failed": "image", "why": str(error)}
-    except binding.BindFailed as error:
-        return {"failed": "bind", "why": str(error)}
+    except StepFailed as error:
+        return dict(zip(("failed", "why"), error.args, strict=True))
     except OSError as error:
         return {"failed": "namespace", "why": error.strerror or str(error)}
     return {}
@@ -128,12 +122,11 @@ def _made(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
 def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     """Become `program` of the image that process `keeper` holds; this process's variables override the image's."""
     parent = os.getppid()
-    names = ("user", "mnt")
-    spaces = [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
-    for name, space in zip(names, spaces, strict=True):
-        # setns(2) fails for the user namespace that the process is already in.
-        if name == "mnt" or not os.path.sameopenfile(space, os.open("/proc/self/ns/user", os.O_RDONLY)):
-            call("setns", space, 0)
+    user, mounts = (os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt"))
+    # setns(2) fails for the user namespace that the process is already in.
+    if not os.path.sameopenfile(user, os.open("/proc/self/ns/user", os.O_RDONLY)):
+        call("setns", user, 0)
+    call("setns", mounts, 0)
     die_with(parent, signal.SIGTERM)
     os.chdir(WORK)
     os.environ.pop("LC_CTYPE", None)  # set by Python itself when there is no locale (PEP 538)
@@ -146,16 +139,24 @@ def _become(kind: str, program: str, arguments: tuple[str, ...], variables: dict
     driver = DRIVER if os.path.isdir(DRIVER) else ""
     if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):
         extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "
-        arguments = (
-            "-c", f'. {_OCI_VARIABLES}; {extend if driver else ""}exec "$0" "$@"', program, *arguments
-        )  # fmt: skip
-        program = "/bin/sh"
+        script = f'. {_OCI_VARIABLES}; {extend if driver else ""}exec "$0" "$@"'
+        program, arguments = "/bin/sh", ("-c", script, program, *arguments)
     else:
         variables = image_variables() | variables
         if driver:
             before = variables.get("LD_LIBRARY_PATH")
             variables["LD_LIBRARY_PATH"] = f"{driver}:{before}" if before else driver
-    return _execute(program, arguments, variables)
+    # As execvpe(3) does, with the image's PATH. os.execvpe may import modules, which fails once the host's root is
+    # replaced.
+    failed: OSError = FileNotFoundError(errno.ENOENT, "not found in the image")
+    for folder in [""] if "/" in program else variables.get("PATH", _PATH).split(":"):
+        try:
+            os.execve(os.path.join(folder, program), [program, *arguments], variables)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # not executable; execvp(3) goes on too
+            failed = error
+    return failed
 
 
 def image_variables(etc: str = "/etc") -> dict[str, str]:
@@ -185,23 +186,6 @@ def _text(file: str) -> str:
         return ""
 
 
-def _execute(program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
-    """Do what execvpe(3) does, with the image's PATH. Return the error if that fails.
-
-    os.execvpe may import modules, which fails once the host's root is replaced.
-    """
-    places = [""] if "/" in program else variables.get("PATH", _PATH).split(":")
-    failed: OSError = FileNotFoundError(errno.ENOENT, "not found in the image")
-    for place in places:
-        try:
-            os.execve(os.path.join(place, program), [program, *arguments], variables)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:  # not executable; execvp(3) goes on too
-            failed = error
-    return failed
-
-
 def _isolate() -> None:
     """Leave the host's mount namespace, through a user namespace if the user lacks the privilege."""
     uid, gid = os.geteuid(), os.getegid()
@@ -218,7 +202,7 @@ def _isolate() -> None:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     call("prctl", mounting.SET_DUMPABLE, 1, 0, 0, 0)
-    mount(None, "/", None, mounting.REC | mounting.SLAVE)
+    mount(None, "/", None, REC | mounting.SLAVE)
 
 
 def _build(spec: dict[str, Any]) -> None:
@@ -226,30 +210,27 @@ def _build(spec: dict[str, Any]) -> None:
     _WAYS[spec["way"]](spec, image)
     # The root is a tmpfs that shows the image's folders: mount points can be created in it although the image
     # is read-only.
-    mount("tmpfs", root, "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=0755")
-    _show_all(image, root, ("proc", "sys", "dev", "tmp", "run", "etc"))
+    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=0755")
+    mounting.show_all(image, root, leave=("proc", "sys", "dev", "tmp", "run", "etc"))
     _show_etc(f"{image}/etc", f"{root}/etc")
+    for name in ("proc", "sys", "dev", "tmp", "run"):
+        os.mkdir(f"{root}/{name}")
     for name in ("proc", "sys", "dev"):
-        os.mkdir(f"{root}/{name}")
-        mount(f"/{name}", f"{root}/{name}", None, mounting.BIND | mounting.REC)
-    for name in ("tmp", "run"):
-        os.mkdir(f"{root}/{name}")
-        mount("tmpfs", f"{root}/{name}", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
-    if os.path.isdir(f"{root}/var/tmp") and not os.path.islink(f"{root}/var/tmp"):
-        mount("tmpfs", f"{root}/var/tmp", "tmpfs", mounting.NOSUID | mounting.NODEV, "mode=1777")
+        mount(f"/{name}", f"{root}/{name}", None, BIND | REC)
+    for folder in (f"{root}/tmp", f"{root}/run", f"{root}/var/tmp"):
+        if os.path.isdir(folder) and not os.path.islink(folder):
+            mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "mode=1777")
     if spec["work"]:
         os.mkdir(root + WORK)
-        mount(spec["work"], root + WORK, None, mounting.BIND)
+        mount(spec["work"], root + WORK, None, BIND)
     if spec["libraries"]:
         os.mkdir(root + DRIVER)
     for name, library in spec["libraries"].items():
-        place = f"{root}{DRIVER}/{name}"
-        os.close(os.open(place, os.O_CREAT))
-        mount(os.path.realpath(library), place, None, mounting.BIND)
+        mounting.show_file(library, f"{root}{DRIVER}/{name}")
     if binds := spec.get("binds"):
         stash = f"{spec['folder']}/stash"
         os.mkdir(stash)
-        binding.show_binds(root, binds, stash)
+        mounting.show_binds(root, binds, stash)
     _change_root(root)
 
 
@@ -257,22 +238,13 @@ def _show_etc(etc: str, place: str) -> None:
     """Show the image's /etc with the host's name files, without which torch cannot resolve this host's address."""
     names = [name for name in _HOSTS if os.path.isfile(f"/etc/{name}")]
     os.mkdir(place)
-    if all(os.path.isfile(f"{etc}/{n}") and not os.path.islink(f"{etc}/{n}") for n in names):
-        if os.path.isdir(etc):
-            mount(etc, place, None, mounting.BIND)
-    elif os.path.isdir(etc):
-        # Files cannot be added to the image's folder, so each entry is mounted by itself.
-        _show_all(etc, place, names)
+    if os.path.isdir(etc):
+        if all(os.path.isfile(f"{etc}/{name}") and not os.path.islink(f"{etc}/{name}") for name in names):
+            mount(etc, place, None, BIND)
+        else:  # files cannot be added to the image's folder, so each entry is mounted by itself
+            mounting.show_all(etc, place, leave=names)
     for name in names:
-        if not os.path.exists(f"{place}/{name}"):
-            os.close(os.open(f"{place}/{name}", os.O_CREAT))
-        mount(os.path.realpath(f"/etc/{name}"), f"{place}/{name}", None, mounting.BIND)
-
-
-def _show_all(folder: str, place: str, leave: Sequence[str]) -> None:
-    for entry in os.scandir(folder):
-        if entry.name not in leave:
-            binding.show(entry, f"{place}/{entry.name}")
+        mounting.show_file(f"/etc/{name}", f"{place}/{name}")
 
 
 def _change_root(root: str) -> None:

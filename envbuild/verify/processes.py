@@ -11,16 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROC = Path("/proc")
 
-
-def find_rank(run_id: str, rank: int, proc: Path = _PROC) -> int | None:
+def find_rank(run_id: str, rank: int, proc: Path = Path("/proc")) -> int | None:
     """Return the process ID of `rank` in the torchrun job `run_id`, None when there is none."""
     wanted = (f"TORCHELASTIC_RUN_ID={run_id}", f"RANK={rank}")
     return next(find_with(wanted, proc), None)
 
 
-def find_with(variables: tuple[str, ...], proc: Path = _PROC) -> Iterator[int]:
+def find_with(variables: tuple[str, ...], proc: Path = Path("/proc")) -> Iterator[int]:
     """Yield the process IDs whose initial environment contains all of `variables` (NAME=VALUE)."""
     wanted = {text.encode() for text in variables}
     for entry in proc.iterdir():

@@ -1,10 +1,11 @@
-"""The receipt: what was verified, how, and the evidence. Its JSON Schema is docs/receipt.schema.json."""
+"""The receipt: the verified artifact, the checks and their evidence. Its JSON Schema is docs/receipt.schema.json."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.atomic import write_atomically
-from envbuild.verify.model import Verdict
-from envbuild.verify.network_checks import nccl_version
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import FAIL, Subject, Verdict
+from envbuild.verify.network import nccl_version
 
 FORMAT = 1
+_MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--"}
 
 
 def receipt_path(artifact: Path) -> Path:
@@ -29,7 +30,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
 
     It contains no environment variables except those that a fabric needs.
     """
-    state = subject.state
+    state, uname = subject.state, os.uname()
     versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
     return {
         "format": FORMAT,
@@ -50,12 +51,16 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "settings": asdict(verdict.settings),
         "versions": {
             "envbuild": __version__,
-            "python": versions.get("python"),
-            "torch": versions.get("torch"),
-            "torch_cuda": versions.get("torch_cuda"),
+            **{name: versions.get(name) for name in ("python", "torch", "torch_cuda")},
             "nccl": nccl_version(state) or None,
         },
-        "host": _host(),
+        "host": {
+            "name": uname.nodename,
+            "kernel": uname.release,
+            "arch": uname.machine,
+            "libc": " ".join(platform.libc_ver()).strip(),
+            "cpus": len(os.sched_getaffinity(0)),
+        },
         "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(verdict.seconds, 3),
         "checks": [asdict(check) for check in verdict.checks],
@@ -84,11 +89,7 @@ def pushed_as(path: Path, digest: str) -> str | None:
 
 
 def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
-    """Record the registry reference `reference` in the passing receipt of image `digest` beside `path`.
-
-    The receipt is written beside `places` as well. Does nothing without a passing receipt for that image.
-    Raises OSError.
-    """
+    """Record the registry `reference` of image `digest` in its passing receipt, if any, beside `path` and `places`."""
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return
@@ -97,13 +98,18 @@ def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
         write_receipt({**own, "artifact": {**own["artifact"], "pushed": reference}}, place)
 
 
-def _host() -> dict[str, Any]:
-    uname = os.uname()
-    libc, version = platform.libc_ver()
-    return {
-        "name": uname.nodename,
-        "kernel": uname.release,
-        "arch": uname.machine,
-        "libc": f"{libc} {version}".strip(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
+def check_lines(receipt: Mapping[str, Any]) -> list[str]:
+    """Return one line for each check of a receipt."""
+    return [f"  {_MARKS[c['status']]:<6}  {c['title']}: {c['seen'].splitlines()[0]}" for c in receipt["checks"]]
+
+
+def failures(receipt: Mapping[str, Any]) -> str:
+    """Describe the failed checks of a receipt: the finding, the expectation, the usual cause."""
+    checks = receipt["checks"]
+    failed = [check for check in checks if check["status"] == FAIL]
+    parts = [
+        f"{check['name']} ({check['title']})\n    seen:     {check['seen']}\n"
+        f"    expected: {check['expected']}\n    usually:  {check['cause']}"
+        for check in failed
+    ]
+    return "\n  ".join([f"{len(failed)} of {len(checks)} checks failed", *parts])

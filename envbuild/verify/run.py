@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import glob
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
-from envbuild.verify.accelerator_checks import check_accelerator
-from envbuild.verify.faults import RESTART_TITLE, Killer, check_restart
-from envbuild.verify.judgement import Launches, judge_launches
-from envbuild.verify.launch import Outcome, Running, TrainingJob, start_job
-from envbuild.verify.model import FAIL, Check, Settings, Verdict, blocked
-from envbuild.verify.network import Network, network_of
-from envbuild.verify.network_checks import check_layer
-from envbuild.verify.nodes import Nodes
-from envbuild.verify.static_checks import check_architecture, check_installed
-from envbuild.verify.subject import Subject
+from envbuild.verify.launch import Bench, Outcome, Running
+from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts
+from envbuild.verify.network import network_of
+from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
+from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
 
 Log = Callable[[str], None]
 # Long enough to kill a rank in the middle of training, even on a fast machine.
 _FAULT_EPOCHS = 40
-_STEPS = 16
+# A rank is killed once this many snapshots were saved.
+_KILLED_AFTER = 2
+_SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 # Read by the trainer (ddp_train/loop.py).
 RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
 # Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
@@ -39,164 +37,15 @@ def verify(
 ) -> Verdict:
     """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
-    work = Path(tempfile.mkdtemp(prefix="envbuild-verify-"))
-    try:
-        site = load_site(env).fabric
+    with tempfile.TemporaryDirectory(prefix="envbuild-verify-", ignore_cleanup_errors=True) as folder:
+        work, site = Path(folder), load_site(env).fabric
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
-            bench = _Bench(nodes, work, settings, subject, network)
-            checks = _checks(bench, *_floor(subject, settings, site), log)
+            checks = _checks(Bench(nodes, work, settings, subject, network, *_floor(subject, settings, site)), log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Verdict(tuple(checks), settings, time.monotonic() - started, kept)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    """The nodes, the settings and the network of this verification. `work` is the work folder on this host."""
-
-    nodes: Nodes
-    work: Path
-    settings: Settings
-    subject: Subject
-    network: Network
-
-    def start(
-        self,
-        name: str,
-        epochs: int,
-        *,
-        nodes: int | None = None,
-        nproc_per_node: int | None = None,
-        snapshot: str | None = None,
-        max_restarts: int = 0,
-        bandwidth_s: str | None = None,
-        lean: bool = False,
-        extra: Mapping[str, str] | None = None,
-    ) -> Running:
-        """Start the trainer on `nodes` × `nproc_per_node` ranks, or as one process if `nodes` is 0.
-
-        The defaults are those of the settings. Every launch trains on the same global batches, whatever its
-        number of ranks.
-        """
-        settings = self.settings
-        nodes = settings.nodes if nodes is None else nodes
-        nproc_per_node = nproc_per_node or settings.nproc_per_node
-        batch = settings.batch_size * settings.nodes * settings.nproc_per_node
-        arguments: tuple[str, ...] = (
-            str(epochs), "1" if max_restarts else str(epochs),
-            "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
-            "--dataset_size", str(batch * _STEPS),
-            "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
-        )  # fmt: skip
-        arguments += ("--backend", self.network.accelerator.backend)
-        if bandwidth_s:
-            arguments += ("--bandwidth", bandwidth_s)
-        job = TrainingJob(
-            name,
-            arguments,
-            nodes=nodes,
-            nproc_per_node=nproc_per_node,
-            timeout_s=settings.timeout_s,
-            max_restarts=max_restarts,
-            lean=lean,
-        )
-        work = str(self.nodes.work)
-        return start_job(
-            job, self.nodes, self.work, lambda node: {**self.network.of_node(node, name, work), **(extra or {})}
-        )
-
-
-def _checks(bench: _Bench, floor: float, floor_of: str, log: Log) -> list[Check]:
-    subject, settings = bench.subject, bench.settings
-    half = max(1, settings.epochs // 2)
-    log(
-        f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
-        f"ranks, {settings.epochs} epochs, beside one process as reference …"
-    )
-    for name, (theirs, ours) in bench.network.replaced.items():
-        log(
-            f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
-            "used here: change it in your job scripts"
-        )
-    # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
-    # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
-    with bench.start("reference", _reference_epochs(settings), nodes=0) as reference:
-        survey = subject.survey(bench.nodes)
-        reference.wait_for_output()
-        with bench.start("train", half, bandwidth_s=_bandwidth_s(bench, floor)) as first, ExitStack() as stack:
-            checks = [
-                check_installed(subject, survey),
-                check_architecture(subject, survey),
-                check_accelerator(subject, survey),
-            ]
-            checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
-            again = None
-            reference_outcome = reference.wait() if _may_overlap(bench, floor) else None
-            if reference_outcome and _may_start_beside(first, reference_outcome):
-                again = stack.enter_context(_resume(bench, {RESUME_AFTER: _reports_of(bench, first)}))
-            first_outcome = first.wait()
-            resumed = first.job
-            second = first_outcome
-            # Without a finished first launch, all checks that follow are blocked.
-            if first_outcome.finished:
-                log(f"resuming from the snapshot of epoch {half}, with one rank on each node …")
-                again = again or stack.enter_context(_resume(bench))
-                again.started = time.monotonic()
-                resumed, second = again.job, again.wait()
-        reference_outcome = reference_outcome or reference.wait()
-    checks += judge_launches(
-        Launches(
-            subject, bench.work, first.job, first_outcome, resumed, second, reference_outcome, half,
-            settings.epochs, settings.loss_tolerance, bench.network, bench.nodes.interface, floor, floor_of,
-        )
-    )  # fmt: skip
-    if settings.faults and first_outcome.finished:
-        log("killing a rank in the middle of training …")
-        checks.append(_fault_check(bench, reference_outcome))
-    elif settings.faults:
-        checks.append(blocked("restart", RESTART_TITLE, "launch"))
-    return checks
-
-
-def _resume(bench: _Bench, extra: Mapping[str, str] | None = None) -> Running:
-    return bench.start("resume", bench.settings.epochs, nproc_per_node=1, snapshot="train", lean=True, extra=extra)
-
-
-def _reports_of(bench: _Bench, launched: Running) -> str:
-    """Return a glob pattern, in the programs' view, for the report that rank 0 writes at the end on any node."""
-    return f"{glob.escape(str(bench.nodes.work))}/{launched.job.name}-report*.json"
-
-
-def _may_overlap(bench: _Bench, floor: float) -> bool:
-    """Return whether the second launch may prepare beside the first, because it disturbs no measurement."""
-    return not bench.network.accelerator.gpu and not floor
-
-
-def _may_start_beside(first: Running, reference: Outcome) -> bool:
-    """Return whether the second launch may start beside `first`.
-
-    It may if the artifact's trainer can wait for its turn, which the report of `reference` tells. In that case,
-    sleep until the agents of `first` have imported torch, estimated by the time that the reference took.
-    """
-    report = reference.reports[0] if reference.reports else {}
-    if RESUME_AFTER not in report.get("variables", []):
-        return False
-    imported = first.started + float(report["seconds"]["import_torch"])
-    time.sleep(max(0.0, imported - time.monotonic()))
-    return True
-
-
-def _fault_check(bench: _Bench, reference: Outcome) -> Check:
-    settings = bench.settings
-    running = bench.start("faults", _reference_epochs(settings), max_restarts=3)
-    killer = Killer(rank=running.job.world_size - 1)
-    outcome = running.wait(killer)
-    losses = training.losses_of(reference.reports[0]) if reference.finished and reference.reports else []
-    return check_restart(running.job, outcome, killer.killed, losses, settings.loss_tolerance)
 
 
 def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[float, str]:
@@ -206,20 +55,142 @@ def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[flo
     return site.busbw_floor.get(subject.state.fabric, 0.0), "the site"
 
 
-def _bandwidth_s(bench: _Bench, floor: float) -> str:
-    if bench.network.accelerator.gpu:
-        return _BANDWIDTH_S
-    return _GLOO_JUDGED_BANDWIDTH_S if floor else _GLOO_BANDWIDTH_S
-
-
-def _reference_epochs(settings: Settings) -> int:
-    return max(settings.epochs, _FAULT_EPOCHS) if settings.faults else settings.epochs
-
-
 def _keep(work: Path, logs: Path) -> Path:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    for path in sorted(work.iterdir()):
-        if path.suffix in (".log", ".json", ".txt"):
-            shutil.copy(path, logs / path.name)
+    for path in [path for path in work.iterdir() if path.suffix in (".log", ".json", ".txt")]:
+        shutil.copy(path, logs / path.name)
     return logs
+
+
+def _checks(bench: Bench, log: Log) -> list[Check]:
+    subject, settings, gpu = bench.subject, bench.settings, bench.network.accelerator.gpu
+    log(
+        f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
+        f"ranks, {settings.epochs} epochs, beside one process as reference …"
+    )
+    for name, (theirs, ours) in bench.network.replaced.items():
+        log(
+            f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
+            "used here: change it in your job scripts"
+        )
+    reference_epochs = max(settings.epochs, _FAULT_EPOCHS) if settings.faults else settings.epochs
+    bandwidth_s = _BANDWIDTH_S if gpu else _GLOO_JUDGED_BANDWIDTH_S if bench.floor else _GLOO_BANDWIDTH_S
+    # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
+    # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
+    with ExitStack() as launches:
+        alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
+        survey = subject.survey(bench.nodes)
+        alone.wait_for_output()
+        half = launches.enter_context(bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s))
+        checks = [check(subject, survey) for check in (check_installed, check_architecture, check_accelerator)]
+        checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
+        again = None
+        # The second launch may prepare beside the first if it disturbs no measurement.
+        reference = alone.wait() if not gpu and not bench.floor else None
+        if reference and _may_start_beside(half, reference):
+            # The report that rank 0 writes at the end on any node, in the programs' view.
+            reports = f"{glob.escape(str(bench.nodes.work))}/{half.job.name}-report*.json"
+            again = launches.enter_context(_resume(bench, {RESUME_AFTER: reports}))
+        first = second = half.wait()
+        # Without a finished first launch, all checks that follow are blocked.
+        if first.finished:
+            log(f"resuming from the snapshot of epoch {settings.first_epochs}, with one rank on each node …")
+            again = again or launches.enter_context(_resume(bench))
+            again.started = time.monotonic()
+            second = again.wait()
+        reference = reference or alone.wait()
+    checks += judge_launches(bench, first, second, reference)
+    if settings.faults and first.finished:
+        log("killing a rank in the middle of training …")
+        checks.append(_fault_check(bench, reference, reference_epochs))
+    elif settings.faults:
+        checks.append(blocked("restart", "launch"))
+    return checks
+
+
+def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
+    settings = bench.settings
+    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=extra)
+
+
+def _may_start_beside(first: Running, reference: Outcome) -> bool:
+    """Return whether the artifact's trainer can wait for its turn beside `first`, by the report of `reference`.
+
+    In that case, sleep until the agents of `first` have imported torch, as long as the reference took.
+    """
+    report = reference.reports[0] if reference.reports else {}
+    if RESUME_AFTER not in report.get("variables", []):
+        return False
+    imported = first.started + float(report["seconds"]["import_torch"])
+    time.sleep(max(0.0, imported - time.monotonic()))
+    return True
+
+
+def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Outcome) -> list[Check]:
+    """Return every check on the launches. A check is blocked if a check that it depends on did not pass.
+
+    `first` trained for half of the epochs, `second` continued to the end, `reference` is one process.
+    """
+    epochs, half = bench.settings.epochs, bench.settings.first_epochs
+
+    def losses() -> list[float]:
+        return training.losses_of(first.reports[0]) + training.losses_of(second.reports[0])
+
+    def curve() -> Check:
+        expected = training.losses_of(reference.reports[0])[:epochs]
+        return training.check_curve(losses(), expected, bench.settings.loss_tolerance)
+
+    judges: dict[str, Callable[[], Check]] = {
+        "launch": lambda: training.check_launch("launch", first),
+        "world": lambda: training.check_world(first.job, first.reports),
+        "versions": lambda: training.check_versions(bench.subject, first.reports),
+        "fabric": lambda: _fabric(bench, first.reports[0]),
+        "libraries": lambda: check_libraries(bench.subject, bench.network.fabric, first.reports[0]),
+        "allreduce": lambda: training.check_allreduce(first.reports[0]),
+        "bandwidth": lambda: check_bandwidth(first.reports[0], bench.floor, bench.floor_of),
+        "parameters": lambda: training.check_parameters(first.reports[0]),
+        "snapshot": lambda: training.check_snapshot(first.reports[0], bench.work / "train.pt", half),
+        "relaunch": lambda: training.check_launch("relaunch", second),
+        "resume": lambda: training.check_resume(second.job, second.reports, half, epochs),
+        "reference": lambda: training.check_launch("reference", reference),
+        "loss": lambda: training.check_loss_falls(losses()),
+        "curve": curve,
+    }
+    if not bench.network.accelerator.gpu:
+        del judges["libraries"]
+    found: dict[str, Check] = {}
+    for name, judge in judges.items():
+        needs = check_texts()[name].get("needs", ())
+        by = next((need for need in needs if found[need].status != PASS), None)
+        found[name] = blocked(name, by) if by else judge()
+    return list(found.values())
+
+
+def _fabric(bench: Bench, report: Mapping[str, Any]) -> Check:
+    network = bench.network
+    if not network.accelerator.gpu:
+        return check_gloo(bench.nodes.interface, report)
+    # LD_LIBRARY_PATH is left out: it ends in the value of the caller's environment.
+    named = {name: value for name, value in network.variables.items() if name != "LD_LIBRARY_PATH"}
+    given = {name: bench.subject.relative(value) for name, value in named.items()}
+    return check_nccl(network.fabric, report, rank_logs(report, bench.work), given)
+
+
+def _fault_check(bench: Bench, reference: Outcome, epochs: int) -> Check:
+    """Kill a rank during training, and check that the job resumes from its snapshot."""
+    killed: dict[str, Any] = {}
+
+    def kill(running: Running) -> None:
+        saved = [] if killed else [int(epoch) for epoch in _SAVED.findall(running.log())]
+        if len(saved) < _KILLED_AFTER:
+            return
+        rank = running.job.world_size - 1
+        pid = running.nodes.kill_rank(running.run_id, rank)
+        if pid is not None:
+            killed.update(rank=rank, pid=pid, after_epoch=saved[-1])
+
+    with bench.start("faults", epochs, max_restarts=3) as running:
+        outcome = running.wait(kill)
+    losses = training.losses_of(reference.reports[0]) if reference.finished and reference.reports else []
+    return training.check_restart(outcome, killed, losses, bench.settings.loss_tolerance)

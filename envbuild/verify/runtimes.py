@@ -1,29 +1,137 @@
-"""The choice of the runtime that starts the programs of an image file."""
+"""An image file as the subject of a verification, and the runtimes that start programs in it: an installed one for
+its format, or the own one. The nodes are groups of processes on this host that communicate over loopback.
+
+enroot: written from its public sources and never run with the real enroot. It starts an image without unpacking
+it if squashfuse and the kernel's overlayfs allow that; otherwise the image is unpacked into a folder of the
+store, which is removed after the verification. Source: github.com/NVIDIA/enroot 4.1, doc/cmd/start.md,
+doc/cmd/create.md, doc/image-format.md, src/runtime.sh.
+
+Apptainer and Singularity: spython's `run_command` runs short commands and returns output and exit code; its
+`Client.execute` always starts `singularity` and drops the exit code of a failure. The agents of a verification run
+concurrently, write to a log and take signals, which spython's background mode does not support; process.start starts
+them. Source: apptainer-exec(1), Apptainer's user guide, "Environment and Metadata".
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import cast
 
+from envbuild import process
+from envbuild.artifacts import survey as survey_module
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import Survey, read_survey
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
-from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, Runtime
+from envbuild.errors import HostError, UsageError, VerificationError
+from envbuild.image.blobs import file_digest
+from envbuild.layers.compose import PREFIX
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.host import HostNodes, Launch
+from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, Runtime, image_state, open_image_file, passed
+from envbuild.verify.launch import run_program
+from envbuild.verify.model import Settings, Subject
+from envbuild.verify.namespace import WORK
+from envbuild.verify.own_runtime import WAYS, own_runtime
 
 OWN = "own"
-_WAYS = ("mount", "squashfuse", "extract")
 # The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.
 _PROGRAMS = {ENROOT: ("enroot",), APPTAINER: ("apptainer", "singularity")}
-NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in _WAYS))
+NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in WAYS))
+# Variables that programs on this host need, and prefixes of those that configure each runtime and its hooks.
+# APPTAINERENV_… are left out: the user sets them for their own runs.
+_NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG", "TERM")
+_CONFIGURE = {
+    ENROOT: ("ENROOT_", "XDG_", "NVIDIA_", "MELLANOX_"),
+    APPTAINER: ("APPTAINER_", "SINGULARITY_", "XDG_", "SQUASHFUSE", "FUSE"),
+}
+_NAME = "envbuild"  # of an unpacked image, to enroot
+_PROBE = """
+import os, sys
+if "ENVBUILD_PROBE" not in os.environ:
+    sys.exit("the image does not let variables in: it has no /.singularity.d/env/90-environment.sh")
+"""
+# Apptainer's options: the site's default; user namespace.
+_MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
+_TOOLS = ".tools"
+# The survey is written to a file: a runtime may print messages of its own to stdout.
+_SURVEY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from envbuild.artifacts import survey
+with open(sys.argv[2], "w") as sys.stdout:
+    survey.main(*sys.argv[3:])
+"""
+
+
+def file_subject(
+    path: Path, kind: str, state: State, digest: str, settings: Settings, environment: Environment, runtime: str | None
+) -> Subject:
+    """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
+
+    `runtime` is one of runtimes.NAMES, or None for the best available one. Raises UsageError for a file or a
+    runtime of another kind, HostError when no runtime on this host can start the image.
+    """
+    target = Target.parse(state.target)
+    if target.arch != host_arch():
+        raise HostError(
+            f"an image for {target.name} cannot be started on this {host_arch()} host",
+            f"run `envbuild verify {path}` on an {target.arch} node",
+        )
+    started = runtime_for(open_image_file(path, kind, accelerator=target.family), runtime, environment)
+    root = f"/{PREFIX}"
+    where = [root, f"{root}/lib/python{state.python}/site-packages", str(target.elf_machine)]
+
+    return Subject(
+        Path(root), state, target, digest, started.name,
+        survey=lambda nodes: _survey(cast(HostNodes, nodes), where, settings.timeout_s),
+        nodes=lambda work, _, __: _nodes(started, work),
+        isolated=True, kind=kind,
+    )  # fmt: skip
+
+
+def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
+    """Return the subject for the .sqsh or .sif file at `path`. Raises UsageError if it is not envbuild's."""
+    image = open_image_file(path)
+    return file_subject(path, image.kind, image_state(image), file_digest(path), Settings(), environment, runtime)
+
+
+@contextmanager
+def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
+    package = Path(survey_module.__file__).parents[1]
+    for name in survey_module.MODULES:
+        place = work / _TOOLS / "envbuild" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(package / name, place)
+    with runtime.open(work) as launch:
+        yield HostNodes(work, launch, PurePosixPath(runtime.work))
+
+
+def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
+    """Survey the environment with the image's own interpreter. Raises VerificationError when that fails."""
+    log, answer = nodes.folder / "survey.log", nodes.folder / "survey.json"
+    names = [str(nodes.work / _TOOLS), str(nodes.work / answer.name)]
+    code, _ = run_program(nodes, "python", ["-B", "-c", _SURVEY, *names, *where], {}, log, timeout_s)
+    try:
+        if code != 0:
+            raise ValueError(log.read_text(errors="replace").strip()[-2000:] or "no answer")
+        return read_survey(answer.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise VerificationError(
+            f"the image could not be surveyed (exit {code}):\n  {error}",
+            "the image lacks what verification runs in it; see the message above",
+        ) from error
 
 
 def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
     """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
-    `wanted` is one of NAMES, or None for the best available one. Raises UsageError for another name and for a
-    runtime that does not start images of this kind, HostError when the wanted one is not installed.
+    `wanted` is one of NAMES, None for the best. Raises UsageError for an unsuitable one, HostError without it.
     """
     if wanted is not None and wanted not in NAMES:
         raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(NAMES)}")
@@ -51,30 +159,114 @@ def runtime_for(image: ImageFile, wanted: str | None, environment: Environment) 
     one. Raises HostError when no runtime can.
     """
     name, program, way = choose(image.kind, wanted, environment.variables)
-    failed = None
-    if program is not None:
+    if program is None:
+        return own_runtime(image, way, environment)
+    try:
+        return (_enroot if name == ENROOT else _apptainer)(image, program, environment)
+    except HostError as failed:
+        if wanted is not None:
+            raise
         try:
-            return _installed(name, image, program, environment)
+            own = own_runtime(image, way, environment)
         except HostError as error:
-            if wanted is not None:
-                raise
-            failed = error
-    from envbuild.verify.own_runtime import own_runtime
+            raise HostError(f"{failed.message}\n{error.message}", error.hint) from error
+        return replace(own, name=f"{own.name}, {name} could not start it")
+
+
+def _host(image: ImageFile, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the process that starts `image`."""
+    own = _CONFIGURE[image.kind]
+    kept = {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(own)}
+    return {**dict(image.accelerator.container_variables), **kept} if image.kind == ENROOT else kept
+
+
+def _enroot(image: ImageFile, program: Path, environment: Environment) -> Runtime:
+    host = _host(image, environment.variables)
+    version = process.run([program, "version"], env=host, failure=HostError).stdout.strip()
+    probe = [str(program), "start", str(image.path), "python", "-I", "-c", "pass"]
+    in_place = process.run(probe, env=host, check=False).returncode == 0
+    name = f"enroot {version}" + ("" if in_place else " (unpacked)")
+    return Runtime(name, partial(_open_enroot, program, image, environment, in_place))
+
+
+@contextmanager
+def _open_enroot(
+    program: Path, image: ImageFile, environment: Environment, in_place: bool, work: Path
+) -> Iterator[Launch]:
+    if ":" in str(work) or len(str(work).split()) != 1:
+        raise HostError(
+            f"enroot cannot mount the folder {work}: its name has a colon or a space",
+            "set TMPDIR to a folder without them in its path",
+        )
+    host, inside = _host(image, environment.variables), passed(environment.variables)
+    mount = f"{work}:{WORK}:none:x-create=dir,bind,rw"
+    with ExitStack() as stack:
+        if not in_place:
+            host["ENROOT_DATA_PATH"] = str(stack.enter_context(environment.store.working("launched")))
+            process.run([program, "create", "--name", _NAME, image.path], env=host, failure=HostError)
+        place = str(image.path) if in_place else _NAME
+
+        def launch(name: str, arguments: Sequence[str], extra: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+            given = {**inside, **extra}
+            named = [word for key in sorted(given) for word in ("--env", key)]
+            return [str(program), "start", *named, "--mount", mount, place, name, *arguments], {**host, **given}
+
+        yield launch
+
+
+def _apptainer(image: ImageFile, program: Path, environment: Environment) -> Runtime:
+    """Return the runtime of the Apptainer or Singularity at `program`, in the first mode that starts `image`."""
+    host = _host(image, environment.variables)
+    code, version = _run([str(program), "--version"], host)
+    if code != 0:
+        raise HostError(f"{program} --version failed (exit {code}): {version}")
+    failed = []
+    for mode in _MODES:
+        # spython drops empty arguments, so there must be none.
+        probe = [*_exec(program, image, mode), str(image.path), "python", "-I", "-c", _PROBE]
+        code, text = _run(probe, host | _given({"ENVBUILD_PROBE": "1"}))
+        if code == 0:
+            name = " ".join([*version.replace(" version ", " ").split("\n")[0].split(), *mode])
+            return Runtime(name, partial(_open_apptainer, program, image, environment, mode))
+        failed.append(f"{' '.join(['exec', *mode])} (exit {code}): {text}")
+    raise HostError(
+        f"{version} cannot start {image.path}:\n  " + "\n  ".join(failed),
+        "see the messages above; --runtime own launches it without Apptainer",
+    )
+
+
+@contextmanager
+def _open_apptainer(
+    program: Path, image: ImageFile, environment: Environment, mode: Sequence[str], work: Path
+) -> Iterator[Launch]:
+    if set(str(work)) & set(':,"\\'):
+        raise HostError(
+            f"Apptainer cannot bind the folder {work}: its name has a character with a meaning",
+            'set TMPDIR to a folder without : , " and \\ in its path',
+        )
+    host, inside = _host(image, environment.variables), passed(environment.variables)
+    command = [*_exec(program, image, mode), "--bind", f"{work}:{WORK}", "--pwd", WORK, str(image.path)]
+    yield lambda name, arguments, extra: ([*command, name, *arguments], host | _given({**inside, **extra}))
+
+
+def _exec(program: Path, image: ImageFile, mode: Sequence[str]) -> list[str]:
+    """Return the begin of each command line. /tmp is mounted as the site configured it."""
+    gpus = [image.accelerator.apptainer] if image.accelerator.apptainer else []
+    return [str(program), "--quiet", "--nocolor", "exec", *mode, "--cleanenv", "--no-home", *gpus]
+
+
+def _given(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return `variables` under the names that make Apptainer and Singularity set them in the container."""
+    prefixes = ("APPTAINERENV_", "SINGULARITYENV_")
+    return {prefix + key: value for key, value in variables.items() for prefix in prefixes}
+
+
+def _run(command: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run `command` with spython. Return the exit code, and the text of stdout and stderr."""
+    from spython.utils import run_command
 
     try:
-        own = own_runtime(image, way, environment)
-    except HostError as error:
-        if failed is None:
-            raise
-        raise HostError(f"{failed.message}\n{error.message}", error.hint) from error
-    return replace(own, name=f"{own.name}, {name} could not start it") if failed else own
-
-
-def _installed(name: str, image: ImageFile, program: Path, environment: Environment) -> Runtime:
-    if name == ENROOT:
-        from envbuild.verify.enroot_runtime import enroot_runtime
-
-        return enroot_runtime(image, program, environment)
-    from envbuild.verify.apptainer_runtime import apptainer_runtime
-
-    return apptainer_runtime(image, program, environment)
+        done = run_command(command, quiet=True, environ=dict(variables))
+    except OSError as error:
+        raise HostError(f"{command[0]} cannot be run: {error.strerror}") from error
+    return done["return_code"], "".join(done["message"]).strip()[-2000:]

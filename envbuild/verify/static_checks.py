@@ -1,75 +1,164 @@
-"""Checks on the artifact's files, from a survey of them."""
+"""Checks without a launch: the artifact's files by a survey, the commands of its source layers, the torch of a plan."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from envbuild import process
+from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey
-from envbuild.verify.model import Check, judge
-from envbuild.verify.subject import Subject
+from envbuild.errors import EnvbuildError, RecipeError, UsageError
+from envbuild.plan.plan import Plan
+from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.launch import run_program
+from envbuild.verify.model import Check, Nodes, Subject, judge
 
 _SHOWN = 5
+_WRONG_FILES = ("altered", "missing", "unowned")
+_KEPT_TEXT = 2000
+_LAYER_TIMEOUT_S = 60.0
+
+
+def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
+    """Raise RecipeError when the artifact of `plan` is to be verified and its locks lack torch.
+
+    Raises UsageError for a virtual environment of a recipe that takes torch from its base image. Images for
+    another architecture pass, because they are not verified on this host.
+    """
+    if plan.has_torch:
+        return
+    name, base = loaded.recipe.name, loaded.recipe.image.base
+    if plan.image is None and not plan.conda and base != "debian":
+        raise UsageError(
+            f"recipe {name} takes torch from {base}; a virtual environment would be without it",
+            f"build it with `envbuild docker {name}`",
+        )
+    foreign = plan.image is not None and Target.parse(plan.target).arch != host_arch()
+    if verify and not foreign:
+        raise RecipeError(
+            f"{loaded.path}: an artifact for {plan.target} cannot be verified: its lock has no torch, and verification "
+            "trains with torch",
+            f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}, or build without "
+            "verification: --no-verify",
+        )
+
+
+def check_built_torch(state: State, path: Path) -> None:
+    """Raise UsageError when the environment at `path` has no torch. Images pass: their base may bring torch."""
+    names = {name for name, _, _ in state.packages}
+    if state.artifact != IMAGE and not names & {"torch", "pytorch"}:
+        raise UsageError(
+            f"{path} cannot be verified: it has no torch, and verification trains with torch",
+            f"add torch to the recipe {state.recipe} and build it again",
+        )
 
 
 def check_installed(subject: Subject, survey: Survey) -> Check:
     """Check that every distribution is the locked one, and every file has its recorded digest."""
-    found = survey.distributions
-    wanted = {name: (version, record) for name, version, record in subject.state.packages}
-    wrong: list[str] = []
-    for name in sorted(wanted.keys() | found.keys()):
-        version, record = wanted.get(name, ("nothing", ""))
-        now = found.get(name)
-        if now is None or now.version != version:
-            wrong.append(f"{name}: locked {version}, installed {now.version if now else 'nothing'}")
-        elif now.record != record:
-            wrong.append(f"{name} {version}: its RECORD is not the one that was installed")
-    for layer in subject.state.layers:
-        if layer.files and survey.layers.get(layer.name) != layer.files:
-            wrong.append(f"layer {layer.name}: the list of its files is not the one that was installed")
-    built = {layer.name for layer in subject.state.layers if layer.files}
-    wrong += [f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built)]
-    files = survey.files
-    for what, paths in (("altered", files.altered), ("missing", files.missing), ("unowned", files.unowned)):
-        wrong += [f"{what} file {path}" for path in paths[:_SHOWN]]
-        if len(paths) > _SHOWN:
-            wrong.append(f"{len(paths) - _SHOWN} more {what} files")
+    found, files, layers = survey.distributions, survey.files, len(survey.layers)
+    wrong = list(_installed_problems(subject.state, survey))
+    built = f", {layers} source-built layer{'s' if layers > 1 else ''}" if layers else ""
     return judge(
         "installed",
-        "installed = locked",
         not wrong,
         seen="; ".join(wrong)
-        or f"{len(found)} packages{_layers(survey)}, {files.files} files, {files.bytes} bytes, all as locked",
-        expected=f"{len(wanted)} packages exactly as locked, every file with its recorded sha256",
-        cause="something was installed, upgraded or edited after the build (pip install inside the venv, a "
-        "partial copy, a full disk); build it again, and put additions into the recipe",
+        or f"{len(found)} packages{built}, {files.files} files, {files.bytes} bytes, all as locked",
+        expected=f"{len(subject.state.packages)} packages exactly as locked, every file with its recorded sha256",
         evidence={
-            "packages": {name: d.version for name, d in sorted(found.items())},
+            "packages": {name: one.version for name, one in sorted(found.items())},
             "files": files.files,
             "bytes": files.bytes,
-            "altered": files.altered[:50],
-            "missing": files.missing[:50],
-            "unowned": files.unowned[:50],
+            **{what: getattr(files, what)[:50] for what in _WRONG_FILES},
         },
     )
 
 
-def _layers(survey: Survey) -> str:
-    count = len(survey.layers)
-    return f", {count} source-built layer{'s' if count > 1 else ''}" if count else ""
+def _installed_problems(state: State, survey: Survey) -> Iterator[str]:
+    wanted = {name: (version, record) for name, version, record in state.packages}
+    for name in sorted(wanted.keys() | survey.distributions.keys()):
+        version, record = wanted.get(name, ("nothing", ""))
+        now = survey.distributions.get(name)
+        if now is None or now.version != version:
+            yield f"{name}: locked {version}, installed {now.version if now else 'nothing'}"
+        elif now.record != record:
+            yield f"{name} {version}: its RECORD is not the one that was installed"
+    built = {layer.name: layer.files for layer in state.layers if layer.files}
+    for name, files in built.items():
+        if survey.layers.get(name) != files:
+            yield f"layer {name}: the list of its files is not the one that was installed"
+    yield from (f"layer {name}: not in the recipe" for name in sorted(survey.layers.keys() - built.keys()))
+    for what in _WRONG_FILES:
+        paths = getattr(survey.files, what)
+        yield from (f"{what} file {path}" for path in paths[:_SHOWN])
+        if len(paths) > _SHOWN:
+            yield f"{len(paths) - _SHOWN} more {what} files"
 
 
 def check_architecture(subject: Subject, survey: Survey) -> Check:
     """Check that every ELF file is for the target's processor architecture."""
     report = survey.elf
-    wanted = subject.target.arch
-    shown = [f"{path} is {machine}" for path, machine in report.foreign]
+    wrong = [f"{path} is {machine}" for path, machine in report.foreign]
+    more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    counts = ", ".join(f"{count} files for {name}" for name, count in report.counts.items())
     return judge(
         "architecture",
-        "architecture of every ELF file",
-        not shown and bool(report.counts),
-        seen="; ".join(shown[:_SHOWN]) + (f"; {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
-        or ", ".join(f"{count} files for {name}" for name, count in report.counts.items())
-        or "no ELF file at all",
-        expected=f"every ELF file for {wanted}",
-        cause="a wheel tagged for any platform carries a library of another one, or the environment was "
-        "copied from a node of another architecture (login x86_64, compute aarch64)",
-        evidence={"counts": report.counts, "foreign": shown[:50]},
+        not wrong and bool(report.counts),
+        seen="; ".join(wrong[:_SHOWN]) + more or counts or "no ELF file at all",
+        expected=f"every ELF file for {subject.target.arch}",
+        evidence={"counts": report.counts, "foreign": wrong[:50]},
+    )
+
+
+def check_accelerator(subject: Subject, survey: Survey) -> Check:
+    """Check that the artifact's own torch is built for the target; a base image's torch is not judged."""
+    target, found = subject.target, survey.elf.torch
+    builds: dict[str, str] = {}
+    fault, seen = None, "no torch of its own"
+    if found is not None:
+        builds = survey_builds(found)
+        exact = "conda" not in (subject.state.artifact, subject.state.environment)
+        fault = accelerator_fault(target.name, builds, found, exact=exact)
+        seen = f"torch {fault}" if fault else f"torch is built for {builds_title(builds) or 'CPUs'}"
+    return judge(
+        "accelerator",
+        fault is None,
+        seen=seen,
+        expected=f"torch built for {' '.join(filter(None, (target.family.title, target.version)))}",
+        evidence={"cuda": None, **builds, "libraries": [name for name in found or [] if "=" not in name]},
+    )
+
+
+def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
+    """Check that a source layer's own command exits with 0 on a node, and fi_info reports the requested provider."""
+    program, *arguments = layer.check
+    log = work / f"layer-{layer.name}.log"
+    asks = os.path.basename(program) == "fi_info" and "-p" in arguments[:-1]
+    wanted = arguments[arguments.index("-p") + 1] if asks else ""  # the provider
+    code: int | None = None
+    try:
+        # FI_PROVIDER overrides the caller's: another provider would hide the requested one.
+        chosen = {"FI_PROVIDER": wanted} if wanted else {}
+        found, ended = run_program(nodes, program, arguments, chosen, log, _LAYER_TIMEOUT_S)
+        code = found if ended else None
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, EnvbuildError) as error:
+        text = str(error)
+    lines = text[-_KEPT_TEXT:].splitlines()[-process.TAIL_LINES :]
+    good = code == 0 and (not wanted or f"provider: {wanted}" in text)
+    seen = f"{layer.name} {layer.version}: " + ("did not end in time" if code is None else f"exit {code}")
+    if good:
+        seen += f", provider {wanted}" if wanted else ""
+    else:
+        seen += "\n" + ("\n".join(f"    {line}" for line in lines) or "    (it printed nothing)")
+    return judge(
+        f"layer:{layer.name}",
+        good,
+        title=" ".join(layer.check),
+        seen=seen,
+        expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
+        evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
     )

@@ -1,13 +1,12 @@
 """Supervise a program of an image: pass signals on to it, and leave none of its processes behind.
 
 Two processes stand between the caller and the program, each a subreaper of the orphans below it (prctl(2),
-PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the
-namespace and is the program's parent. If either is killed, the other ends the remaining processes.
+PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the namespace and
+is the program's parent. If either is killed, the other ends the remaining processes.
 
-A scheduler signals a whole job step at once, a terminal its foreground process group, a person one process. The
-program must get each signal once: the launcher reports the signals that it got to the keeper (by a real-time
-signal, which nobody else sends), and the keeper passes on those that it did not get itself at about the same
-time.
+A scheduler signals a whole job step at once, a terminal its foreground process group, a person one process. The program
+must get each signal once: the launcher reports the signals that it got to the keeper (by a real-time signal, which
+nobody else sends), and the keeper passes on those that it did not get itself at about the same time.
 
 Needs only the standard library. Source: signal(7), prctl(2), proc(5).
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import NoReturn
 
@@ -38,17 +37,13 @@ _KILLED_S = 10.0
 _SI_KERNEL = 0x80
 
 
-def watched() -> set[int]:
-    """Return the signals to pass on, without those that the caller had ignored (nohup, a background job of a shell)."""
-    return {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
-
-
 def hold_signals() -> set[int]:
     """Block the signals of launcher and keeper until `launcher_waits` or `keep_program` takes them. Return the set.
 
-    Child processes inherit the blocked set.
+    It lacks the signals that the caller had ignored (nohup, a background job of a shell). Child processes inherit it.
     """
-    held = watched() | set(_HEARD) | {signal.SIGCHLD}
+    watched = {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
+    held = watched | set(_HEARD) | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     return held
 
@@ -58,12 +53,9 @@ def inherit_orphans() -> None:
     call("prctl", SET_SUBREAPER, 1, 0, 0, 0)
 
 
-def launcher_waits(keeper: int, held: set[int]) -> int:
-    """Wait for process `keeper` to end, and pass signals on to it. Return its wait status."""
-    while True:
-        done, status = os.waitpid(keeper, os.WNOHANG)
-        if done:
-            return status
+def launcher_waits(keeper: int, held: set[int]) -> None:
+    """Wait for process `keeper` to end, and pass signals on to it."""
+    while not os.waitpid(keeper, os.WNOHANG)[0]:
         got = signal.sigtimedwait(held, _POLL_S)
         # The terminal sends its signals to the whole foreground process group, which includes the program.
         if got is not None and got.si_signo in _TOLD and got.si_code != _SI_KERNEL:
@@ -74,11 +66,10 @@ def launcher_waits(keeper: int, held: set[int]) -> int:
 def keep_program(become: Callable[[], NoReturn], held: set[int], launcher: int, ended: Callable[[int], None]) -> None:
     """Fork a child that becomes the program, and wait until it and all its descendants have ended.
 
-    `ended` is called with the program's wait status. If process `launcher` ends, the program gets SIGTERM, and
-    SIGKILL after a grace period.
+    `ended` gets the program's wait status. If `launcher` ends, the program gets SIGTERM, later SIGKILL.
     """
     inherit_orphans()
-    spare = set(descendants())
+    spare = descendants()
     keeper = os.getpid()
     program = os.fork()
     if program == 0:
@@ -132,32 +123,25 @@ def _reaped() -> tuple[int, int] | None:
     return found if found[0] else None
 
 
-def end_rest(spare: Iterable[int] = (), grace_s: float = 0.0) -> None:
+def end_rest(spare: Set[int], grace_s: float = 0.0) -> None:
     """End every descendant except `spare`: SIGTERM at once, and SIGKILL after `grace_s` seconds."""
-    kept = set(spare)
-    started = time.monotonic()
+    deadline = time.monotonic() + grace_s
     asked: set[int] = set()
-    while time.monotonic() < started + grace_s + _KILLED_S:
+    while time.monotonic() < deadline + _KILLED_S:
         while _reaped() is not None:
             pass
-        rest = [pid for pid in descendants() if pid not in kept]
+        rest = descendants() - spare
         if not rest:
             return
-        for pid in rest:
-            if time.monotonic() >= started + grace_s:
-                _send(pid, signal.SIGKILL)
-            elif pid not in asked:
-                asked.add(pid)
-                _send(pid, signal.SIGTERM)
+        late = time.monotonic() >= deadline
+        for pid in rest if late else rest - asked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        asked |= rest
         time.sleep(0.01)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
-def descendants() -> list[int]:
+def descendants() -> set[int]:
     """Return the process IDs of all descendants that have not ended."""
     parents: dict[int, int] = {}
     ended = set()
@@ -169,9 +153,9 @@ def descendants() -> list[int]:
                 parents[int(name)] = int(parent)
                 if state in (b"Z", b"X"):
                     ended.add(int(name))
-    found: list[int] = []
+    found: set[int] = set()
     above = {os.getpid()}
     while above:
         above = {pid for pid, parent in parents.items() if parent in above}
-        found += above - ended
-    return found
+        found |= above
+    return found - ended

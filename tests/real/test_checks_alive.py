@@ -23,10 +23,8 @@ from envbuild.artifacts import venv
 from envbuild.kinds.verify import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
-from envbuild.verify.model import Check, Settings
-from envbuild.verify.nodes import Nodes
+from envbuild.verify.model import Check, Nodes, Settings, Subject
 from envbuild.verify.run import verify
-from envbuild.verify.subject import Subject
 
 from .conftest import Command, link_tree
 
@@ -126,10 +124,10 @@ def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Setti
     (folder / "sitecustomize.py").write_text(head + textwrap.dedent(code))
 
     def nodes(work: Path, _: int, env: Mapping[str, str]) -> AbstractContextManager[Nodes]:
-        variables = venv.launch_environment(subject.path, env)
+        variables = venv.launch_environment(subject.root, env)
         return host_nodes(
             work,
-            lambda program, arguments: venv.command(subject.path, program, *arguments),
+            lambda program, arguments: venv.command(subject.root, program, *arguments),
             {**variables, "PYTHONPATH": str(folder)},
         )
 

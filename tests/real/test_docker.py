@@ -125,7 +125,7 @@ def test_after_a_small_change_only_changed_layers_are_sent(small: Command) -> No
 def test_an_image_that_was_tampered_with_fails_where_it_was(
     pt_docker: dict[str, Any], docker_daemon: Lab, session_store: Path
 ) -> None:
-    from envbuild.verify.image_subject import image_subject
+    from envbuild.verify.containers import BuiltImage, image_subject
     from envbuild.verify.model import Settings
     from envbuild.verify.run import verify
 
@@ -140,7 +140,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         broken = container.commit().id
         container.remove()
         settings = Settings(nodes=2, nproc_per_node=1, epochs=2)
-        subject = image_subject(client.raw, image, settings, broken)
+        subject = image_subject(client.raw, BuiltImage(broken, image.state, image.digest), settings)
         verdict = verify(subject, settings, environment, print)
         client.images.remove(broken, force=True)
     failed = {check.name: check.seen for check in verdict.checks if check.status == "fail"}

@@ -8,7 +8,9 @@ import mmap
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ import pytest
 from ddp_train.loaded import interfaces
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.engine import explain
-from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
+from envbuild.diagnose.nccl_log import NcclLog, parse_nccl_log
 from envbuild.environment import load_environment
 from envbuild.kinds.verify import open_subject
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import Subject
 
 from .conftest import REPOSITORY
 from .test_checks_alive import SETTINGS, failed, run_checks
@@ -153,16 +155,18 @@ def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def test_what_the_patterns_look_for_is_what_nccl_prints(nccl: dict[str, Path]) -> None:
     """Each constant text is in one of the libraries, and those of all releases are in both."""
+    table = tomllib.loads((resources.files("envbuild.data") / "nccl_log.toml").read_text())
+    rows = [row for row in table["lines"] if row.get("of", "nccl") == "nccl"]
     has: dict[str, list[str]] = {}
     for version, library in nccl.items():
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            for pattern in (one for one in load_lines() if one.of == "nccl"):
-                for text in pattern.texts:
+            for row in rows:
+                for text in row.get("texts", ()):
                     if data.find(text.encode()) >= 0:
                         has.setdefault(text, []).append(version)
-    for pattern in (one for one in load_lines() if one.of == "nccl"):
-        for text in pattern.texts:
-            everywhere = "[2.18.5" in pattern.source and "2.29.7]" in pattern.source
+    for row in rows:
+        for text in row.get("texts", ()):
+            everywhere = "[2.18.5" in row["source"] and "2.29.7]" in row["source"]
             assert has.get(text) == VERSIONS if everywhere else has.get(text), (text, has.get(text))
 
 

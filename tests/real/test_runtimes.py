@@ -21,10 +21,9 @@ from lab.small_image import PATH, write_tree
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.verify.file_subject import _nodes, _survey
 from envbuild.verify.image_file import APPTAINER, ImageFile, Runtime, open_image_file
 from envbuild.verify.own_runtime import WAYS, own_runtime
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.runtimes import _nodes, _survey, runtime_for
 
 from .conftest import REPOSITORY
 

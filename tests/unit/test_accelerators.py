@@ -31,8 +31,7 @@ from envbuild.plan.plan import make_plan
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_builds, torch_index
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.verify.network import visible_gpus
-from envbuild.verify.network_variables import plugin_variables
+from envbuild.verify.network import plugin_variables, visible_gpus
 from envbuild.verify.training_checks import _wrong_build
 
 TARGET = Target.parse("rocm6.4-x86_64")

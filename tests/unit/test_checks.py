@@ -10,7 +10,6 @@ import pytest
 
 from envbuild.diagnose.engine import explain
 from envbuild.verify import training_checks as training
-from envbuild.verify.faults import check_restart
 from envbuild.verify.launch import Outcome, TrainingJob
 
 JOB = TrainingJob("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
@@ -46,13 +45,13 @@ def make_report(**changes: Any) -> dict[str, Any]:
 
 def make_outcome(**changes: Any) -> Outcome:
     return Outcome(
-        **{"returncodes": [0, 0], "reports": [make_report()], "log": "", "seconds": 1.0, "timed_out": False,
+        **{"job": JOB, "returncodes": [0, 0], "reports": [make_report()], "log": "", "seconds": 1.0, "timed_out": False,
            "command": ["torchrun"], **changes}
     )  # fmt: skip
 
 
 def test_a_good_launch_passes() -> None:
-    assert training.check_launch("launch", "t", [make_outcome()]).status == "pass"
+    assert training.check_launch("launch", make_outcome()).status == "pass"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_a_good_launch_passes() -> None:
     ],
 )
 def test_a_bad_launch_fails(changes: dict[str, Any], said: str) -> None:
-    check = training.check_launch("launch", "t", [make_outcome(), make_outcome(**changes)])
+    check = training.check_launch("launch", make_outcome(**changes))
     assert check.status == "fail" and said in check.seen and check.cause
 
 
@@ -154,7 +153,7 @@ def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
     killed = {"rank": 3, "pid": 9, "after_epoch": 0}
 
     def status(outcome: Outcome, kill: dict[str, Any] = killed) -> str:
-        return check_restart(JOB, outcome, kill, reference, 1e-4).status
+        return training.check_restart(outcome, kill, reference, 1e-4).status
 
     assert status(make_outcome(reports=[report])) == "pass"
     assert status(make_outcome(reports=[report]), {}) == "fail"
@@ -177,6 +176,6 @@ def test_a_restart_needs_a_kill_a_snapshot_and_the_same_curve() -> None:
     ],
 )
 def test_known_failures_get_their_usual_cause(log: str, cause: str) -> None:
-    check = training.check_launch("launch", "t", [make_outcome(returncodes=[1, 1], log=log)])
+    check = training.check_launch("launch", make_outcome(returncodes=[1, 1], log=log))
     assert cause in check.cause
     assert explain(log, "verification") == ("" if "see the log" in cause else check.cause)

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.diagnose.engine import Diagnosis, diagnose
-from envbuild.diagnose.needle import needle
 from envbuild.diagnose.read import job_number, read_logs
-from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules
+from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needle
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"

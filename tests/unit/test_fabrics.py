@@ -29,11 +29,9 @@ from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.toml import json_schema
-from envbuild.verify.fabric_checks import check_gloo
-from envbuild.verify.network import network_of, visible_gpus
-from envbuild.verify.network_checks import check_bandwidth, check_libraries, nccl_version
-from envbuild.verify.network_variables import differing, fabric_variables, plugin_variables
-from envbuild.verify.subject import Subject
+from envbuild.verify.model import Subject
+from envbuild.verify.network import fabric_variables, nccl_version, network_of, plugin_variables, visible_gpus
+from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
 
 TREE = Path(__file__).resolve().parents[2]
 ROOT = Path("/env")
@@ -99,9 +97,10 @@ def test_nccl_is_told_where_its_plugin_is(
 
 def test_what_the_environment_has_otherwise_is_named() -> None:
     """Seed 003's users: FI_PROVIDER=efa in the job script of a Slingshot system."""
-    wanted = fabric_variables(load_fabrics()["cxi"], FabricTable("hsn0"))
-    theirs = {"FI_PROVIDER": "efa", "NCCL_CROSS_NIC": "1", "HOME": "/h"}
-    assert differing(wanted, theirs) == {"FI_PROVIDER": ("efa", "cxi")}
+    theirs = {"FI_PROVIDER": "efa", "NCCL_CROSS_NIC": "1", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/h"}
+    nodes: Any = Nodes("lo")
+    network = network_of(subject(state(fabric="cxi")), nodes, (2, 1), theirs, FabricTable("hsn0"))
+    assert network.replaced == {"FI_PROVIDER": ("efa", "cxi")}
 
 
 def state(**changes: Any) -> State:
@@ -112,7 +111,7 @@ def state(**changes: Any) -> State:
 
 
 def subject(of: State, **changes: Any) -> Subject:
-    made = Subject(ROOT, ROOT, of, Target.parse(of.target), "d", "host", NotImplemented, NotImplemented)  # fmt: skip
+    made = Subject(ROOT, of, Target.parse(of.target), "d", "host", NotImplemented, NotImplemented)  # fmt: skip
     return dataclasses.replace(made, **changes)
 
 
@@ -140,7 +139,7 @@ def test_simulated_nodes_are_hosts_of_their_own_with_gpus_of_their_own_where_the
 def test_containers_have_an_interface_of_their_own_and_cpu_targets_no_nccl() -> None:
     nodes: Any = Nodes("eth0")
     site = FabricTable("hsn0")
-    inside = network_of(subject(state(), alone=True), nodes, (2, 1), {}, site)
+    inside = network_of(subject(state(), isolated=True), nodes, (2, 1), {}, site)
     assert inside.variables["NCCL_SOCKET_IFNAME"] == "=eth0"
     plain = network_of(subject(state(target="cpu-x86_64")), nodes, (2, 1), {}, site)
     assert plain.of_node(0, "train", "/w") == {}
@@ -238,7 +237,7 @@ def test_the_libraries_must_be_the_artifact_s(
 
 def test_an_image_s_plugin_must_be_the_one_that_was_built_though_all_files_are_the_image_s() -> None:
     of = state()
-    image = subject(of, alone=True)
+    image = subject(of, isolated=True)
     good = nccl_report("2.26.2", NCCL, *OWN)
     assert check_libraries(image, load_fabrics()["efa"], good).status == "pass"
     other = nccl_report("2.26.2", NCCL, "/opt/amazon/ofi-nccl/lib/libnccl-net.so", OWN_FABRIC)

@@ -9,6 +9,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,10 @@ from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import FabricTable
-from envbuild.verify.judgement import Launches, judge_launches
-from envbuild.verify.launch import Outcome, TrainingJob
-from envbuild.verify.model import Check, Settings
+from envbuild.verify.launch import Bench, Outcome, TrainingJob
+from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.network import Network
-from envbuild.verify.run import _floor
-from envbuild.verify.subject import Subject
+from envbuild.verify.run import _floor, judge_launches
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
 ROOT = Path("/build/venv")
@@ -99,19 +98,21 @@ def subject_of(launched: Launched) -> Subject:
     def unused(*_: object) -> Any:
         raise AssertionError("nothing is launched or surveyed")
 
-    return Subject(ROOT, ROOT, state, target, "sha256:d", "host", unused, unused)
+    return Subject(ROOT, state, target, "sha256:d", "host", unused, unused)
 
 
 def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "") -> list[Check]:
     subject = subject_of(launched)
-    first, second, reference = (Outcome(**launched[name]) for name in ("first", "second", "reference"))
-    job, resumed = TrainingJob(**launched["job"]), TrainingJob(**launched["resumed"])
+    first, second, reference = (
+        Outcome(TrainingJob(**launched[job]), **launched[name])
+        for name, job in (("first", "job"), ("second", "resumed"), ("reference", "job"))
+    )
     network = Network(find_fabric(subject.state.fabric), CPU)
-    run = Launches(
-        subject, work, job, first, resumed, second, reference, launched["half"], launched["epochs"],
-        1e-4, network, launched["interface"], floor, floor_of,
-    )  # fmt: skip
-    return judge_launches(run)
+    nodes: Any = SimpleNamespace(interface=launched["interface"])
+    settings = Settings(epochs=launched["epochs"])
+    assert settings.first_epochs == launched["half"]
+    bench = Bench(nodes, work, settings, subject, network, floor, floor_of)
+    return judge_launches(bench, first, second, reference)
 
 
 @pytest.fixture

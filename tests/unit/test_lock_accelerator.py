@@ -21,7 +21,7 @@ from envbuild.lock.wheels import check_override, nccl_override
 from envbuild.recipe.accelerators import torch_builds
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target
-from envbuild.verify.accelerator_checks import check_accelerator as check_artifact
+from envbuild.verify.static_checks import check_accelerator as check_artifact
 
 
 def packages(*pins: str) -> list[LockedPackage]:

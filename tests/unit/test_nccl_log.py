@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.diagnose.engine import explain
-from envbuild.diagnose.nccl_log import NcclLog, load_lines, parse_nccl_log
+from envbuild.diagnose.nccl_log import NcclLog, load_patterns, parse_nccl_log
 from envbuild.fabrics import load_fabrics
-from envbuild.verify.fabric_checks import check_nccl
+from envbuild.verify.network_checks import check_nccl
 
 DATA = Path(__file__).parent / "data" / "nccl"
 LOGS = {path.stem: path.read_text() for path in sorted(DATA.glob("*.log"))}
-EMPTY = NcclLog("", (), (), (), (), (), 0)
+EMPTY = NcclLog("", (), (), (), (), ())
 # What each log says: version, networks, transports, providers, kinds of faults.
 SAYS = {
     "cxi": ("", ["AWS Libfabric"], ["NET/AWS Libfabric"], ["cxi"], []),
@@ -122,15 +124,17 @@ def test_a_launch_that_nccl_ended_tells_the_deeper_cause() -> None:
 
 
 def test_every_pattern_names_its_source_and_every_failure_its_cause() -> None:
-    for pattern in load_lines():
-        assert pattern.source.startswith("src/") and "[" in pattern.source, pattern
-        informs = pattern.kind in ("version", "network", "transport", "plugin", "provider")
-        assert bool(pattern.cause) is not informs, pattern
+    table = tomllib.loads((resources.files("envbuild.data") / "nccl_log.toml").read_text())
+    for row, (kind, pattern, cause) in zip(table["lines"], load_patterns(), strict=True):
+        assert row["source"].startswith("src/") and "[" in row["source"] and row["date"], row
+        assert (row["kind"], row["regex"]) == (kind, pattern.pattern)
+        informs = kind in ("version", "network", "transport", "plugin", "provider")
+        assert bool(cause) is not informs and not cause.startswith("="), row
 
 
 @given(st.lists(st.text(max_size=60), max_size=8).map("\n".join))
 def test_any_text_is_read(text: str) -> None:
-    assert parse_nccl_log(text).lines >= 0
+    assert isinstance(parse_nccl_log(text), NcclLog)
 
 
 @given(

@@ -24,7 +24,7 @@ from envbuild.recipe.find import shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import ImageTable, VerifyTable
 from envbuild.recipe.targets import Target
-from envbuild.verify.needs_torch import check_built_torch
+from envbuild.verify.static_checks import check_built_torch
 
 TARGET = Target("cpu", platform.machine())
 CONDA = CondaPackage("python", "3.11.9", "0", "noarch", "https://c/noarch/python-3.11.9-0.conda", "0" * 32, "0" * 64)

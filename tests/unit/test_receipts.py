@@ -14,9 +14,9 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank, find_with
 from envbuild.verify.receipt import receipt_path
-from envbuild.verify.subject import Subject
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 
@@ -125,7 +125,7 @@ def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> N
     (tmp_path / "link").symlink_to(real)
     root = tmp_path / "link" / "venv"
     subject = Subject(
-        root, root, make_state(), Target.parse("cpu-x86_64"), "sha256:d", "host", NotImplemented, NotImplemented
+        root, make_state(), Target.parse("cpu-x86_64"), "sha256:d", "host", NotImplemented, NotImplemented
     )
     for inside in (f"{root}/bin/python", f"{real}/venv/bin/python"):
         assert subject.holds(inside) and subject.relative(inside) == "bin/python"
@@ -134,8 +134,8 @@ def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> N
 
 def test_in_a_container_every_path_is_the_artifacts() -> None:
     subject = Subject(
-        Path("image"), Path("/opt/env"), make_state(), Target.parse("cpu-x86_64"), "sha256:d", "docker",
-        NotImplemented, NotImplemented, alone=True,
+        Path("/opt/env"), make_state(), Target.parse("cpu-x86_64"), "sha256:d", "docker",
+        NotImplemented, NotImplemented, isolated=True,
     )  # fmt: skip
     assert subject.holds("/usr/lib/python3.11/ssl.py")
     assert subject.relative("/opt/env/bin/python") == "bin/python"

@@ -9,17 +9,17 @@ from typing import Any, cast
 import pytest
 
 from envbuild.verify.launch import Outcome, Running, TrainingJob
-from envbuild.verify.nodes import Nodes
+from envbuild.verify.model import Nodes
 from envbuild.verify.run import _may_start_beside
 
 
 def first_launch(ago: float) -> Running:
     job = TrainingJob("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
-    return Running(job, "id", Path(), time.monotonic() - ago, [], cast(Nodes, None))
+    return Running(job, "id", Path(), time.monotonic() - ago, cast(Nodes, None))
 
 
 def reference(*reports: dict[str, Any]) -> Outcome:
-    return Outcome([0], list(reports), "", 1.0, False, [])
+    return Outcome(first_launch(0).job, [0], list(reports), "", 1.0, False, [])
 
 
 SECONDS = {"seconds": {"import_torch": 2.0}}
