@@ -18,7 +18,8 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
-from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
+from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, completed
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, interest, state_of
@@ -67,7 +68,7 @@ def open_sqsh(request: Request) -> OpenedSquashfs:
     stream = _file(request)
     if not is_squashfs(stream.read(4)):
         raise UsageError(f"{request.rest} is not a squashfs image")
-    image = open_squashfs(stream, 0, request.rest)
+    image = SquashfsImage(stream, 0, request.rest)
     run = {"Env": _env(image), "Labels": _labels(image)}
     return _opened(request, SQUASHFS, image, run, "", image.superblock.mtime, None)
 
@@ -80,7 +81,7 @@ def open_sif(request: Request) -> OpenedSquashfs:
     sif = read_sif(stream, request.rest)
     if request.arch and sif.arch not in ("", request.arch):
         raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
-    image = open_squashfs(stream, sif.partition.offset, request.rest)
+    image = SquashfsImage(stream, sif.partition.offset, request.rest)
     objects = {item.name: _json(read_object(stream, item, request.rest)) for item in sif.objects if item.kind == JSON}
     run = dict(objects.get("oci-config.json") or {})
     told: Any = objects.get("inspect-metadata.json")
@@ -119,7 +120,7 @@ def _opened(
         kind=kind,
         platform=about.platform if arch else "",
         stored=place.stat().st_size,
-        filesystem=f"squashfs, {image.superblock.compressor}, blocks of {size} KiB",
+        filesystem=f"squashfs, {NAMES[image.superblock.compressor]}, blocks of {size} KiB",
     )
     return OpenedSquashfs(completed(about, Inventory({}, state=state)), image)
 
@@ -244,7 +245,7 @@ def _labels(image: SquashfsImage) -> dict[str, Any]:
 def _text(image: SquashfsImage, path: str) -> str:
     """Return the text of a small file in the image, "" if it is missing."""
     handle = image.find(path)
-    data = b"" if handle is None else image.content(handle).read(_MAX_TEXT)
+    data = b"" if handle is None else image.content(handle, _MAX_TEXT)
     return data.decode("utf-8", "replace")
 
 

@@ -8,9 +8,8 @@ from operator import itemgetter
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs.model import NO_FRAGMENT, Data
+from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, Data
 
-_KINDS = frozenset((FILE, DIR, SYMLINK, HARDLINK, CHAR, BLOCK, FIFO))
 _NAME_MOST = 256
 _TEXT_MOST = 0xFFFF
 _MAJOR_END, _MINOR_END = 1 << 12, 1 << 20  # the device numbers that Linux and squashfs can express
@@ -51,9 +50,11 @@ def arrange(placed: Sequence[Placed]) -> Arranged:
     Raises BuildError, naming the path, for an entry that squashfs cannot express, a missing parent or link target, and
     a duplicate path.
     """
-    entries = {item.entry.path: item for item in placed}
-    if len(entries) < len(placed):
-        raise BuildError(f"{_twice(placed)}: this path is there twice")
+    entries: dict[str, Placed] = {}
+    for item in placed:
+        if item.entry.path in entries:
+            raise BuildError(f"{item.entry.path or '/'}: this path is there twice")
+        entries[item.entry.path] = item
     root = entries.setdefault("", Placed(Entry("", DIR, 0o755)))
     if root.entry.kind != DIR:
         raise BuildError(f"the root of the image is a {root.entry.kind}, not a directory")
@@ -62,14 +63,9 @@ def arrange(placed: Sequence[Placed]) -> Arranged:
     }
     links: dict[str, int] = {}
     for path, item in entries.items():
-        kind = item.entry.kind
-        if kind not in _KINDS:
-            raise BuildError(f"{path}: squashfs has nothing of kind {kind!r}")
-        if kind == HARDLINK:
-            target = _target(item.entry, entries)
-            links[target] = links.get(target, 1) + 1
-        elif kind != FILE and kind != DIR:
-            _check_special(item.entry)
+        _check(item.entry, entries)
+        if item.entry.kind == HARDLINK:
+            links[item.entry.target] = links.get(item.entry.target, 1) + 1
         if not path:
             continue
         parent, slash, name = path.rpartition("/")
@@ -94,14 +90,14 @@ def arrange(placed: Sequence[Placed]) -> Arranged:
     return Arranged(entries, folders, links, numbers, _ids(entries))
 
 
-def check_data(entry: Entry, data: Data, fragments: int, block_size: int) -> None:
+def check_data(entry: Entry, data: Data, fragments: int) -> None:
     """Raise BuildError when the blocks and the fragment of `data` do not fit the size of `entry`."""
-    whole, rest = divmod(entry.size, block_size)
+    whole, rest = divmod(entry.size, BLOCK_SIZE)
     if data.fragment == NO_FRAGMENT:
         right = len(data.words) == whole + (rest > 0)
     else:
         right = len(data.words) == whole and rest > 0
-        right = right and data.fragment < fragments and data.offset + rest <= block_size
+        right = right and data.fragment < fragments and data.offset + rest <= BLOCK_SIZE
     if entry.size < 0 or not right:
         raise BuildError(
             f"{entry.path}: {len(data.words)} blocks of data, fragment {data.fragment:#x}, do not make its "
@@ -120,29 +116,28 @@ def encoded(text: str, path: str) -> bytes:
         raise BuildError(f"{path!a}: {text[:80]!a} is not valid Unicode") from None
 
 
-def _target(entry: Entry, entries: dict[str, Placed]) -> str:
-    found = entries.get(entry.target)
-    if found is None:
-        raise BuildError(f"{entry.path}: it is a hard link to {entry.target!r}, which is not there")
-    if found.entry.kind in (DIR, HARDLINK):
-        what = "a directory" if found.entry.kind == DIR else "a hard link itself"
-        raise BuildError(f"{entry.path}: it is a hard link to {entry.target!r}, which is {what}")
-    return entry.target
-
-
-def _check_special(entry: Entry) -> None:
-    path = entry.path
-    if entry.kind == SYMLINK:
-        size = len(encoded(entry.target, path))
+def _check(entry: Entry, entries: dict[str, Placed]) -> None:
+    path, target = entry.path, entry.target
+    if entry.kind == HARDLINK:
+        found = entries.get(target)
+        if found is None:
+            raise BuildError(f"{path}: it is a hard link to {target!r}, which is not there")
+        if found.entry.kind in (DIR, HARDLINK):
+            what = "a directory" if found.entry.kind == DIR else "a hard link itself"
+            raise BuildError(f"{path}: it is a hard link to {target!r}, which is {what}")
+    elif entry.kind == SYMLINK:
+        size = len(encoded(target, path))
         if not 0 < size <= _TEXT_MOST:
             raise BuildError(f"{path}: a symbolic link to a name of {size} bytes", f"1 to {_TEXT_MOST} bytes")
-    elif entry.kind != FIFO:
+    elif entry.kind in (CHAR, BLOCK):
         major, minor = entry.device
         if not (0 <= major < _MAJOR_END and 0 <= minor < _MINOR_END):
             raise BuildError(
                 f"{path}: squashfs cannot hold a device with the numbers {major}, {minor}",
                 f"they are below {_MAJOR_END} and {_MINOR_END}",
             )
+    elif entry.kind not in (FILE, DIR, FIFO):
+        raise BuildError(f"{path}: squashfs has nothing of kind {entry.kind!r}")
 
 
 def _name(name: str, path: str) -> bytes:
@@ -167,12 +162,3 @@ def _ids(entries: dict[str, Placed]) -> list[int]:
             "give its files to fewer owners",
         )
     return ids
-
-
-def _twice(placed: Sequence[Placed]) -> str:
-    seen: set[str] = set()
-    for item in placed:
-        if item.entry.path in seen:
-            return item.entry.path or "/"
-        seen.add(item.entry.path)
-    raise AssertionError("no path is there twice")

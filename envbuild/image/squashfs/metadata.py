@@ -1,27 +1,30 @@
-"""Metadata of squashfs: records in blocks of 8 KiB, each compressed separately.
+"""Writer of squashfs metadata: records in blocks of 8 KiB, each compressed separately, and extended attributes.
 
-Source: Documentation/filesystems/squashfs.rst of the Linux kernel, sections 3 and 3.3 to 3.5.
+Source: Documentation/filesystems/squashfs.rst of the Linux kernel, section 3, and fs/squashfs/xattr_id.c.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
 
+from envbuild.errors import BuildError
+from envbuild.image.squashfs.arrange import encoded
 from envbuild.image.squashfs.codec import Compress
+from envbuild.image.squashfs.model import METADATA_SIZE, METADATA_STORED, NO_XATTRS, XATTR_SET, XATTR_TABLE
 
-# The size of an uncompressed metadata block in bytes.
-METADATA_SIZE = 1 << 13
-_STORED = 1 << 15  # bit in a block's header: the block is stored uncompressed
 _HEADER = struct.Struct("<H")
+_PREFIXES = ("user", "trusted", "security")  # in the order of their numbers
+# Linux's limits for an attribute: XATTR_NAME_MAX and XATTR_SIZE_MAX.
+_NAME_MOST, _VALUE_MOST = 255, 1 << 16
+
+XattrSet = tuple[tuple[str, bytes], ...]
 
 
 def stored_block(data: bytes) -> bytes:
     """Return `data`, at most 8 KiB, as an uncompressed metadata block."""
-    return _HEADER.pack(_STORED | len(data)) + data
+    return _HEADER.pack(METADATA_STORED | len(data)) + data
 
 
-@dataclass(slots=True)
 class MetadataWriter:
     """A writer of consecutive records in metadata blocks. A record may span several blocks.
 
@@ -29,9 +32,9 @@ class MetadataWriter:
     left by 16, plus the record's offset in the uncompressed block.
     """
 
-    compress: Compress
-    _blocks: bytearray = field(default_factory=bytearray)
-    _pending: bytearray = field(default_factory=bytearray)
+    def __init__(self, compress: Compress) -> None:
+        self._compress = compress
+        self._blocks, self._pending = bytearray(), bytearray()
 
     @property
     def next(self) -> int:
@@ -40,28 +43,23 @@ class MetadataWriter:
 
     def add(self, record: bytes | bytearray) -> int:
         """Add a record and return its reference."""
-        reference = len(self._blocks) << 16 | len(self._pending)
+        reference = self.next
         self._pending += record
-        if len(self._pending) >= METADATA_SIZE:
-            whole = len(self._pending) // METADATA_SIZE * METADATA_SIZE
-            for start in range(0, whole, METADATA_SIZE):
-                self._pack(bytes(self._pending[start : start + METADATA_SIZE]))
-            del self._pending[:whole]
+        while len(self._pending) >= METADATA_SIZE:
+            self._pack()
         return reference
 
     def finish(self) -> bytes:
         """Return the complete table. No record can be added afterwards."""
         if self._pending:
-            self._pack(bytes(self._pending))
-            self._pending.clear()
+            self._pack()
         return bytes(self._blocks)
 
-    def _pack(self, data: bytes) -> None:
-        packed = self.compress(data)
-        if len(packed) < len(data):
-            self._blocks += _HEADER.pack(len(packed)) + packed
-        else:
-            self._blocks += stored_block(data)
+    def _pack(self) -> None:
+        data = bytes(self._pending[:METADATA_SIZE])
+        del self._pending[:METADATA_SIZE]
+        packed = self._compress(data)
+        self._blocks += _HEADER.pack(len(packed)) + packed if len(packed) < len(data) else stored_block(data)
 
 
 def indexed(records: bytes | bytearray, at: int, compress: Compress) -> tuple[bytes, int]:
@@ -77,3 +75,61 @@ def indexed(records: bytes | bytearray, at: int, compress: Compress) -> tuple[by
         blocks.add(records[start : start + METADATA_SIZE])
     data = blocks.finish()
     return data + struct.pack(f"<{len(places)}Q", *places), at + len(data)
+
+
+class Xattrs:
+    """The distinct sets of attributes, numbered in the order of their first use, which determines the tables' bytes."""
+
+    def __init__(self, compress: Compress) -> None:
+        self._compress = compress
+        self._numbers: dict[XattrSet, int] = {}
+        self._values, self._sets = MetadataWriter(compress), bytearray()
+
+    def number(self, xattrs: XattrSet, path: str) -> int:
+        """Return the number of a set in the table; NO_XATTRS for an empty set.
+
+        Raises BuildError, naming `path`, for an attribute that squashfs cannot express.
+        """
+        if not xattrs:
+            return NO_XATTRS
+        ordered = tuple(sorted(xattrs))
+        known = self._numbers.get(ordered)
+        if known is not None:
+            return known
+        names = dict(ordered)
+        if len(names) < len(ordered):
+            raise BuildError(f"{path}: an extended attribute is there twice: {', '.join(names)}")
+        record = b"".join(_record(name, value, path) for name, value in ordered)
+        # As in mksquashfs, the size counts the names as listxattr(2) returns them, plus the values.
+        size = sum(len(encoded(name, path)) + 1 + len(value) for name, value in ordered)
+        self._sets += XATTR_SET.pack(self._values.add(record), len(ordered), size)
+        return self._numbers.setdefault(ordered, len(self._numbers))
+
+    def table(self, at: int) -> tuple[bytes, int] | None:
+        """Return the tables for offset `at` of the image, and the offset of their header in the image.
+
+        Returns None when there is no set.
+        """
+        if not self._numbers:
+            return None
+        values = self._values.finish()
+        sets, places = indexed(self._sets, at + len(values), self._compress)
+        blocks = places - at - len(values)
+        head = XATTR_TABLE.pack(at, len(self._numbers), 0)
+        return values + sets[:blocks] + head + sets[blocks:], places
+
+
+def _record(name: str, value: bytes, path: str) -> bytes:
+    prefix, _, rest = name.partition(".")
+    if prefix not in _PREFIXES or not rest:
+        raise BuildError(
+            f"{path}: squashfs cannot hold its extended attribute {name!r}",
+            f"only those that begin with {', '.join(f'{known}.' for known in _PREFIXES)}",
+        )
+    short = encoded(rest, path)
+    if len(f"{prefix}.") + len(short) > _NAME_MOST or len(value) > _VALUE_MOST:
+        raise BuildError(
+            f"{path}: its extended attribute {name[:80]!r} is too large",
+            f"{_NAME_MOST} bytes of name and {_VALUE_MOST} of value are the most",
+        )
+    return struct.pack("<HH", _PREFIXES.index(prefix), len(short)) + short + struct.pack("<I", len(value)) + value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,7 @@ from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
-from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
+from envbuild.image.squashfs.packing import CHUNK, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice, members
 
@@ -75,18 +75,9 @@ def of_entry(entry: Entry) -> Member:
     """Return a path of a tree as the member of a layer."""
     size = entry.size if entry.kind == FILE else 0
     return Member(
-        entry.path,
-        entry.kind,
-        entry.mode,
-        entry.uid,
-        entry.gid,
-        entry.mtime,
-        size,
-        entry.target,
-        entry.device,
-        stored=size,
-        xattrs=entry.xattrs,
-    )
+        entry.path, entry.kind, entry.mode, entry.uid, entry.gid, entry.mtime, size, entry.target, entry.device,
+        stored=size, xattrs=entry.xattrs,
+    )  # fmt: skip
 
 
 def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
@@ -97,8 +88,7 @@ def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | 
             yield member, None
             continue
         part = Slice(source, member.stored)
-        sparse = member.pieces is not None
-        yield member, Unpacked(part, member.size, member.pieces or ()) if sparse else part
+        yield member, part if member.pieces is None else Unpacked(part, member.size, member.pieces)
     source.finish()
 
 
@@ -107,15 +97,15 @@ class _Large:
     """A file in blocks of its own, as far as it is written."""
 
     size: int
-    start: int = -1
+    start: int = 0
     words: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
 
-    def add(self, packed: Packed) -> None:
-        if self.start < 0:
-            self.start = packed.start
-        self.words += packed.words
-        self.digests += packed.digests
+    def add(self, start: int, words: Sequence[int], digests: Sequence[bytes]) -> None:
+        if not self.words:
+            self.start = start
+        self.words += words
+        self.digests += digests
 
     def data(self) -> Data:
         # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
@@ -165,26 +155,21 @@ class _Files:
         digest = hashlib.sha256(b"tail\0\0\0\0")
         digest.update(data)
         name = digest.hexdigest()
-        known = self._known.get(name)
-        if known is None:
+        if name not in self._known:
             number, offset = self._tails.add(data)
-            known = self._known[name] = Data(fragment=number, offset=offset, digest=name)
-        return known
+            self._known[name] = Data(fragment=number, offset=offset, digest=name)
+        return self._known[name]
 
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
     """Return the next `size` bytes. Raises BuildError when the content is shorter."""
-    data = content.read(size)
-    if len(data) < size:
-        pieces = [data]
-        got = len(data)
-        while got < size and (data := content.read(size - got)):
-            pieces.append(data)
-            got += len(data)
-        data = b"".join(pieces)
-    if len(data) != size:
+    pieces, left = [], size
+    while left > 0 and (data := content.read(left)):
+        pieces.append(data)
+        left -= len(data)
+    if left:
         raise _not_as_long(member)
-    return data
+    return b"".join(pieces)
 
 
 def _not_as_long(member: Member) -> BuildError:
@@ -202,11 +187,7 @@ def save(segment: Segment, index: Path) -> None:
         "members": [[getattr(member, name) for member in segment.members] for name in _COLUMNS],
         "devices": {i: m.device for i, m in enumerate(segment.members) if m.device != (0, 0)},
         "pieces": {i: m.pieces for i, m in enumerate(segment.members) if m.pieces is not None},
-        "xattrs": {
-            i: [(name, value.hex()) for name, value in m.xattrs]
-            for i, m in enumerate(segment.members)
-            if m.xattrs
-        },
+        "xattrs": {i: [(name, v.hex()) for name, v in m.xattrs] for i, m in enumerate(segment.members) if m.xattrs},
         "files": list(segment.data),
         "places": [[d.start for d in files], [d.fragment for d in files], [d.offset for d in files]],
         "digests": [d.digest for d in files],

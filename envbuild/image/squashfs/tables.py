@@ -8,46 +8,29 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
 
-from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, HARDLINK, SYMLINK
+from envbuild.image.entry import DIR, FILE, HARDLINK
 from envbuild.image.squashfs import inodes
-from envbuild.image.squashfs.arrange import Arranged, Placed, arrange, check_data, encoded
+from envbuild.image.squashfs.arrange import Arranged, Placed, arrange, check_data
 from envbuild.image.squashfs.codec import Codec
-from envbuild.image.squashfs.directories import DirectoryListing, Row, write_listing
-from envbuild.image.squashfs.metadata import MetadataWriter, indexed, stored_block
-from envbuild.image.squashfs.model import BLOCK_SIZE, Data, Fragment
-from envbuild.image.squashfs.xattrs import Xattrs
+from envbuild.image.squashfs.metadata import MetadataWriter, Xattrs, indexed, stored_block
+from envbuild.image.squashfs.model import BLOCK_SIZE, FRAGMENT, MAGIC, NO_TABLE, SUPERBLOCK, Data, Fragment
 
-__all__ = ["Placed", "data_start", "write_tables"]
-
-_SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
-_FRAGMENT = struct.Struct("<QII")
-_MAGIC = 0x73717368
-_NOWHERE = 0xFFFFFFFFFFFFFFFF  # the position of an absent table
 _UNWRITTEN = -1
 _PAD = 4096
 _LAST_SECOND = 0xFFFFFFFF
-_EMPTY = Data()
 # flags of the superblock
 _NO_FRAGMENTS, _DUPLICATES, _EXPORT, _NO_XATTRS, _OPTIONS = 0x10, 0x40, 0x80, 0x200, 0x400
 
 
 def data_start(codec: Codec) -> int:
     """Return the first possible offset of data in the image, in bytes: after superblock and compressor options."""
-    return _SUPERBLOCK.size + len(_options(codec))
+    return SUPERBLOCK.size + len(_options(codec))
 
 
 def write_tables(
-    out: BinaryIO,
-    base: int,
-    placed: Sequence[Placed],
-    fragments: Sequence[Fragment],
-    codec: Codec,
-    mtime: int,
-    *,
-    block_size: int = BLOCK_SIZE,
+    out: BinaryIO, base: int, placed: Sequence[Placed], fragments: Sequence[Fragment], codec: Codec, mtime: int
 ) -> int:
     """Write everything but the data of a squashfs image, and return its length in bytes, padded to 4096.
 
@@ -58,8 +41,8 @@ def write_tables(
     before anything is written.
     """
     tree = arrange(placed)
-    written = _inodes(tree, len(fragments), codec, block_size)
-    inode_table = position = out.tell() - base
+    inode_table, listings, references, attributes = _inodes(tree, len(fragments), codec)
+    start = position = out.tell() - base
 
     def put(data: bytes) -> int:
         nonlocal position
@@ -67,69 +50,35 @@ def write_tables(
         position += len(data)
         return position
 
-    directory_table = put(written.inodes)
-    put(written.listings)
-    tables = []
-    records = b"".join(_FRAGMENT.pack(item.start, item.word, 0) for item in fragments)
-    references = written.references[1:]
+    directory_table = put(inode_table)
+    put(listings)
+    records = b"".join(FRAGMENT.pack(item.start, item.word, 0) for item in fragments)
     exports = struct.pack(f"<{len(references)}Q", *references)
     ids = struct.pack(f"<{len(tree.ids)}I", *tree.ids)
+    tables = []
     for content in (records, exports, ids):
         data, place = indexed(content, position, codec.compress)
         tables.append(place)
         put(data)
-    xattr_table = _NOWHERE
-    xattrs = written.xattrs.table(position)
-    if xattrs is not None:
-        data, xattr_table = xattrs
-        put(data)
-    used = position
+    fragment_table, export_table, id_table = tables
+    xattrs, xattr_table = attributes.table(position) or (b"", NO_TABLE)
+    used = put(xattrs)
     put(bytes(-used % _PAD))
     flags = _DUPLICATES | _EXPORT
-    flags |= (0 if fragments else _NO_FRAGMENTS) | (_NO_XATTRS if xattrs is None else 0)
-    flags |= _OPTIONS if codec.options else 0
-    fragment_table, export_table, id_table = tables
+    flags |= (0 if fragments else _NO_FRAGMENTS) | (0 if xattrs else _NO_XATTRS) | (_OPTIONS if codec.options else 0)
+    head = SUPERBLOCK.pack(
+        MAGIC, len(references), _clamped(mtime), BLOCK_SIZE, len(fragments), codec.number,
+        BLOCK_SIZE.bit_length() - 1, flags, len(tree.ids), 4, 0, references[-1], used, id_table,
+        xattr_table, start, directory_table, fragment_table, export_table,
+    )  # fmt: skip
     out.seek(base)
-    out.write(
-        _SUPERBLOCK.pack(
-            _MAGIC,
-            len(references),
-            _clamped(mtime),
-            block_size,
-            len(fragments),
-            codec.number,
-            block_size.bit_length() - 1,
-            flags,
-            len(tree.ids),
-            4,
-            0,
-            references[-1],
-            used,
-            id_table,
-            xattr_table,
-            inode_table,
-            directory_table,
-            fragment_table,
-            export_table,
-        )
-        + _options(codec)
-    )
+    out.write(head + _options(codec))
     out.seek(base + position)
     return position
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The inode and directory tables; `references` maps inode numbers, from 1, to references."""
-
-    inodes: bytes
-    listings: bytes
-    references: list[int]
-    xattrs: Xattrs
-
-
-def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _Written:
-    """Write the inode and directory tables.
+def _inodes(tree: Arranged, fragments: int, codec: Codec) -> tuple[bytes, bytes, list[int], Xattrs]:
+    """Return the inode and directory tables, the reference of each inode by number less 1, and the attributes.
 
     The inodes of a directory's entries are adjacent, so that its listing needs few headers.
     """
@@ -137,7 +86,7 @@ def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _W
     xattrs = Xattrs(codec.compress)
     references = [_UNWRITTEN] * (len(tree.numbers) + 1)
     ids = {value: number for number, value in enumerate(tree.ids)}
-    done: dict[str, tuple[DirectoryListing, int]] = {}  # with the number of links
+    done: dict[str, tuple[inodes.DirectoryListing, int]] = {}  # with the number of links
     numbers = tree.numbers
 
     def write(item: Placed, number: int, parent: int) -> None:
@@ -147,23 +96,19 @@ def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _W
         attributes = xattrs.number(entry.xattrs, path)
         links = tree.links.get(path, 1)
         if kind == FILE:
-            data = item.data or _EMPTY
-            check_data(entry, data, fragments, block_size)
-            record = inodes.regular(head, data, entry.size, links, attributes, block_size)
+            data = item.data or Data()
+            check_data(entry, data, fragments)
+            record = inodes.regular(head, data, entry.size, links, attributes)
         elif kind == DIR:
             listing, links = done.pop(path)
             record = inodes.directory(head, listing, links, parent, attributes)
-        elif kind == SYMLINK:
-            record = inodes.symlink(head, encoded(entry.target, path), links, attributes)
-        elif kind in (CHAR, BLOCK):
-            record = inodes.device(head, kind, entry.device, links, attributes)
         else:
-            record = inodes.fifo(head, links, attributes)
+            record = inodes.special(entry, head, links, attributes)
         references[number] = table.add(record)
 
     for folder, names in tree.folders:
         parent = numbers[folder]
-        rows: list[Row] = []
+        rows: list[inodes.Row] = []
         directories = 0
         for name, item in names:
             if item.entry.kind == HARDLINK:
@@ -173,10 +118,10 @@ def _inodes(tree: Arranged, fragments: int, codec: Codec, block_size: int) -> _W
                 write(item, number, parent)
             rows.append((name, number, inodes.TYPES[item.entry.kind]))
             directories += item.entry.kind == DIR
-        done[folder] = write_listing(listings, rows, references), directories + 2
+        done[folder] = inodes.write_listing(listings, rows, references), directories + 2
     # For the kernel, the root's parent is an inode number that does not exist.
     write(tree.entries[""], numbers[""], len(numbers) + 1)
-    return _Written(table.finish(), listings.finish(), references, xattrs)
+    return table.finish(), listings.finish(), references[1:], xattrs
 
 
 def _clamped(seconds: int) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.squashfs.model import SOCKET
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.read_inodes import SOCKET
 
 _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
 

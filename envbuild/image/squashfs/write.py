@@ -5,6 +5,7 @@ The image's bytes depend on the layers' content, the compressor and the tree alo
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,9 +15,8 @@ from typing import BinaryIO
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
 from envbuild.image.merge import MergedEntry
-from envbuild.image.squashfs.choosing import Choice, Repack, choose, damaged, data_of
+from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
 from envbuild.image.squashfs.codec import Codec, decompressor
-from envbuild.image.squashfs.copying import Copier
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
@@ -26,6 +26,10 @@ from envbuild.progress import OnProgress
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.
 _EACH, _ALL = 160, 1 << 17
+# Maximum bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
+_MOST, _CHUNK = 64 << 20, 4 << 20
+# Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
+_UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 def write_image(
@@ -52,19 +56,19 @@ def write_image(
         _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
         added = _repack(choice, segments, out, start, codec, workers, on_progress)
-        fragments = [_on_progress(fragment, start) for fragment in choice.fragments] + added
+        fragments = [Fragment(start + fragment.start, fragment.word) for fragment in choice.fragments] + added
         homes = {
             digest: replace(data, start=data.start + start) if any(data.words) else data
             for digest, data in choice.homes.items()
         }
-        nothing = Data()
         placed = [
-            Placed(merged.entry, homes[data_of(merged, segments).digest] if merged.entry.size else nothing)
-            if merged.entry.kind == FILE
-            else Placed(merged.entry, None)
+            Placed(
+                merged.entry,
+                homes[data_of(merged, segments).digest] if merged.entry.kind == FILE and merged.entry.size else None,
+            )
             for merged in tree
-        ]  # fmt: skip
-        return write_tables(out, base, placed, fragments, codec, mtime, block_size=BLOCK_SIZE)
+        ]
+        return write_tables(out, base, placed, fragments, codec, mtime)
     except OSError as error:
         raise BuildError(
             f"the image cannot be written: {error.strerror or error}",
@@ -78,8 +82,7 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     choice = choose(tree, segments)
     tails = sum(size for repack in choice.repacks for _, size in repack.needed.values())
     tables = _ALL + 16 * (len(choice.fragments) + len(choice.repacks))
-    for merged in tree:
-        entry = merged.entry
+    for entry in (merged.entry for merged in tree):
         name = entry.path.rpartition("/")[2]
         # A character takes up to four bytes in UTF-8.
         tables += _EACH + 8 * len(name) + 4 * len(entry.target)
@@ -90,20 +93,14 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     return choice.size + tails + tables + tables // 2048
 
 
-def _on_progress(fragment: Fragment, by: int) -> Fragment:
-    return Fragment(fragment.start + by, fragment.word)
-
-
 def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: int, on_progress: OnProgress) -> None:
     for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
-        segment = segments[layer]
-        with _opened(segment) as stream:
-            copier = Copier(stream.fileno(), out.fileno(), on_progress)
+        with _opened(segments[layer]) as stream:
             for _, start, size in spans:
                 try:
-                    copier.copy(start, position, size)
+                    copy_span(stream.fileno(), out.fileno(), start, position, size, on_progress)
                 except EOFError:
-                    raise damaged(segment, "it is cut short") from None
+                    raise damaged(segments[layer], "it is cut short") from None
                 position += size
 
 
@@ -127,8 +124,10 @@ def _repack(
         for layer, repacks in groupby(choice.repacks, key=lambda repack: repack.layer):
             with _opened(segments[layer]) as stream:
                 for repack in repacks:
+                    word = repack.fragment.word
+                    stored = os.pread(stream.fileno(), word & SIZE_MASK, repack.fragment.start)
                     try:
-                        data = unpack(_stored(stream, repack), repack.fragment.word, expand)
+                        data = unpack(stored, word, expand)
                     except ValueError as error:
                         raise damaged(segments[layer], str(error)) from None
                     for offset, (digest, size) in repack.needed.items():
@@ -145,11 +144,6 @@ def _repack(
     return tails.fragments
 
 
-def _stored(stream: BinaryIO, repack: Repack) -> bytes:
-    fragment = repack.fragment
-    return os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
-
-
 def _opened(segment: Segment) -> BinaryIO:
     """Open the segment's data file. Raises BuildError when it is missing or its size has changed."""
     try:
@@ -160,3 +154,37 @@ def _opened(segment: Segment) -> BinaryIO:
         stream.close()
         raise damaged(segment, "it is cut short or longer than it was")
     return stream
+
+
+def copy_span(source: int, out: int, start: int, target: int, size: int, on_progress: OnProgress) -> None:
+    """Copy `size` bytes at offset `start` of the file descriptor `source` to offset `target` of `out`.
+
+    `on_progress` is called with the number of copied bytes. Raises EOFError when the source ends earlier, and OSError.
+    """
+    while size:
+        count = _in_kernel(source, out, start, target, size) or _by_hand(source, out, start, target, size)
+        if not count:
+            raise EOFError
+        start, target, size = start + count, target + count, size - count
+        on_progress(count)
+
+
+def _in_kernel(source: int, out: int, start: int, target: int, size: int) -> int:
+    """Copy some bytes; return 0 if the kernel, the file systems or Python's C library (an old glibc) cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(source, out, min(size, _MOST), start, target)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+        return 0
+
+
+def _by_hand(source: int, out: int, start: int, target: int, size: int) -> int:
+    rest = memoryview(os.pread(source, min(size, _CHUNK), start))
+    count = len(rest)
+    while rest:
+        written = os.pwrite(out, rest, target)
+        rest, target = rest[written:], target + written
+    return count
