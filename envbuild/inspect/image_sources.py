@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,7 @@ def open_layout(request: Request) -> OpenedImage:
         if not blobs.has(blob):
             raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
 
-    raw = _index(folder)
-    _one_image(raw, folder, tag)
+    raw = _index(folder, tag)
     pulled = _of_any(request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch))
     return _opened(request, pulled, pulled.manifest.digest, folder)
 
@@ -72,12 +71,16 @@ def open_daemon(request: Request) -> OpenedImage:
     try:
         config, identity = _daemon_config(client, name)
     except ImageNotFound:
-        raise _no_image(request) from None
+        what = f"the docker daemon has no image {name}"
+        if request.spelling == name:  # it could also be the path of a file
+            what = f"{name} is no file or folder, and {what}"
+        hint = f"see `docker images`; a registry's image is docker://{name}"
+        raise UsageError(what, hint) from None
     except APIError as error:
         raise BuildError(f"docker image {name}: {error.explanation or error}") from error
-    if request.arch and config["architecture"] not in ("", GOARCH[request.arch]):
-        has = config["architecture"]
-        raise UsageError(f"{request.spelling} is for {has}, not for {GOARCH[request.arch]}")
+    arch = config["architecture"]
+    if request.arch and arch not in ("", GOARCH[request.arch]):
+        raise UsageError(f"{request.spelling} is for {arch}, not for {GOARCH[request.arch]}")
     layers = tuple(Descriptor(OCI_LAYER, d, 0) for d in config["rootfs"]["diff_ids"])
 
     def bring(_: Mapping[str, Descriptor]) -> Mapping[str, Path]:
@@ -89,14 +92,6 @@ def open_daemon(request: Request) -> OpenedImage:
 
     about = about_image(config, identity, "", layers, request.spelling, None)
     return OpenedImage(about, layers, bring, store)
-
-
-def _no_image(request: Request) -> UsageError:
-    name = request.rest
-    said = f"the docker daemon has no image {name}"
-    if request.spelling == name:  # it could also be the path of a file
-        said = f"{name} is no file or folder, and {said}"
-    return UsageError(said, f"see `docker images`; a registry's image is docker://{name}")
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -136,16 +131,14 @@ def open_registry_image(request: Request) -> OpenedImage:
             files = registry.fetch_blobs(list(wanted.values()), blobs, on_progress)
         return dict(zip(wanted, files, strict=True))
 
-    pulled = Pulled(manifest, config, blobs)
-    return _opened(request, pulled, manifest.digest, None, bring)
+    return _opened(request, Pulled(manifest, config, blobs), manifest.digest, None, bring)
 
 
 def _opened(
     request: Request, pulled: Pulled, digest: str, place: Path | None, bring: Bring | None = None
 ) -> OpenedImage:
     layers = pulled.manifest.layers
-    identity = pulled.manifest.config.digest
-    about = about_image(pulled.config, identity, digest, layers, request.spelling, place)
+    about = about_image(pulled.config, pulled.manifest.config.digest, digest, layers, request.spelling, place)
 
     def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
@@ -153,10 +146,11 @@ def _opened(
     return OpenedImage(about, layers, bring or here, request.environment.store)
 
 
-def _index(folder: Path) -> bytes:
+def _index(folder: Path, tag: str | None) -> bytes:
+    """Return a layout's index.json; UsageError if it has several images for one platform, and no tag is given."""
     try:
         with (folder / "index.json").open("rb") as stream:
-            return stream.read(MAX_MANIFEST)
+            raw = stream.read(MAX_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{folder} is no OCI image layout" if folder.exists() else f"{folder} does not exist",
@@ -164,34 +158,29 @@ def _index(folder: Path) -> bytes:
         ) from None
     except OSError as error:
         raise BuildError(f"{folder / 'index.json'}: {error.strerror}") from error
-
-
-def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
-    """Raise UsageError when the layout has several images for one platform and no tag is given."""
     index = parse(raw, f"{folder}: index.json", OCI_INDEX)
     if tag is None and isinstance(index, ImageIndex):
         different = {item.digest: item.arch for item in index.manifests}
         if len(set(different.values())) < len(different):
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
-            raise UsageError(
-                f"{folder} holds {len(different)} images: {', '.join(names)}", f"name one: oci:{folder}:TAG"
-            )
+            said = f"{folder} holds {len(different)} images: {', '.join(names)}"
+            raise UsageError(said, f"name one: oci:{folder}:TAG")
+    return raw
 
 
-def _of_any(arch: str | None, read: Any) -> Pulled:
+def _of_any(arch: str | None, read: Callable[[str | None], Pulled]) -> Pulled:
     """Return the image that `read` gives for `arch`; for None, of the only platform, or else of this host's."""
     try:
-        pulled: Pulled = read(arch)
+        return read(arch)
     except BuildError as error:
         if arch is not None or host_arch() not in GOARCH:
             raise
         try:
-            pulled = read(host_arch())
+            return read(host_arch())
         except BuildError as second:
             if second.message == error.message:  # the platform was not the reason
                 raise
             raise BuildError(second.message, error.hint or "choose one with --target") from None
-    return pulled
 
 
 def _manifest(registry: Any, arch: str | None) -> ImageManifest:

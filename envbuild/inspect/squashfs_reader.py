@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,8 +22,7 @@ from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, completed
 from envbuild.inspect.image_reader import about_image
-from envbuild.inspect.metadata import MAX_SIZE, Note, interest, state_of
-from envbuild.inspect.roots import contents_of_root, extra_of
+from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.workers import each
@@ -53,11 +52,10 @@ class OpenedSquashfs:
 
         Files are read in the order in which they are stored.
         """
-        if True in self._kept:
-            return self._kept[True]
-        if hashes not in self._kept:
-            self._kept[hashes] = _contents(self.image, self.about.env, hashes)
-        return self._kept[hashes]
+        known = self._kept.get(True) or self._kept.get(hashes)
+        if known is None:
+            known = self._kept[hashes] = _contents(self.image, self.about.env, hashes)
+        return known
 
 
 def open_sqsh(request: Request) -> OpenedSquashfs:
@@ -82,7 +80,11 @@ def open_sif(request: Request) -> OpenedSquashfs:
     if request.arch and sif.arch not in ("", request.arch):
         raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
     image = SquashfsImage(stream, sif.partition.offset, request.rest)
-    objects = {item.name: _json(read_object(stream, item, request.rest)) for item in sif.objects if item.kind == JSON}
+    objects = {
+        item.name: state_of(read_object(stream, item, request.rest).decode("utf-8", "replace"))
+        for item in sif.objects
+        if item.kind == JSON
+    }
     run = dict(objects.get("oci-config.json") or {})
     told: Any = objects.get("inspect-metadata.json")
     for key in ("data", "attributes", "labels"):
@@ -104,8 +106,7 @@ def _opened(
 ) -> OpenedSquashfs:
     place = Path(request.rest)
     state = state_of(_text(image, f"{PREFIX}/{STATE}"))
-    if not arch:
-        arch = _arch_of(str(state.get("target", "")))
+    arch = arch or _arch_of(str(state.get("target", "")))
     digest, identity = _digests(place, partition)
     config = {
         "config": {**run, "Env": [pair for pair in run["Env"] if isinstance(pair, str)]},
@@ -114,13 +115,13 @@ def _opened(
         "rootfs": {"diff_ids": []},
     }
     about = about_image(config, identity, digest, (), request.spelling, place)
-    size = image.superblock.block_size >> 10
-    about = dataclasses.replace(
+    block = image.superblock
+    about = replace(
         about,
         kind=kind,
         platform=about.platform if arch else "",
         stored=place.stat().st_size,
-        filesystem=f"squashfs, {NAMES[image.superblock.compressor]}, blocks of {size} KiB",
+        filesystem=f"squashfs, {NAMES[block.compressor]}, blocks of {block.block_size >> 10} KiB",
     )
     return OpenedSquashfs(completed(about, Inventory({}, state=state)), image)
 
@@ -133,51 +134,31 @@ def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inv
         if entry.kind == HARDLINK:
             links[entry.path] = entry.target
         elif entry.path:
-            files[entry.path] = _item(entry)
+            target = entry.target if entry.kind == SYMLINK else ""
+            extra = extra_of(entry.device, entry.xattrs)
+            files[entry.path] = Item(entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra)
         regular = files[links.get(entry.path, entry.path)].kind == FILE if entry.path else False
-        if regular and (hashes or _tells(entry)):
+        if regular and (hashes or _reader(entry)):
             wanted.append((entry, handle))
 
-    def read(entry: Entry, handle: int) -> tuple[str, bool, Note | None]:
-        return _read(image, entry, handle, hashes)
+    def read(entry: Entry, handle: int) -> tuple[str, bool, Note]:
+        reader = _reader(entry)
+        if reader is None and entry.kind == HARDLINK:
+            return "", False, None  # it is read under its first name
+        return digested((bytes(length) if data is None else data for data, length in image.blocks(handle)), reader)
 
     notes: dict[str, Note] = {}
     for (entry, _), (digest, script, note) in zip(wanted, image.each_file(wanted, read), strict=True):
-        if entry.kind != HARDLINK:
-            files[entry.path] = dataclasses.replace(files[entry.path], sha256=digest, script=script)
+        if hashes and entry.kind != HARDLINK:
+            files[entry.path] = replace(files[entry.path], sha256=digest, script=script)
         if note is not None:
             notes[entry.path] = note
     files |= {path: files[target] for path, target in links.items()}
-    return contents_of_root(files, notes, env)
+    return root_inventory(files, notes, env)
 
 
-def _tells(entry: Entry) -> bool:
-    return entry.size <= MAX_SIZE and interest(entry.path) is not None
-
-
-def _read(image: SquashfsImage, entry: Entry, handle: int, hashes: bool) -> tuple[str, bool, Note | None]:
-    """Return the sha256 of a file, whether it begins with `#!`, and its note."""
-    reader = interest(entry.path) if _tells(entry) else None
-    if reader is None and entry.kind == HARDLINK:
-        return "", False, None  # it is read under its first name
-    digest, head, kept = hashlib.sha256(), b"", []
-    for data, length in image.blocks(handle):
-        piece = bytes(length) if data is None else data
-        head = head or piece[:2]
-        if hashes:
-            digest.update(piece)
-        if reader is not None:
-            kept.append(piece)
-    note = None if reader is None else reader(b"".join(kept))
-    return (digest.hexdigest(), head == b"#!", note) if hashes else ("", False, note)
-
-
-def _item(entry: Entry) -> Item:
-    extra = extra_of(entry.device, entry.xattrs)
-    target = entry.target if entry.kind == SYMLINK else ""
-    return Item(
-        entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra
-    )  # fmt: skip
+def _reader(entry: Entry) -> Reader | None:
+    return interest(entry.path) if entry.size <= MAX_SIZE else None
 
 
 def _file(request: Request) -> BinaryIO:
@@ -231,27 +212,18 @@ def _env(image: SquashfsImage) -> list[str]:
 
 def _labels(image: SquashfsImage) -> dict[str, Any]:
     """Return the image's labels as Apptainer stores them, else from the comments at the start of enroot's etc/rc."""
-    labels = _json(_text(image, ".singularity.d/labels.json").encode())
+    labels = state_of(_text(image, ".singularity.d/labels.json"))
     if labels:
         return labels
-    comments = []
-    for line in _text(image, "etc/rc").splitlines():
-        if not line.startswith("# "):
-            break
-        comments.append(line[2:].partition(" "))
+    lines = takewhile(lambda line: line.startswith("# "), _text(image, "etc/rc").splitlines())
+    comments = (line[2:].partition(" ") for line in lines)
     return {name: value for name, _, value in comments if not name.endswith(":")}
 
 
 def _text(image: SquashfsImage, path: str) -> str:
     """Return the text of a small file in the image, "" if it is missing."""
     handle = image.find(path)
-    data = b"" if handle is None else image.content(handle, _MAX_TEXT)
-    return data.decode("utf-8", "replace")
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    """Return a JSON object, {} if it is invalid: then it says nothing."""
-    return state_of(data.decode("utf-8", "replace"))
+    return "" if handle is None else image.content(handle, _MAX_TEXT).decode("utf-8", "replace")
 
 
 def _arch_of(target: str) -> str:
