@@ -31,7 +31,7 @@ from envbuild.lock.conda_solve import (
 from envbuild.recipe.conda import channel_url
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.store.credentials import split_credentials
+from envbuild.store.client import split_credentials
 
 _PROGRAMS = ("micromamba", "mamba", "conda")
 _VARIABLE = "ENVBUILD_CONDA"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
 from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client
-from envbuild.store.fetch import download, fetch_each
+from envbuild.store.client import Client, path_of
+from envbuild.store.fetch import Answers, download, fetch_each, locate
 from envbuild.store.store import Store
 
 KIND = "conda/archives"
@@ -38,30 +38,24 @@ def fetch_archives(
 ) -> dict[CondaArchive, Path]:
     """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
 
-    Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates,
-    timeout and retries apply. Raises BuildError that names each package that no source has, with the answer of
-    every source.
+    Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates, timeout
+    and retries apply. Raises BuildError that names each package that no source has, with the answer of every source.
     """
-    found: dict[CondaArchive, Path] = {}
-    answers: dict[CondaArchive, list[str]] = {archive: [] for archive in wanted}
-    for archive in wanted:
-        path = store.find_archive(archive.sha256, archive.name) or _on_disk(archive, store, site, answers[archive])
-        if path is not None:
-            found[archive] = path
-    missing = [archive for archive in answers if archive not in found]
-    if missing and not offline:
-        found |= _fetch_all(missing, store, Client(pip, env), site, answers)
-        missing = [archive for archive in missing if archive not in found]
-    if missing:
-        raise _not_found(missing, answers, offline)
-    return {archive: found[archive] for archive in wanted}
+
+    def on_disk(archive: CondaArchive, answers: list[str]) -> Path | None:
+        return store.find_archive(archive.sha256, archive.name) or _on_disk(archive, store, site, answers)
+
+    def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
+        return {} if offline else _download_all(missing, answers, store, Client(pip, env), site)
+
+    return locate(wanted, on_disk, remote, lambda missing, answers: _not_found(missing, answers, offline))
 
 
 def _on_disk(archive: CondaArchive, store: Store, site: Site, answers: list[str]) -> Path | None:
     for url in site.mirrored(archive.url):
         if not url.startswith("file:"):
             continue
-        path = Path(unquote(urlsplit(url).path))
+        path = path_of(url)
         try:
             digest = store.file_digest(path)
         except OSError as error:
@@ -73,64 +67,40 @@ def _on_disk(archive: CondaArchive, store: Store, site: Site, answers: list[str]
     return None
 
 
-def _fetch_all(
-    missing: Sequence[CondaArchive], store: Store, client: Client, site: Site, answers: Mapping[CondaArchive, list[str]]
+def _download_all(
+    missing: Sequence[CondaArchive], answers: Answers[CondaArchive], store: Store, client: Client, site: Site
 ) -> dict[CondaArchive, Path]:
-    store.folder("partial")
-    store.clean_stale()
     # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
     down: dict[str, str] = {}
 
     def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
-        return _fetch_one(archive, store, client, site, down, answers[archive], on_progress)
+        name, sha256, told = archive.name, archive.sha256, answers[archive]
+        known = partial(store.find_archive, sha256, name)
+        for url in site.mirrored(archive.url):
+            if url.startswith("file:"):
+                continue
+            shown = redact(url)
+            channel = url.rsplit("/", 2)[0]  # or its mirror
+            if channel in down:
+                told.append(f"{shown}: {down[channel]}")
+                continue
+            try:
+                hashes = frozenset({sha256})
+                return download(url, name, hashes, sha256, known, client, store, on_progress, KIND, archive.size)
+            except Mismatch as error:
+                told.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            except RequestFailed as error:
+                if error.is_down:
+                    down[channel] = str(error)
+                told.append(f"{shown}: {error}")
+        return None
 
-    sizes = [archive.size for archive in missing]
-    known = [size for size in sizes if size is not None]
-    total = sum(known) if len(known) == len(sizes) else None
-    return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages", total)
-
-
-def _fetch_one(
-    archive: CondaArchive,
-    store: Store,
-    client: Client,
-    site: Site,
-    down: dict[str, str],
-    answers: list[str],
-    on_progress: OnProgress,
-) -> Path | None:
-    def known() -> Path | None:
-        return store.find_archive(archive.sha256, archive.name)
-
-    for url in site.mirrored(archive.url):
-        if url.startswith("file:"):
-            continue
-        shown = redact(url)
-        if _channel(url) in down:
-            answers.append(f"{shown}: {down[_channel(url)]}")
-            continue
-        hashes = frozenset({archive.sha256})
-        try:
-            return download(
-                url, archive.name, hashes, archive.sha256, known, client, store, on_progress, KIND, archive.size
-            )
-        except Mismatch as error:
-            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
-        except RequestFailed as error:
-            if error.is_down:
-                down[_channel(url)] = str(error)
-            answers.append(f"{shown}: {error}")
-        except OSError as error:
-            raise store.unwritable(error) from error
-    return None
+    sizes = [archive.size for archive in missing if archive.size is not None]
+    total = sum(sizes) if len(sizes) == len(missing) else None
+    return fetch_each(missing, fetch, client, store, f"fetching {len(missing)} conda packages", total)
 
 
-def _channel(url: str) -> str:
-    """Return the URL of the channel, or of its mirror, in a package's URL."""
-    return url.rsplit("/", 2)[0]
-
-
-def _not_found(missing: Sequence[CondaArchive], answers: Mapping[CondaArchive, list[str]], offline: bool) -> BuildError:
+def _not_found(missing: Sequence[CondaArchive], answers: Answers[CondaArchive], offline: bool) -> BuildError:
     lines = []
     for archive in missing:
         lines.append(f"{archive.name}: no source has it with the locked hash")
