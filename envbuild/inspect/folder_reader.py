@@ -9,17 +9,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
-from envbuild.inspect.facts import CONDA, IN_STATE, VENV, Description, Inventory, Item
+from envbuild.inspect.facts import CONDA, IN_STATE, VENV, Description, Inventory, Item, Request
 from envbuild.inspect.metadata import digested, interest, inventory
-
-if TYPE_CHECKING:
-    from envbuild.inspect.facts import Request
 
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,

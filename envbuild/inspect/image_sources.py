@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
@@ -23,11 +23,9 @@ from envbuild.image.model import (
 )
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.image.source import folder_and_tag
+from envbuild.inspect.facts import Request
 from envbuild.inspect.image_reader import Bring, OpenedImage, about_image
 from envbuild.recipe.targets import host_arch
-
-if TYPE_CHECKING:
-    from envbuild.inspect.facts import Request
 
 
 def open_layout(request: Request) -> OpenedImage:

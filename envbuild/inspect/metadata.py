@@ -65,8 +65,9 @@ def root_inventory(files: Mapping[str, Item], notes: Mapping[str, Note], env: Ma
     `notes` are the results of `interest`, by path. `env` holds the variables of programs in the root, of which
     VIRTUAL_ENV, CONDA_PREFIX and PATH locate the environment.
     """
-    release = _os_release(str(notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""))
-    return inventory(files, notes, *_environment(env, files), debian=_debian_packages(notes), os=release)
+    release = _pairs(str(notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""))
+    system = {name: value.strip("\"'") for name, value in release if not name.startswith("#")}
+    return inventory(files, notes, *_environment(env, files), debian=_debian_packages(notes), os=system)
 
 
 def inventory(
@@ -79,7 +80,7 @@ def inventory(
         files,
         _python_packages(files, notes),
         prefix=prefix,
-        config=_settings(str(own.get(f"{start}pyvenv.cfg", ""))),
+        config={name.lower(): value for name, value in _pairs(str(own.get(f"{start}pyvenv.cfg", "")))},
         state=state_of(str(own.get(f"{start}envbuild.json", ""))),
         environment=environment,
         conda=records(notes),
@@ -146,15 +147,10 @@ def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
     return tuple(sorted(found, key=lambda one: (one.name, one.location)))
 
 
-def _os_release(text: str) -> dict[str, str]:
-    pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
-    return {name.strip(): value.strip().strip("\"'") for name, sign, value in pairs if sign}
-
-
-def _settings(text: str) -> dict[str, str]:
-    """Return pyvenv.cfg (PEP 405) as a dictionary."""
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Return the lines NAME=VALUE of os-release(5), or of pyvenv.cfg (PEP 405)."""
     pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip().lower(): value.strip() for name, sign, value in pairs if sign}
+    return [(name.strip(), value.strip()) for name, sign, value in pairs if sign]
 
 
 def state_of(text: str) -> dict[str, Any]:

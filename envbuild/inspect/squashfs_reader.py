@@ -6,12 +6,13 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from envbuild.artifacts.state import FILE as STATE
 from envbuild.errors import BuildError, UsageError
@@ -20,15 +21,12 @@ from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
-from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, completed
+from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, Request, completed
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.workers import each
-
-if TYPE_CHECKING:
-    from envbuild.inspect.facts import Request
 
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20
@@ -106,7 +104,9 @@ def _opened(
 ) -> OpenedSquashfs:
     place = Path(request.rest)
     state = state_of(_text(image, f"{PREFIX}/{STATE}"))
-    arch = arch or _arch_of(str(state.get("target", "")))
+    if not arch:
+        with suppress(UsageError):
+            arch = Target.parse(str(state.get("target", ""))).arch
     digest, identity = _digests(place, partition)
     config = {
         "config": {**run, "Env": [pair for pair in run["Env"] if isinstance(pair, str)]},
@@ -137,8 +137,8 @@ def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inv
             target = entry.target if entry.kind == SYMLINK else ""
             extra = extra_of(entry.device, entry.xattrs)
             files[entry.path] = Item(entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra)
-        regular = files[links.get(entry.path, entry.path)].kind == FILE if entry.path else False
-        if regular and (hashes or _reader(entry)):
+        item = files.get(links.get(entry.path, entry.path))
+        if item is not None and item.kind == FILE and (hashes or _reader(entry)):
             wanted.append((entry, handle))
 
     def read(entry: Entry, handle: int) -> tuple[str, bool, Note]:
@@ -224,13 +224,6 @@ def _text(image: SquashfsImage, path: str) -> str:
     """Return the text of a small file in the image, "" if it is missing."""
     handle = image.find(path)
     return "" if handle is None else image.content(handle, _MAX_TEXT).decode("utf-8", "replace")
-
-
-def _arch_of(target: str) -> str:
-    try:
-        return Target.parse(target).arch
-    except UsageError:
-        return ""
 
 
 def _time(seconds: int) -> str:

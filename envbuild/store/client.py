@@ -32,11 +32,6 @@ class Page:
     headers: Mapping[str, str]
     content: bytes
 
-    @property
-    def text(self) -> str:
-        """Body as text."""
-        return self.content.decode("utf-8", "replace")
-
 
 @dataclass
 class Client:

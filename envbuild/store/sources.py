@@ -97,7 +97,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
     else:
         response = client.page(url, patient=patient)
         url, kind = with_credentials_of(response.url, url), response.headers.get("Content-Type", kind)
-        text = response.text
+        text = response.content.decode("utf-8", "replace")
     if "json" not in kind:
         # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
         if base := _BASE.search(text):

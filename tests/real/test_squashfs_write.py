@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.merge import merge
-from envbuild.image.squashfs.arrange import Placed
 from envbuild.image.squashfs.codec import Codec, codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Data, Fragment
-from envbuild.image.squashfs.tables import data_start, write_tables
+from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 
 TOOLS = {
     "unsquashfs": "squashfs-tools",

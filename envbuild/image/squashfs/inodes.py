@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, SYMLINK, Entry
 from envbuild.image.squashfs import model
-from envbuild.image.squashfs.arrange import encoded
-from envbuild.image.squashfs.metadata import MetadataWriter
+from envbuild.image.squashfs.metadata import MetadataWriter, encoded
 from envbuild.image.squashfs.model import BLOCK_SIZE, METADATA_SIZE, NO_XATTRS, Data
 
 # A name, its inode's number, and its type.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 
 from envbuild.errors import BuildError
-from envbuild.image.squashfs.arrange import encoded
 from envbuild.image.squashfs.codec import Compress
 from envbuild.image.squashfs.model import METADATA_SIZE, METADATA_STORED, NO_XATTRS, XATTR_SET, XATTR_TABLE
 
@@ -117,6 +116,17 @@ class Xattrs:
         blocks = places - at - len(values)
         head = XATTR_TABLE.pack(at, len(self._numbers), 0)
         return values + sets[:blocks] + head + sets[blocks:], places
+
+
+def encoded(text: str, path: str) -> bytes:
+    """Return the bytes of a name or a link's text at `path`, the same in every locale.
+
+    Raises BuildError when the text is not valid Unicode.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise BuildError(f"{path!a}: {text[:80]!a} is not valid Unicode") from None
 
 
 def _record(name: str, value: bytes, path: str) -> bytes:

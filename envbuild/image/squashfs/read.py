@@ -110,7 +110,7 @@ class SquashfsImage:
         The data of a piece is None for zeros that are not stored. Raises BuildError when the file is damaged.
         """
         inode = self._inode(handle)
-        if inode.kind != FILE or inode.words is None:
+        if inode.kind != FILE:
             raise self._source.damaged("what is no regular file is read as one")
         most = self.superblock.block_size
         in_fragment = inode.size % most if inode.fragment != NO_FRAGMENT else 0
@@ -118,7 +118,7 @@ class SquashfsImage:
         place = inode.start
         while left:
             length = min(left, most)
-            word = inode.words.number()
+            word = inode.rest.number()
             if word == 0:
                 yield None, length
             else:

@@ -27,7 +27,7 @@ Xattrs = tuple[tuple[str, bytes], ...]
 class Inode:
     """A file of any kind. `size` is that of a regular file in bytes, or that of a directory's listing.
 
-    A regular file's content begins with blocks at `start`, and `words` reads their size words; the end of the content
+    A regular file's content begins with blocks at `start`, and `rest` reads their size words; the end of the content
     may be in `fragment`, at `offset`. A directory's listing begins in block `start` of its table, at `offset`.
     """
 
@@ -36,6 +36,7 @@ class Inode:
     uid: int
     gid: int
     mtime: int
+    rest: Cursor
     links: int
     size: int = 0
     start: int = 0
@@ -44,7 +45,6 @@ class Inode:
     target: str = ""
     device: tuple[int, int] = (0, 0)
     xattrs: int = NO_XATTRS
-    words: Cursor | None = None
 
 
 def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inode:
@@ -56,11 +56,10 @@ def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inod
         raise source.damaged(f"an owner that is number {max(uid, gid)} of {len(ids)}")
     long, index = divmod(number - 1, len(KINDS))
     kind = KINDS[index]
-    start = size = offset = 0
-    links, fragment, xattrs = 1, NO_FRAGMENT, NO_XATTRS
-    target, device, words = "", (0, 0), None
+    head = kind, mode & 0o7777, ids[uid], ids[gid], mtime, cursor
     if kind in REST:
         fields = REST[kind][long].unpack(cursor.take(REST[kind][long].size))
+        links, fragment, xattrs = 1, NO_FRAGMENT, NO_XATTRS
         if kind == FILE and long:
             start, size, _, links, fragment, offset, xattrs = fields
         elif kind == FILE:
@@ -69,25 +68,19 @@ def read_inode(source: ImageBytes, cursor: Cursor, ids: tuple[int, ...]) -> Inod
             links, size, start, _, _, offset, xattrs = fields
         else:
             start, links, size, offset, _ = fields
-        words = cursor if kind == FILE else None
-    else:
-        links = cursor.number()
-        if kind == SYMLINK:
-            length = cursor.number()
-            if not 0 < length <= _MAX_TARGET:
-                raise source.damaged(f"a symbolic link of {length} bytes")
-            target = os.fsdecode(cursor.take(length))
-            if "\0" in target:
-                raise source.damaged("a symbolic link with a NUL in it")
-        elif kind in (BLOCK, CHAR):
-            both = cursor.number()
-            device = (both >> 8) & 0xFFF, (both & 0xFF) | ((both >> 12) & 0xFFF00)
-        if long:
-            xattrs = cursor.number()
-    return Inode(
-        kind, mode & 0o7777, ids[uid], ids[gid], mtime, links, size, start, fragment, offset, target,
-        device, xattrs, words,
-    )  # fmt: skip
+        return Inode(*head, links, size, start, fragment, offset, xattrs=xattrs)
+    links, target, device = cursor.number(), "", (0, 0)
+    if kind == SYMLINK:
+        length = cursor.number()
+        if not 0 < length <= _MAX_TARGET:
+            raise source.damaged(f"a symbolic link of {length} bytes")
+        target = os.fsdecode(cursor.take(length))
+        if "\0" in target:
+            raise source.damaged("a symbolic link with a NUL in it")
+    elif kind in (BLOCK, CHAR):
+        both = cursor.number()
+        device = (both >> 8) & 0xFFF, (both & 0xFF) | ((both >> 12) & 0xFFF00)
+    return Inode(*head, links, target=target, device=device, xattrs=cursor.number() if long else NO_XATTRS)
 
 
 def listed(table: MetadataReader, inode: Inode) -> Iterator[tuple[bytes, int]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import os
 import threading
-from typing import BinaryIO, NamedTuple
+from collections import namedtuple
+from typing import BinaryIO
 
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.squashfs.codec import decompressor
@@ -17,32 +18,20 @@ from envbuild.image.squashfs.model import MAGIC, METADATA_SIZE, METADATA_STORED,
 _KEPT_BLOCKS = 512
 
 
-class Superblock(NamedTuple):
-    """The superblock of an image, in the order in which it is stored.
+class Superblock(
+    namedtuple(
+        "Superblock",
+        "magic inodes mtime block_size fragments compressor block_log flags ids major minor root bytes_used id_table "
+        "xattr_table inode_table directory_table fragment_table export_table",
+    )
+):
+    """The superblock of an image, numbers in the order in which they are stored.
 
     Sizes are in bytes, `mtime` is in seconds since 1970. `inodes` counts files of every kind, each once; offsets of
     tables are relative to the image, NO_TABLE for an absent table.
     """
 
-    magic: int
-    inodes: int
-    mtime: int
-    block_size: int
-    fragments: int
-    compressor: int
-    block_log: int
-    flags: int
-    ids: int
-    major: int
-    minor: int
-    root: int
-    bytes_used: int
-    id_table: int
-    xattr_table: int
-    inode_table: int
-    directory_table: int
-    fragment_table: int
-    export_table: int
+    __slots__ = ()
 
     def end_of(self, start: int) -> int:
         """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 from envbuild.errors import BuildError
@@ -40,7 +41,7 @@ def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
     files: list[tuple[Entry, int]] = []
     left_out: set[str] = set()
     for entry, handle in image.entries():
-        path = _below(root, entry.path)
+        path = f"{root}/{entry.path}"
         if entry.kind == DIR:
             if entry.path:
                 os.mkdir(path, 0o700)
@@ -58,26 +59,21 @@ def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
             left_out.add(entry.path)
 
     def write(entry: Entry, handle: int) -> None:
-        path = _below(root, entry.path)
+        path = f"{root}/{entry.path}"
         _write(image, path, handle, entry.size)
         _finish(path, entry, owners)
 
     image.each_file(files, write)
     for entry in links:
         if entry.target not in left_out:
-            os.link(_below(root, entry.target), _below(root, entry.path), follow_symlinks=False)
+            os.link(f"{root}/{entry.target}", f"{root}/{entry.path}", follow_symlinks=False)
     # Last, because their modes may forbid writing, and writing changes their times.
     for entry in reversed(folders):
-        _finish(_below(root, entry.path), entry, owners)
-
-
-def _below(root: str, path: str) -> str:
-    return f"{root}/{path}" if path else root
+        _finish(f"{root}/{entry.path}", entry, owners)
 
 
 def _write(image: SquashfsImage, path: str, handle: int, size: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as out:
+    with open(path, "xb", buffering=0, opener=partial(os.open, mode=0o600)) as out:  # it follows no link
         sparse = False
         for data, length in image.blocks(handle):
             if data is None:
