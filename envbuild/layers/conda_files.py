@@ -14,7 +14,7 @@ def locate_conda(plan: Plan, environment: Environment, *, offline: bool) -> list
 
     Raises BuildError for packages that no source has.
     """
-    from envbuild.store.conda_fetch import CondaArchive, fetch_archives
+    from envbuild.store.fetch import CondaArchive, fetch_archives
 
     wanted = [CondaArchive(package.url, package.sha256) for package in plan.conda]
     found = fetch_archives(

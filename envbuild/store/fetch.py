@@ -1,4 +1,4 @@
-"""Fetch locked wheels by hash from any of the site's sources."""
+"""Fetch locked files by hash: wheels from any of the site's sources, conda packages from mirrors or their channel."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
 from envbuild.progress import OnProgress, transfer
-from envbuild.site.pip_config import PipConfig
+from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of
 from envbuild.store.sources import PackageSource, local_files, matches, remote_sources
 from envbuild.store.store import Store
 from envbuild.workers import each
 
+ARCHIVES = "conda/archives"
 _PARALLEL = 8
-Item = TypeVar("Item")
-Answers = Mapping[Item, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,31 @@ class WantedWheel:
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class CondaArchive:
+    """A locked conda package: its canonical URL, and the required sha256 (hex)."""
+
+    url: str
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """File name of the package."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def hashes(self) -> frozenset[str]:
+        """The accepted digests, as those of a wheel."""
+        return frozenset({self.sha256})
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Item = TypeVar("Item", WantedWheel, CondaArchive)
+Answers = Mapping[Item, list[str]]
 
 
 def locate_wheels(
@@ -61,18 +85,51 @@ def locate_wheels(
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
         sources = remote_sources(pip, site, indexes, offline, default_index)
-        return _download_all(missing, answers, store, Client(pip, env), sources) if sources else {}
+        return _download_wheels(missing, answers, store, Client(pip, env), sources) if sources else {}
 
-    return locate(wanted, on_disk, remote, lambda missing, answers: _not_found(missing, answers, offline))
+    hint = (
+        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
+        if offline
+        else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
+        "files were replaced"
+    )
+    return _located(wanted, on_disk, remote, "a file", lambda _: "no source is configured", hint)
 
 
-def locate(
+def fetch_archives(
+    wanted: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
+) -> dict[CondaArchive, Path]:
+    """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
+
+    Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates, timeout
+    and retries apply. Raises BuildError that names each package that no source has, with the answer of every source.
+    """
+
+    def on_disk(archive: CondaArchive, answers: list[str]) -> Path | None:
+        return store.find_archive(archive.sha256, archive.name) or _at_file_urls(archive, store, site, answers)
+
+    def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
+        return {} if offline else _download_archives(missing, answers, store, Client(pip, env), site)
+
+    hint = (
+        "run it once without --offline, or give the channel a mirror in a folder (file:///...) under [mirrors] "
+        "in site.toml"
+        if offline
+        else "check the channel's mirrors in site.toml, their credentials (netrc, or user:password@ in the mirror's "
+        "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced"
+    )
+    return _located(wanted, on_disk, remote, "it", lambda one: f"{redact(one.url)}: not asked, --offline", hint)
+
+
+def _located(
     wanted: Sequence[Item],
     on_disk: Callable[[Item, list[str]], Path | None],
     remote: Callable[[Sequence[Item], Answers[Item]], dict[Item, Path]],
-    failure: Callable[[Sequence[Item], Answers[Item]], BuildError],
+    what: str,
+    unasked: Callable[[Item], str],
+    hint: str,
 ) -> dict[Item, Path]:
-    """Return a file for each of `wanted`: from `on_disk`, else from `remote`; raise `failure` when some have none.
+    """Return a file for each of `wanted`: from `on_disk`, else from `remote`. Raises BuildError when some have none.
 
     The functions add the answer of each source that does not have an item to the item's list.
     """
@@ -80,8 +137,14 @@ def locate(
     found = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
     if missing := [item for item in answers if item not in found]:
         found |= remote(missing, answers)
-    if missing := [item for item in answers if item not in found]:
-        raise failure(missing, answers)
+    lines = []
+    for item in answers:
+        if item not in found:
+            lines.append(f"{item}: no source has {what} with the locked hash")
+            lines += [f"    wanted sha256:{digest}" for digest in sorted(item.hashes)[:3]]
+            lines += [f"    {answer}" for answer in answers[item] or [unasked(item)]]
+    if lines:
+        raise BuildError("\n".join(lines), hint)
     return {item: found[item] for item in wanted}
 
 
@@ -105,9 +168,8 @@ def _in_folders(
     wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
 ) -> Path | None:
     for folder, names in folders:
-        candidates = [name for name in names if matches(name, wheel.name, wheel.version)]
         others = []
-        for name in candidates:
+        for name in (name for name in names if matches(name, wheel.name, wheel.version)):
             try:
                 digest = store.file_digest(folder / name)
             except OSError as error:
@@ -120,7 +182,20 @@ def _in_folders(
     return None
 
 
-def _download_all(
+def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list[str]) -> Path | None:
+    for path in (path_of(url) for url in site.mirrored(archive.url) if url.startswith("file:")):
+        try:
+            digest = store.file_digest(path)
+        except OSError as error:
+            answers.append(f"{path}: {error.strerror}")
+            continue
+        if digest == archive.sha256:
+            return path
+        answers.append(f"{path}: hash mismatch: it has sha256:{digest}")
+    return None
+
+
+def _download_wheels(
     missing: Sequence[WantedWheel],
     answers: Answers[WantedWheel],
     store: Store,
@@ -152,21 +227,44 @@ def _download_all(
                 told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
         return None
 
-    return fetch_each(missing, fetch, client, store, f"looking for {len(missing)} wheels")
+    return _fetch_each(missing, fetch, client, store, f"looking for {len(missing)} wheels")
 
 
-def fetch_each(
-    missing: Sequence[Item],
-    fetch: Callable[[Item, OnProgress], Path | None],
-    client: Client,
-    store: Store,
-    title: str,
-    total: int | None = None,
+def _download_archives(
+    missing: Sequence[CondaArchive], answers: Answers[CondaArchive], store: Store, client: Client, site: Site
+) -> dict[CondaArchive, Path]:
+    # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
+    down: dict[str, str] = {}
+
+    def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
+        name, sha256, told = archive.name, archive.sha256, answers[archive]
+        known = partial(store.find_archive, sha256, name)
+        for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
+            shown = redact(url)
+            channel = url.rsplit("/", 2)[0]  # or its mirror
+            if channel in down:
+                told.append(f"{shown}: {down[channel]}")
+                continue
+            try:
+                return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)
+            except Mismatch as error:
+                told.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            except RequestFailed as error:
+                if error.is_down:
+                    down[channel] = str(error)
+                told.append(f"{shown}: {error}")
+        return None
+
+    return _fetch_each(missing, fetch, client, store, f"fetching {len(missing)} conda packages")
+
+
+def _fetch_each(
+    missing: Sequence[Item], fetch: Callable[[Item, OnProgress], Path | None], client: Client, store: Store, title: str
 ) -> dict[Item, Path]:
-    """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
+    """Return the file that `fetch` finds for each of `missing`, in parallel."""
     store.folder("partial")
     store.clean_stale()
-    with transfer(title, total) as on_progress:
+    with transfer(title, None) as on_progress:
         paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
@@ -181,7 +279,6 @@ def download(
     store: Store,
     on_progress: OnProgress,
     kind: str = "wheels",
-    size: int | None = None,
 ) -> Path:
     """Download `url` into the store as `kind`/<sha256>/`name`; only one process downloads a `key` at a time.
 
@@ -192,22 +289,7 @@ def download(
         with locked_partial(store.folder("partial") / key, client.stop) as path:
             if there := known():
                 return there
-            digest = client.download(url, path, hashes, on_progress, size)
+            digest = client.download(url, path, hashes, on_progress)
             return store.adopt(path, digest, name, kind)
     except OSError as error:
         raise store.unwritable(error) from error
-
-
-def _not_found(missing: Sequence[WantedWheel], answers: Answers[WantedWheel], offline: bool) -> BuildError:
-    lines = []
-    for wheel in missing:
-        lines.append(f"{wheel}: no source has a file with the locked hash")
-        lines += [f"    wanted sha256:{digest}" for digest in sorted(wheel.hashes)[:3]]
-        lines += [f"    {answer}" for answer in answers[wheel]] or ["    no source is configured"]
-    hint = (
-        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
-        if offline
-        else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
-        "files were replaced"
-    )
-    return BuildError("\n".join(lines), hint)
