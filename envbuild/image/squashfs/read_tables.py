@@ -36,7 +36,8 @@ class Superblock(
     def end_of(self, start: int) -> int:
         """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""
         tables = (self.id_table, self.xattr_table, self.inode_table, self.directory_table, self.fragment_table)
-        return min(at for at in (*tables, self.export_table, self.bytes_used) if at > start)
+        end: int = min(at for at in (*tables, self.export_table, self.bytes_used) if at > start)
+        return end
 
 
 class ImageBytes:
