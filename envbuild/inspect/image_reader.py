@@ -9,7 +9,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -55,13 +55,10 @@ class OpenedImage:
     layers: tuple[Descriptor, ...]
     bring: Bring
     store: Store
-    _kept: list[Inventory] = field(default_factory=list, repr=False)
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the merged tree. The store caches the listing of each layer, so that digests cost nothing."""
-        if not self._kept:
-            self._kept.append(_contents(self.about, self._listings()))
-        return self._kept[0]
+        return _contents(self.about, self._listings())
 
     def _listings(self) -> list[LayerListing]:
         ids = [fact.diff_id for fact in self.about.layers]

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
@@ -43,17 +43,13 @@ class OpenedSquashfs:
 
     about: Description
     image: SquashfsImage
-    _kept: dict[bool, Inventory] = field(default_factory=dict, repr=False)
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the tree; without `hashes`, only the few files that say what is installed are read.
 
         Files are read in the order in which they are stored.
         """
-        known = self._kept.get(True) or self._kept.get(hashes)
-        if known is None:
-            known = self._kept[hashes] = _contents(self.image, self.about.env, hashes)
-        return known
+        return _contents(self.image, self.about.env, hashes)
 
 
 def open_sqsh(request: Request) -> OpenedSquashfs:

@@ -111,7 +111,7 @@ def extract(image: ImageFile, into: Path) -> None:
 
     with writing(into), image.path.open("rb") as stream:
         into.mkdir(exist_ok=True)
-        unpack(SquashfsImage(stream, image.offset, str(image.path)), into, owners=False)
+        unpack(SquashfsImage(stream, image.offset, str(image.path)), into)
 
 
 def spec_of(image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment) -> dict[str, Any]:

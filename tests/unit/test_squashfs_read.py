@@ -127,7 +127,7 @@ def test_what_is_no_file_at_its_own_path_is_not_found(path: str) -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_an_image_is_unpacked_as_it_is(codec: str, tmp_path: Path) -> None:
-    unpack(opened(IMAGES[codec]), tmp_path / "deep/into", owners=False)
+    unpack(opened(IMAGES[codec]), tmp_path / "deep/into")
     into = tmp_path / "deep/into"
     found = {os.path.relpath(p, into): p.lstat() for p in [into, *into.rglob("*")]}
     found[""] = found.pop(".")
@@ -143,7 +143,7 @@ def test_an_image_is_unpacked_as_it_is(codec: str, tmp_path: Path) -> None:
     assert (into / "numbers").read_bytes() == NUMBERS
     assert found["sparse"].st_blocks * 512 < 20001
     with pytest.raises(BuildError, match="not empty"):
-        unpack(opened(PLAIN), into, owners=False)
+        unpack(opened(PLAIN), into)
 
 
 @given(st.sampled_from(CODECS), st.data())

@@ -160,21 +160,6 @@ def test_a_file_that_is_not_as_long_as_said_is_named(said: int, more: int, tmp_p
             made([(of_entry(tree[0][0]), None)], tmp_path)
 
 
-def test_what_the_tree_holds_open_is_closed_when_a_segment_fails(tmp_path: Path) -> None:
-    ended = []
-
-    def tree() -> Iterator[tuple[Member, Readable | None]]:
-        try:
-            yield of_entry(Entry("a", size=5)), io.BytesIO(b"shor")
-            yield of_entry(Entry("b")), None
-        finally:
-            ended.append(True)
-
-    with pytest.raises(BuildError, match="a: not 5 bytes"):
-        made(tree(), tmp_path)
-    assert ended == [True]
-
-
 TREE: list[tuple[Entry, bytes]] = [
     (Entry("d", DIR, 0o750, uid=70_000, xattrs=(("user.a", b"\xff\0"),)), b""),
     (Entry("d/caf\udce9", size=9, mtime=7), noise(9)),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,23 +52,17 @@ class Segment:
 def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int) -> Segment:
     """Compress the content of `items` into the file `path`; the caller moves it to its destination.
 
-    Content is read before the next item is requested. Raises BuildError when a file's length differs from its member,
-    and OSError when `path` cannot be written.
+    Content is read before the next item is requested. `items` may hold archives and processes: the caller closes it.
+    Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
     """
     found: list[Member] = []
-    with path.open("wb") as out:
-        packer = Packer(out, codec, workers)
+    with path.open("wb") as out, closing(Packer(out, codec, workers)) as packer:
         files = _Files(packer)
-        try:
-            for member, content in items:
-                if member.kind == FILE:
-                    files.add(len(found), member, content)
-                found.append(member)
-            data, fragments = files.finish()
-        finally:
-            packer.close()
-            if isinstance(items, Generator):
-                items.close()  # now, not when collected: it may hold archives and processes
+        for member, content in items:
+            if member.kind == FILE:
+                files.add(len(found), member, content)
+            found.append(member)
+        data, fragments = files.finish()
     return Segment(path, packer.position, tuple(found), data, fragments)
 
 

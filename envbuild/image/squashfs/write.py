@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from typing import BinaryIO
@@ -61,13 +62,10 @@ def write_image(
             digest: replace(data, start=data.start + start) if any(data.words) else data
             for digest, data in choice.homes.items()
         }
-        placed = [
-            Placed(
-                merged.entry,
-                homes[data_of(merged, segments).digest] if merged.entry.kind == FILE and merged.entry.size else None,
-            )
-            for merged in tree
-        ]
+        placed = []
+        for merged in tree:
+            stored = merged.entry.kind == FILE and merged.entry.size > 0
+            placed.append(Placed(merged.entry, homes[data_of(merged, segments).digest] if stored else None))
         return write_tables(out, base, placed, fragments, codec, mtime)
     except OSError as error:
         raise BuildError(
@@ -118,9 +116,8 @@ def _repack(
         return []
     expand = decompressor(codec.number)
     before = start + choice.size
-    packer = Packer(out, codec, workers, before)
-    tails = Tails(packer, len(choice.fragments))
-    try:
+    with closing(Packer(out, codec, workers, before)) as packer:
+        tails = Tails(packer, len(choice.fragments))
         for layer, repacks in groupby(choice.repacks, key=lambda repack: repack.layer):
             with _opened(segments[layer]) as stream:
                 for repack in repacks:
@@ -138,8 +135,6 @@ def _repack(
                         choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
         tails.flush()
         packer.finish()
-    finally:
-        packer.close()
     on_progress(packer.position - before)
     return tails.fragments
 
