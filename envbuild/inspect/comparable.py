@@ -134,8 +134,8 @@ def _settled(path: str, name: str, item: Item, view: str, contents: Inventory) -
         known = contents.recorded.get(path)
         if known is None:
             return script  # pip's: its first line names the interpreter
-        same = item.sha256 == known.here
-        return {"size": "", "content": known.original if same else item.sha256} if item.kind == FILE else {}
+        here, original = known
+        return {"size": "", "content": original if item.sha256 == here else item.sha256} if item.kind == FILE else {}
     if name == "pyvenv.cfg":
         kept = sorted((k, v) for k, v in contents.config.items() if k not in _OF_THE_HOST)
         return {"size": "", "content": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}

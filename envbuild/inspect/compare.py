@@ -62,10 +62,8 @@ class Change:
         return REMOVED if self.after is None else CHANGED
 
     def as_json(self) -> dict[str, Any]:
-        data = {"change": self.kind, **asdict(self)}
-        if self.what is None:
-            del data["what"]
-        return data
+        parts = asdict(self).items()
+        return {"change": self.kind, **{name: value for name, value in parts if name != "what" or value is not None}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.inspect.facts import CondaRecord, RecordedFile
+from envbuild.inspect.facts import CondaRecord
 from envbuild.recipe.conda import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
@@ -50,12 +50,12 @@ def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
     return tuple(sorted(found, key=lambda p: (p.name, p.location, p.version, p.build)))
 
 
-def recorded_files(notes: Mapping[str, Any]) -> dict[str, RecordedFile]:
+def recorded_files(notes: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return path in the artifact → digests of the file, for `Inventory.recorded`."""
     return {
-        f"{folder}/{inside}" if folder else inside: RecordedFile(*digests)
+        f"{folder}/{inside}" if folder else inside: (here, original)
         for folder, note in _noted(notes)
-        for inside, digests in note["recorded"].items()
+        for inside, (here, original) in note["recorded"].items()
     }
 
 

@@ -82,17 +82,6 @@ class CondaRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedFile:
-    """A file in the record of a conda package: its sha256 in the environment, and in the package.
-
-    The second is "" for a file that is not in the package, such as the script of an entry point.
-    """
-
-    here: str
-    original: str
-
-
-@dataclass(frozen=True, slots=True)
 class SourceBuilt:
     """A source layer in an environment; `location` is that environment's folder, relative to the artifact's root.
 
@@ -175,7 +164,8 @@ class Inventory:
     `prefix` is the environment's folder ("" for a venv or conda environment, None for an image without one) and
     `environment` its kind, VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg,
     `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda packages in `bin`
-    and those into which conda wrote the path of their environment; `built` are the source layers.
+    and those into which conda wrote the path of their environment: the sha256 in the environment and the one in the
+    package, "" for a file that is not in it, such as the script of an entry point. `built` are the source layers.
     """
 
     files: Mapping[str, Item]
@@ -187,7 +177,7 @@ class Inventory:
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     conda: tuple[CondaRecord, ...] = ()
-    recorded: Mapping[str, RecordedFile] = field(default_factory=dict)
+    recorded: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     built: tuple[SourceBuilt, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from envbuild.artifacts.state import FILE as STATE
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
-from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
+from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, Request, completed
@@ -62,7 +62,7 @@ def open_sqsh(request: Request) -> OpenedSquashfs:
         raise UsageError(f"{request.rest} is not a squashfs image")
     image = SquashfsImage(stream, 0, request.rest)
     run = {"Env": _env(image), "Labels": _labels(image)}
-    return _opened(request, SQUASHFS, image, run, "", image.superblock.mtime, None)
+    return _opened(request, image, run, None)
 
 
 def open_sif(request: Request) -> OpenedSquashfs:
@@ -86,35 +86,28 @@ def open_sif(request: Request) -> OpenedSquashfs:
     run["Labels"] = told or run.get("Labels") or _labels(image)
     if not isinstance(run.get("Env"), list):
         run["Env"] = _env(image)
-    return _opened(request, SIF, image, run, sif.arch, sif.mtime, sif.partition)
+    return _opened(request, image, run, sif)
 
 
-def _opened(
-    request: Request,
-    kind: str,
-    image: SquashfsImage,
-    run: Mapping[str, Any],
-    arch: str,
-    mtime: int,
-    partition: Object | None,
-) -> OpenedSquashfs:
+def _opened(request: Request, image: SquashfsImage, run: Mapping[str, Any], sif: Sif | None) -> OpenedSquashfs:
     place = Path(request.rest)
+    block = image.superblock
     state = state_of(_text(image, f"{PREFIX}/{STATE}"))
+    arch = sif.arch if sif else ""
     if not arch:
         with suppress(UsageError):
             arch = Target.parse(str(state.get("target", ""))).arch
-    digest, identity = _digests(place, partition)
+    digest, identity = _digests(place, sif.partition if sif else None)
     config = {
         "config": {**run, "Env": [pair for pair in run["Env"] if isinstance(pair, str)]},
         "architecture": GOARCH.get(arch, arch),
-        "created": _time(mtime),
+        "created": _time(sif.mtime if sif else block.mtime),
         "rootfs": {"diff_ids": []},
     }
     about = about_image(config, identity, digest, (), request.spelling, place)
-    block = image.superblock
     about = replace(
         about,
-        kind=kind,
+        kind=SIF if sif else SQUASHFS,
         platform=about.platform if arch else "",
         stored=place.stat().st_size,
         filesystem=f"squashfs, {NAMES[block.compressor]}, blocks of {block.block_size >> 10} KiB",
