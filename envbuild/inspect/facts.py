@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from envbuild.environment import Environment
 
@@ -204,15 +204,16 @@ def completed(about: Description, contents: Inventory | None) -> Description:
     return replace(about, python=".".join(version.split(".")[:2]), python_version=version)
 
 
-class ArtifactReader(Protocol):
-    """An artifact of any kind, opened for reading."""
+@dataclass(frozen=True, slots=True)
+class ArtifactReader:
+    """An artifact of any kind, opened for reading; `read` is called with the value of `hashes`."""
 
-    @property
-    def about(self) -> Description: ...
+    about: Description
+    read: Callable[[bool], Inventory]
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the content of the artifact; without `hashes`, digests of files may be "". Raises BuildError."""
-        ...
+        return self.read(hashes)
 
 
 @dataclass(frozen=True, slots=True)

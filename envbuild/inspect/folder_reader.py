@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from envbuild.artifacts.conda_survey import is_conda
 from envbuild.artifacts.state import read_state
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
-from envbuild.inspect.facts import CONDA, IN_STATE, VENV, Description, Inventory, Item, Request
+from envbuild.inspect.facts import CONDA, IN_STATE, VENV, ArtifactReader, Description, Inventory, Item, Request
 from envbuild.inspect.metadata import digested, interest, inventory
 
 _CHUNK = 1 << 20
@@ -25,34 +25,12 @@ _KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_I
 _OTHERS = {CONDA: ("pkgs", "envs")}
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedFolder:
-    """A venv or conda environment, made by envbuild or by any other tool; see `ArtifactReader`."""
-
-    about: Description
-    folder: Path
-
-    def contents(self, *, hashes: bool) -> Inventory:
-        """Return the content of the folder, without compiled modules, which Python writes by itself.
-
-        conda's own installation is read without the packages in its cache and without other environments.
-        """
-        kind = self.about.kind
-        notes: dict[str, Any] = {}
-        try:
-            walked = _walk(os.fspath(self.folder), "", _OTHERS.get(kind, ()))
-            files = {path: _item(entry, path, notes, hashes) for entry, path in walked}
-        except OSError as error:
-            raise BuildError(f"{error.filename or self.folder}: cannot be read: {error.strerror}") from error
-        return inventory(files, notes, "", kind)
-
-
 def is_venv(folder: Path) -> bool:
     """Return whether `folder` holds a virtual environment (PEP 405)."""
     return not is_conda(folder) and any((folder / name).is_file() for name in ("pyvenv.cfg", "envbuild.json"))
 
 
-def open_venv(request: Request) -> OpenedFolder:
+def open_venv(request: Request) -> ArtifactReader:
     """Open `DIR`: a venv. Raises UsageError when there is none, BuildError when its state is damaged."""
     if not is_venv(Path(request.rest)):
         hint = "give a folder with pyvenv.cfg or envbuild.json in it; a conda environment is conda:DIR"
@@ -60,7 +38,7 @@ def open_venv(request: Request) -> OpenedFolder:
     return _opened(VENV, request)
 
 
-def open_conda(request: Request) -> OpenedFolder:
+def open_conda(request: Request) -> ArtifactReader:
     """Open `DIR`: a conda environment, made by envbuild, conda, mamba or any other tool.
 
     Raises UsageError when there is none, BuildError when its state is damaged.
@@ -75,7 +53,7 @@ def _not_there(request: Request, what: str, hint: str) -> UsageError:
     return UsageError(f"{folder} {f'is not {what}' if folder.exists() else 'does not exist'}", hint)
 
 
-def _opened(kind: str, request: Request) -> OpenedFolder:
+def _opened(kind: str, request: Request) -> ArtifactReader:
     folder = Path(request.rest)
     about = Description(kind, request.spelling, place=folder)
     state = read_state(folder)
@@ -87,7 +65,21 @@ def _opened(kind: str, request: Request) -> OpenedFolder:
         found = re.search(r"^version(?:_info)?\s*=\s*((\d+(?:\.\d+)?)(?:\.\d+)*)", text, re.MULTILINE)
         if found:
             about = replace(about, python=found[2], python_version=found[1])
-    return OpenedFolder(about, folder)
+    return ArtifactReader(about, partial(_contents, folder, kind))
+
+
+def _contents(folder: Path, kind: str, hashes: bool) -> Inventory:
+    """Return the content of the folder, without compiled modules, which Python writes by itself.
+
+    conda's own installation is read without the packages in its cache and without other environments.
+    """
+    notes: dict[str, Any] = {}
+    try:
+        walked = _walk(os.fspath(folder), "", _OTHERS.get(kind, ()))
+        files = {path: _item(entry, path, notes, hashes) for entry, path in walked}
+    except OSError as error:
+        raise BuildError(f"{error.filename or folder}: cannot be read: {error.strerror}") from error
+    return inventory(files, notes, "", kind)
 
 
 def _walk(folder: str, relative: str, without: Collection[str] = ()) -> Iterator[tuple[os.DirEntry[str], str]]:

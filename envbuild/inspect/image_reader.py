@@ -22,7 +22,7 @@ from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree, Node
-from envbuild.inspect.facts import IMAGE, Description, Inventory, Item, LayerFact
+from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact
 from envbuild.inspect.metadata import MAX_SIZE, Note, digested, extra_of, interest, root_inventory
 from envbuild.store.store import Store
 
@@ -45,43 +45,6 @@ class LayerListing:
     sha256: Mapping[int, str]
     scripts: frozenset[int]
     notes: Mapping[int, Note]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedImage:
-    """An image of any form; see `ArtifactReader`."""
-
-    about: Description
-    layers: tuple[Descriptor, ...]
-    bring: Bring
-    store: Store
-
-    def contents(self, *, hashes: bool) -> Inventory:
-        """Return the merged tree. The store caches the listing of each layer, so that digests cost nothing."""
-        return _contents(self.about, self._listings())
-
-    def _listings(self) -> list[LayerListing]:
-        ids = [fact.diff_id for fact in self.about.layers]
-        known = {diff_id: remembered(diff_id, self.store) for diff_id in ids}
-        missing = {diff_id: layer for diff_id, layer in zip(ids, self.layers, strict=True) if known[diff_id] is None}
-        if missing:
-            files = self.bring(missing)
-            for diff_id, layer in missing.items():
-                known[diff_id] = self._list(diff_id, files[diff_id], f"{self.about.spelling}: layer {layer.digest}")
-        return [found for diff_id in ids if (found := known[diff_id]) is not None]
-
-    def _list(self, diff_id: str, path: Path, name: str) -> LayerListing:
-        """Read the layer in the file `path`, and cache its listing."""
-        try:
-            with decompressed(path.open("rb"), name) as stream:
-                made = read_listing(stream, name, diff_id)
-        except OSError as error:
-            raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
-        # If the store is not writable, the layer is read again next time.
-        with contextlib.suppress(OSError, BuildError):
-            self.store.folder("listings")
-            _write(_place(self.store, diff_id), made)
-        return made
 
 
 def about_image(
@@ -146,6 +109,30 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 def _words(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def image_artifact(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> ArtifactReader:
+    """Return an image for reading. The store caches the listing of each layer, so that digests cost nothing."""
+    return ArtifactReader(about, lambda _: _contents(about, _listings(about, layers, bring, store)))
+
+
+def _listings(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> list[LayerListing]:
+    ids = [fact.diff_id for fact in about.layers]
+    known = {diff_id: remembered(diff_id, store) for diff_id in ids}
+    missing = {diff_id: layer for diff_id, layer in zip(ids, layers, strict=True) if known[diff_id] is None}
+    files = bring(missing) if missing else {}
+    for diff_id, layer in missing.items():
+        name = f"{about.spelling}: layer {layer.digest}"
+        try:
+            with decompressed(files[diff_id].open("rb"), name) as stream:
+                made = known[diff_id] = read_listing(stream, name, diff_id)
+        except OSError as error:
+            raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
+        # If the store is not writable, the layer is read again next time.
+        with contextlib.suppress(OSError, BuildError):
+            store.folder("listings")
+            _write(_place(store, diff_id), made)
+    return [found for diff_id in ids if (found := known[diff_id]) is not None]
 
 
 def _contents(about: Description, listings: Sequence[LayerListing]) -> Inventory:

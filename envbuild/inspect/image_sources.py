@@ -23,12 +23,12 @@ from envbuild.image.model import (
 )
 from envbuild.image.pulled import Pulled, check_image
 from envbuild.image.source import folder_and_tag
-from envbuild.inspect.facts import Request
-from envbuild.inspect.image_reader import Bring, OpenedImage, about_image
+from envbuild.inspect.facts import ArtifactReader, Request
+from envbuild.inspect.image_reader import Bring, about_image, image_artifact
 from envbuild.recipe.targets import host_arch
 
 
-def open_layout(request: Request) -> OpenedImage:
+def open_layout(request: Request) -> ArtifactReader:
     """Open `DIR[:TAG]`: an image of an OCI layout, whose blobs are read in place."""
     folder, tag = folder_and_tag(request.rest)
     blobs = Blobs(folder / "blobs")
@@ -42,7 +42,7 @@ def open_layout(request: Request) -> OpenedImage:
     return _opened(request, pulled, pulled.manifest.digest, folder)
 
 
-def open_archive(request: Request) -> OpenedImage:
+def open_archive(request: Request) -> ArtifactReader:
     """Open `FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
     from envbuild.image.archive import read_archive
 
@@ -54,7 +54,7 @@ def open_archive(request: Request) -> OpenedImage:
     return _opened(request, pulled, "", file)
 
 
-def open_daemon(request: Request) -> OpenedImage:
+def open_daemon(request: Request) -> ArtifactReader:
     """Open an image of the docker daemon by its name or id.
 
     The daemon sends its content only if one of its layers was never read.
@@ -89,7 +89,7 @@ def open_daemon(request: Request) -> OpenedImage:
         return dict(zip(ids, paths, strict=True))
 
     about = about_image(config, identity, "", layers, request.spelling, None)
-    return OpenedImage(about, layers, bring, store)
+    return image_artifact(about, layers, bring, store)
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -109,7 +109,7 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
     }, str(found["Id"])
 
 
-def open_registry_image(request: Request) -> OpenedImage:
+def open_registry_image(request: Request) -> ArtifactReader:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
     from envbuild.lock.base_oci import registry_of
     from envbuild.progress import transfer
@@ -134,14 +134,14 @@ def open_registry_image(request: Request) -> OpenedImage:
 
 def _opened(
     request: Request, pulled: Pulled, digest: str, place: Path | None, bring: Bring | None = None
-) -> OpenedImage:
+) -> ArtifactReader:
     layers = pulled.manifest.layers
     about = about_image(pulled.config, pulled.manifest.config.digest, digest, layers, request.spelling, place)
 
     def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
-    return OpenedImage(about, layers, bring or here, request.environment.store)
+    return image_artifact(about, layers, bring or here, request.environment.store)
 
 
 def _index(folder: Path, tag: str | None) -> bytes:

@@ -7,8 +7,9 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
@@ -21,7 +22,7 @@ from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
-from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, Request, completed
+from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.layers.compose import PREFIX
@@ -37,22 +38,7 @@ _DEFAULT_END = re.compile(r'"\}"$', re.MULTILINE)
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedSquashfs:
-    """An image file, made by envbuild or by any other tool; see `ArtifactReader`."""
-
-    about: Description
-    image: SquashfsImage
-
-    def contents(self, *, hashes: bool) -> Inventory:
-        """Return the tree; without `hashes`, only the few files that say what is installed are read.
-
-        Files are read in the order in which they are stored.
-        """
-        return _contents(self.image, self.about.env, hashes)
-
-
-def open_sqsh(request: Request) -> OpenedSquashfs:
+def open_sqsh(request: Request) -> ArtifactReader:
     """Open `FILE`: a bare squashfs, as `enroot import` makes it.
 
     Its settings are taken from the files from which enroot and Apptainer read them.
@@ -65,7 +51,7 @@ def open_sqsh(request: Request) -> OpenedSquashfs:
     return _opened(request, image, run, None)
 
 
-def open_sif(request: Request) -> OpenedSquashfs:
+def open_sif(request: Request) -> ArtifactReader:
     """Open `FILE`: a SIF whose root is a squashfs. Its settings come from its JSON objects."""
     stream = _file(request)
     if not is_sif(stream.read(64)):
@@ -89,7 +75,7 @@ def open_sif(request: Request) -> OpenedSquashfs:
     return _opened(request, image, run, sif)
 
 
-def _opened(request: Request, image: SquashfsImage, run: Mapping[str, Any], sif: Sif | None) -> OpenedSquashfs:
+def _opened(request: Request, image: SquashfsImage, run: Mapping[str, Any], sif: Sif | None) -> ArtifactReader:
     place = Path(request.rest)
     block = image.superblock
     state = state_of(_text(image, f"{PREFIX}/{STATE}"))
@@ -112,10 +98,11 @@ def _opened(request: Request, image: SquashfsImage, run: Mapping[str, Any], sif:
         stored=place.stat().st_size,
         filesystem=f"squashfs, {NAMES[block.compressor]}, blocks of {block.block_size >> 10} KiB",
     )
-    return OpenedSquashfs(completed(about, Inventory({}, state=state)), image)
+    return ArtifactReader(completed(about, Inventory({}, state=state)), partial(_contents, image, about.env))
 
 
 def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inventory:
+    """Return the tree; without `hashes`, only the few files that say what is installed are read."""
     files: dict[str, Item] = {}
     links: dict[str, str] = {}
     wanted: list[tuple[Entry, int]] = []

@@ -16,8 +16,9 @@ CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
 
 
-# Called with a written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks.
-Done = Callable[[int, Sequence[int], Sequence[bytes]], None]
+# A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks.
+Packed = tuple[int, Sequence[int], Sequence[bytes]]
+Done = Callable[[Packed], object]
 _Blocks = Sequence[tuple[int, bytes, bytes]]  # (size word, bytes, their sha256)
 
 
@@ -62,7 +63,7 @@ class Packer:
             self._out.write(data)
             self.position += len(data)
         words, _, digests = zip(*blocks, strict=True)
-        done(start, words, digests)
+        done((start, words, digests))
 
 
 class Tails:
@@ -92,7 +93,8 @@ class Tails:
             self._number += 1
             self._pieces, self._filled = [], 0
 
-    def _written(self, start: int, words: Sequence[int], _: Sequence[bytes]) -> None:
+    def _written(self, packed: Packed) -> None:
+        start, words, _ = packed
         self.fragments.append(Fragment(start, words[0]))
 
 

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.sparse import Unpacked
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
-from envbuild.image.squashfs.packing import CHUNK, Packer, Tails
+from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice, members
 
@@ -87,30 +87,6 @@ def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | 
     source.finish()
 
 
-@dataclass(slots=True)
-class _Large:
-    """A file in blocks of its own, as far as it is written."""
-
-    size: int
-    start: int = 0
-    words: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-
-    def add(self, start: int, words: Sequence[int], digests: Sequence[bytes]) -> None:
-        if not self.words:
-            self.start = start
-        self.words += words
-        self.digests += digests
-
-    def data(self) -> Data:
-        # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
-        words = struct.pack(f"<{len(self.words)}I", *self.words)
-        digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", self.size) + words)
-        digest.update(b"".join(self.digests))
-        start = self.start if any(self.words) else 0
-        return Data(start, tuple(self.words), digest=digest.hexdigest())
-
-
 class _Files:
     """The contents of a segment's files: small files share fragment blocks, larger ones have blocks of their own."""
 
@@ -119,7 +95,7 @@ class _Files:
         self._tails = Tails(packer)
         self._small: dict[int, Data] = {}
         self._known: dict[str, Data] = {}
-        self._large: dict[int, _Large] = {}
+        self._large: dict[int, tuple[int, list[Packed]]] = {}
 
     def add(self, ordinal: int, member: Member, content: Readable | None) -> None:
         if content is None:
@@ -132,18 +108,19 @@ class _Files:
             data = _exactly(content, left, member)
             self._small[ordinal] = self._tail(data) if data else Data()
         else:
-            large = self._large[ordinal] = _Large(left)
+            parts: list[Packed] = []
+            self._large[ordinal] = left, parts
             while left:
                 chunk = _exactly(content, min(left, CHUNK), member)
                 left -= len(chunk)
-                self._packer.put(chunk, large.add)
+                self._packer.put(chunk, parts.append)
         if content.read(1):
             raise _not_as_long(member)
 
     def finish(self) -> tuple[dict[int, Data], tuple[Fragment, ...]]:
         self._tails.flush()
         self._packer.finish()
-        found = self._small | {ordinal: large.data() for ordinal, large in self._large.items()}
+        found = self._small | {ordinal: _large(*large) for ordinal, large in self._large.items()}
         return dict(sorted(found.items())), tuple(self._tails.fragments)
 
     def _tail(self, data: bytes) -> Data:
@@ -154,6 +131,16 @@ class _Files:
             number, offset = self._tails.add(data)
             self._known[name] = Data(fragment=number, offset=offset, digest=name)
         return self._known[name]
+
+
+def _large(size: int, parts: Sequence[Packed]) -> Data:
+    """Return the position of a file in blocks of its own, from its written chunks."""
+    words = tuple(word for _, some, _ in parts for word in some)
+    # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
+    digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", size) + struct.pack(f"<{len(words)}I", *words))
+    for _, _, digests in parts:
+        digest.update(b"".join(digests))
+    return Data(parts[0][0] if any(words) else 0, words, digest=digest.hexdigest())
 
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
