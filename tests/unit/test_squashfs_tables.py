@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.codec import Codec, codec_of
-from envbuild.image.squashfs.inodes import write_listing
-from envbuild.image.squashfs.metadata import MetadataWriter, indexed
+from envbuild.image.squashfs.metadata import MetadataWriter, indexed, write_listing
 from envbuild.image.squashfs.model import BLOCK_SIZE, METADATA_SIZE, UNCOMPRESSED, Data, Fragment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs import inodes
+from envbuild.image.squashfs import metadata
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.metadata import MetadataWriter, Xattrs, encoded, indexed, stored_block
 from envbuild.image.squashfs.model import BLOCK_SIZE, FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SUPERBLOCK, Data, Fragment
@@ -104,7 +104,7 @@ def _inodes(tree: _Tree, fragments: int, codec: Codec) -> tuple[bytes, bytes, li
     xattrs = Xattrs(codec.compress)
     references = [_UNWRITTEN] * (len(tree.numbers) + 1)
     ids = {value: number for number, value in enumerate(tree.ids)}
-    done: dict[str, tuple[inodes.DirectoryListing, int]] = {}  # with the number of links
+    done: dict[str, tuple[metadata.DirectoryListing, int]] = {}  # with the number of links
     numbers = tree.numbers
 
     def write(item: Placed, number: int, parent: int) -> None:
@@ -116,17 +116,17 @@ def _inodes(tree: _Tree, fragments: int, codec: Codec) -> tuple[bytes, bytes, li
         if kind == FILE:
             data = item.data or Data()
             _check_data(entry, data, fragments)
-            record = inodes.regular(head, data, entry.size, links, attributes)
+            record = metadata.regular(head, data, entry.size, links, attributes)
         elif kind == DIR:
             listing, links = done.pop(path)
-            record = inodes.directory(head, listing, links, parent, attributes)
+            record = metadata.directory(head, listing, links, parent, attributes)
         else:
-            record = inodes.special(entry, head, links, attributes)
+            record = metadata.special(entry, head, links, attributes)
         references[number] = table.add(record)
 
     for folder, names in tree.folders:
         parent = numbers[folder]
-        rows: list[inodes.Row] = []
+        rows: list[metadata.Row] = []
         directories = 0
         for name, item in names:
             if item.entry.kind == HARDLINK:
@@ -134,9 +134,9 @@ def _inodes(tree: _Tree, fragments: int, codec: Codec) -> tuple[bytes, bytes, li
             number = numbers[item.entry.path]
             if references[number] == _UNWRITTEN:
                 write(item, number, parent)
-            rows.append((name, number, inodes.TYPES[item.entry.kind]))
+            rows.append((name, number, metadata.TYPES[item.entry.kind]))
             directories += item.entry.kind == DIR
-        done[folder] = inodes.write_listing(listings, rows, references), directories + 2
+        done[folder] = metadata.write_listing(listings, rows, references), directories + 2
     # For the kernel, the root's parent is an inode number that does not exist.
     write(tree.entries[""], numbers[""], len(numbers) + 1)
     return table.finish(), listings.finish(), references[1:], xattrs
