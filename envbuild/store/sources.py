@@ -52,7 +52,6 @@ class PackageSource:
     patient: bool = True
     _pages: dict[str, list[Link]] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
-    _guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def name(self) -> str:
@@ -61,9 +60,7 @@ class PackageSource:
     def links(self, project: str, client: Client) -> list[Link]:
         """Return the files of `project` (normalised name). Raises RequestFailed."""
         page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
-        with self._guard:
-            lock = self._locks.setdefault(page, threading.Lock())
-        with lock:
+        with self._locks.setdefault(page, threading.Lock()):
             if self.refusal is not None:
                 raise self.refusal
             if page not in self._pages:

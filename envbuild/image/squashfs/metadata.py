@@ -1,7 +1,7 @@
 """Writer of squashfs metadata: blocks of 8 KiB, each compressed separately; extended attributes, listings, inodes.
 
-Sources: of the Linux kernel, Documentation/filesystems/squashfs.rst, section 3, and in fs/squashfs squashfs_fs.h, namei.c
-and xattr_id.c.
+Sources: Documentation/filesystems/squashfs.rst of the Linux kernel, section 3, and in fs/squashfs the files
+squashfs_fs.h, namei.c and xattr_id.c.
 """
 
 from __future__ import annotations
