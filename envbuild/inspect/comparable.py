@@ -18,6 +18,7 @@ from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Invent
 # unprivileged users. VENV: two venvs. BETWEEN: a venv and one in an image. CONDA: two conda environments, at most one
 # of them in an image. SITE: a conda environment and a venv, each in a folder or an image.
 BETWEEN, CONVERTED, SITE = "between", "converted", "site"
+NO_CONDA = (BETWEEN, SITE, VENV)  # conda packages are not compared
 LEFT_OUT = {
     IMAGE: ("times", "envbuild.json"),
     VENV: (

@@ -6,22 +6,12 @@ docs/reference/inspect.md says which differences between files count.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.inspect.comparable import BETWEEN, LEFT_OUT, SITE, comparable, view_of
-from envbuild.inspect.facts import (
-    CONDA,
-    FOLDERS,
-    IMAGE,
-    SQUASHED,
-    VENV,
-    ArtifactReader,
-    Description,
-    Inventory,
-    completed,
-)
+from envbuild.inspect.comparable import LEFT_OUT, NO_CONDA, SITE, comparable, view_of
+from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, ArtifactReader, Description, Inventory, completed
 from envbuild.inspect.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
@@ -103,7 +93,7 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     settings = _setting_changes(one.about, left, other.about, right, between)
     inner = between or view == CONDA
     built = () if view == SITE else _changes(_built(left, inner), _built(right, inner))
-    conda = () if view in (SITE, VENV, BETWEEN) else _changes(_conda(left, inner), _conda(right, inner))
+    conda = () if view in NO_CONDA else _changes(_conda(left, inner), _conda(right, inner))
     python = _changes(_python(left, inner), _python(right, inner))
     debian = () if between else _changes(_debian(left), _debian(right))
     pairs = ((one, left), (other, right))
@@ -160,39 +150,26 @@ def _settings(about: Description, contents: Inventory | None, between: bool) -> 
 
 
 def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return source layer → (version, digest of its files); with `inner`, only layers inside the environment."""
-    found = {}
-    for layer in contents.built:
-        if layer.location == (contents.prefix or ""):
-            found[layer.name] = layer.version, layer.files
-        elif not inner:
-            found[f"{layer.name} (/{layer.location})"] = layer.version, layer.files
-    return found
+    """Return source layer → (version, digest of its files)."""
+    named = _named(contents.built, lambda layer: layer.location == (contents.prefix or ""), inner)
+    return {name: (layer.version, layer.files) for name, layer in named}
 
 
 def _conda(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return package → (version and build, digest); with `inner`, only packages of the environment itself."""
-    own = contents.own_conda
-    found = {package.name: package for package in own}
-    if not inner:
-        others = (package for package in contents.conda if package not in own)
-        found |= {f"{package.name} (/{package.location})": package for package in others}
-    return {name: (f"{p.version} {p.build}", p.record) for name, p in found.items()}
+    """Return package → (version and build, digest)."""
+    named = _named(contents.conda, lambda package: package.location == contents.prefix, inner)
+    return {name: (f"{package.version} {package.build}", package.record) for name, package in named}
 
 
 def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return package → (version, digest).
-
-    Packages outside the environment are named with their folder, or skipped with `inner`. With `inner`, a digest covers
-    only content that does not depend on the installer.
-    """
+    """Return package → (version, digest); with `inner`, of content that does not depend on the installer."""
     prefix = contents.prefix
+
+    def inside(package: Any) -> bool:
+        return inner if prefix is None else not prefix or package.location.startswith(f"{prefix}/")
+
     found: dict[str, tuple[str, str]] = {}
-    for package in contents.python:
-        inside = prefix is not None and (not prefix or package.location.startswith(f"{prefix}/"))
-        if inner and prefix is not None and not inside:
-            continue
-        name = package.name if inside or inner else f"{package.name} (/{package.location})"
+    for name, package in _named(contents.python, inside, inner):
         digest = package.content if inner else package.record
         if name in found:  # the package is installed twice: keep both
             version, known = found[name]
@@ -200,6 +177,15 @@ def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
         else:
             found[name] = package.version, digest
     return found
+
+
+def _named(packages: Iterable[Any], inside: Callable[[Any], bool], inner: bool) -> Iterator[tuple[str, Any]]:
+    """Yield packages with their names; those outside of the environment with their folder, or not at all if `inner`."""
+    for package in packages:
+        if inside(package):
+            yield package.name, package
+        elif not inner:
+            yield f"{package.name} (/{package.location})", package
 
 
 def _debian(contents: Inventory) -> dict[str, tuple[str, str]]:

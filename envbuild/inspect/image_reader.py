@@ -48,12 +48,7 @@ class LayerListing:
 
 
 def about_image(
-    config: Mapping[str, Any],
-    identity: str,
-    digest: str,
-    layers: Sequence[Descriptor],
-    spelling: str,
-    place: Path | None,
+    config: Mapping[str, Any], identity: str, digest: str, layers: Sequence[Descriptor], name: str, place: Path | None
 ) -> Description:
     """Return the description of an image from its configuration (OCI image specification 1.1, config.md)."""
     run = _table(config.get("config"))
@@ -63,7 +58,7 @@ def about_image(
     system, arch = config.get("os") or "linux", config.get("architecture") or "unknown"
     return Description(
         kind=IMAGE,
-        spelling=spelling,
+        spelling=name,
         identity=identity,
         digest=digest,
         place=place,

@@ -16,17 +16,8 @@ from envbuild.image.merge import MergedEntry
 from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.segment import Segment
 
-
-@dataclass(slots=True)
-class Repack:
-    """A fragment block of which the image needs only some files.
-
-    `needed` has the digests and sizes of these files by offset.
-    """
-
-    layer: int
-    fragment: Fragment
-    needed: dict[int, tuple[str, int]]
+# A fragment block of a layer of which the image needs only some files: their digests and sizes by offset.
+Repack = tuple[int, Fragment, dict[int, tuple[str, int]]]
 
 
 @dataclass(slots=True)
@@ -128,7 +119,7 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
         if data.fragment != NO_FRAGMENT:
             places[data.fragment].add(data.offset)
     copied: list[int] = []
-    promised = {digest for repack in choice.repacks for digest, _ in repack.needed.values()}
+    promised = {digest for _, _, needed in choice.repacks for digest, _ in needed.values()}
     for number in sorted(small):
         if number >= len(segment.fragments):
             raise damaged(segment, f"it has no fragment block {number}")
@@ -146,6 +137,6 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
         if len(seen) == len(places[number]) and 2 * new >= all_of_it:
             copied.append(number)
         else:
-            choice.repacks.append(Repack(layer, segment.fragments[number], needed))
+            choice.repacks.append((layer, segment.fragments[number], needed))
             promised.update(digest for digest, _ in needed.values())
     return copied

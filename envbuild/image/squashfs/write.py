@@ -17,7 +17,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
 from envbuild.image.merge import MergedEntry
 from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
-from envbuild.image.squashfs.codec import Codec, decompressor
+from envbuild.image.squashfs.codec import Codec, Decompress, decompressor
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
@@ -56,7 +56,9 @@ def write_image(
         out.flush()
         _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
-        added = _repack(choice, segments, out, start, codec, workers, on_progress)
+        with closing(Packer(out, codec, workers, start + choice.size)) as packer:
+            added = _repack(choice, segments, packer, decompressor(codec.number))
+        on_progress(packer.position - start - choice.size)
         fragments = [Fragment(start + fragment.start, fragment.word) for fragment in choice.fragments] + added
         homes = {
             digest: replace(data, start=data.start + start) if any(data.words) else data
@@ -78,7 +80,7 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     """Return an upper bound for the image's size in bytes. Raises BuildError when a segment lacks a file."""
     tree = list(entries)
     choice = choose(tree, segments)
-    tails = sum(size for repack in choice.repacks for _, size in repack.needed.values())
+    tails = sum(size for _, _, needed in choice.repacks for _, size in needed.values())
     tables = _ALL + 16 * (len(choice.fragments) + len(choice.repacks))
     for entry in (merged.entry for merged in tree):
         name = entry.path.rpartition("/")[2]
@@ -102,40 +104,25 @@ def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: 
                 position += size
 
 
-def _repack(
-    choice: Choice,
-    segments: Sequence[Segment],
-    out: BinaryIO,
-    start: int,
-    codec: Codec,
-    workers: int,
-    on_progress: OnProgress,
-) -> list[Fragment]:
+def _repack(choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress) -> list[Fragment]:
     """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
-    if not choice.repacks:
-        return []
-    expand = decompressor(codec.number)
-    before = start + choice.size
-    with closing(Packer(out, codec, workers, before)) as packer:
-        tails = Tails(packer, len(choice.fragments))
-        for layer, repacks in groupby(choice.repacks, key=lambda repack: repack.layer):
-            with _opened(segments[layer]) as stream:
-                for repack in repacks:
-                    word = repack.fragment.word
-                    stored = os.pread(stream.fileno(), word & SIZE_MASK, repack.fragment.start)
-                    try:
-                        data = unpack(stored, word, expand)
-                    except ValueError as error:
-                        raise damaged(segments[layer], str(error)) from None
-                    for offset, (digest, size) in repack.needed.items():
-                        content = data[offset : offset + size]
-                        if len(content) != size:
-                            raise damaged(segments[layer], "a fragment block is too short")
-                        number, place = tails.add(content)
-                        choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
-        tails.flush()
-        packer.finish()
-    on_progress(packer.position - before)
+    tails = Tails(packer, len(choice.fragments))
+    for layer, repacks in groupby(choice.repacks, key=lambda repack: repack[0]):
+        with _opened(segments[layer]) as stream:
+            for _, fragment, needed in repacks:
+                stored = os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
+                try:
+                    data = unpack(stored, fragment.word, expand)
+                except ValueError as error:
+                    raise damaged(segments[layer], str(error)) from None
+                for offset, (digest, size) in needed.items():
+                    content = data[offset : offset + size]
+                    if len(content) != size:
+                        raise damaged(segments[layer], "a fragment block is too short")
+                    number, place = tails.add(content)
+                    choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
+    tails.flush()
+    packer.finish()
     return tails.fragments
 
 
