@@ -15,7 +15,6 @@ from envbuild.workers import Answer, Workers
 CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
 
-
 # A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks.
 Packed = tuple[int, Sequence[int], Sequence[bytes]]
 Done = Callable[[Packed], object]

@@ -43,8 +43,8 @@ class SquashfsImage:
     def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
         self._source = source = ImageBytes(stream, base, where)
         self.superblock = block = source.superblock
-        self._inodes = MetadataReader(source, block.inode_table, block.end_of(block.inode_table))
-        self._lists = MetadataReader(source, block.directory_table, block.end_of(block.directory_table))
+        self._inodes = source.metadata_at(block.inode_table)
+        self._lists = source.metadata_at(block.directory_table)
         blocks = MetadataReader(source, 0, block.bytes_used)
         owners = Lookup(blocks, block.id_table, block.ids, 4)
         self._owners = tuple(int.from_bytes(owners.row(number), "little") for number in range(block.ids))

@@ -17,27 +17,13 @@ from envbuild.image.squashfs.model import MAGIC, METADATA_SIZE, METADATA_STORED,
 
 _KEPT_BLOCKS = 512
 
-
-class Superblock(
-    namedtuple(
-        "Superblock",
-        "magic inodes mtime block_size fragments compressor block_log flags ids major minor root bytes_used id_table "
-        "xattr_table inode_table directory_table fragment_table export_table",
-    )
-):
-    """The superblock of an image, numbers in the order in which they are stored.
-
-    Sizes are in bytes, `mtime` is in seconds since 1970. `inodes` counts files of every kind, each once; offsets of
-    tables are relative to the image, NO_TABLE for an absent table.
-    """
-
-    __slots__ = ()
-
-    def end_of(self, start: int) -> int:
-        """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""
-        tables = (self.id_table, self.xattr_table, self.inode_table, self.directory_table, self.fragment_table)
-        end: int = min(at for at in (*tables, self.export_table, self.bytes_used) if at > start)
-        return end
+# Sizes are in bytes, `mtime` is in seconds since 1970. `inodes` counts files of every kind, each once; the positions of
+# tables are relative to the image, NO_TABLE for an absent table.
+Superblock = namedtuple(
+    "Superblock",
+    "magic inodes mtime block_size fragments compressor block_log flags ids major minor root bytes_used id_table "
+    "xattr_table inode_table directory_table fragment_table export_table",
+)
 
 
 class ImageBytes:
@@ -75,6 +61,12 @@ class ImageBytes:
         if len(data) != size:
             raise BuildError(f"{self.where}: cut short: {size} bytes at {offset} are not there")
         return data
+
+    def metadata_at(self, start: int) -> MetadataReader:
+        """Return a reader of the table that begins at `start` and ends before the next one."""
+        block = self.superblock
+        tables = (block.id_table, block.xattr_table, block.inode_table, block.directory_table, block.fragment_table)
+        return MetadataReader(self, start, min(at for at in (*tables, block.export_table, self.size) if at > start))
 
     def block(self, offset: int, stored: int, compressed: bool, most: int) -> bytes:
         """Return the content, at most `most` bytes, of the block of `stored` bytes at `offset`."""
