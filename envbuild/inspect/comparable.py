@@ -14,11 +14,11 @@ from envbuild.artifacts.enroot import normalised
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 
-# Views, in which files are compared. IMAGE: two images or two file systems. CONVERTED: an image and a file
-# system for unprivileged users. VENV: two venvs. BETWEEN: a venv and one in an image. CONDA: two conda
-# environments, at most one of them in an image. SITE: a conda environment and a venv, each in a folder or an
-# image.
+# Views, in which files are compared. IMAGE: two images or two file systems. CONVERTED: an image and a file system for
+# unprivileged users. VENV: two venvs. BETWEEN: a venv and one in an image. CONDA: two conda environments, at most one
+# of them in an image. SITE: a conda environment and a venv, each in a folder or an image.
 BETWEEN, CONVERTED, SITE = "between", "converted", "site"
+NO_CONDA = (BETWEEN, SITE, VENV)  # conda packages are not compared
 LEFT_OUT = {
     IMAGE: ("times", "envbuild.json"),
     VENV: (
@@ -88,33 +88,26 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
         if inside == "envbuild.json" or (inner and inside is None):
             continue
         name = inside if inner and inside is not None else path
-        if view == CONVERTED:
-            converted = _converted(path, item)
-            if converted is not None:
-                found[name] = _exact(converted)
-        elif view == IMAGE:
-            found[name] = _exact(item)
+        if view in (CONVERTED, IMAGE):
+            exact = _converted(path, item) if view == CONVERTED else item
+            if exact is not None:
+                found[name] = _properties(exact, True)
         elif not _VENV_ONLY.search(name) and not (inner and _is_frame(name, item, view)):
-            found[name] = _loose(item)
-            if contents.environment == CONDA:
-                _settle_conda(found[name], path, name, item, contents)
-            else:
-                _settle(found[name], name, item, view, contents)
+            found[name] = {**_properties(item, False), **_settled(path, name, item, view, contents)}
             if records.get(path):
                 found[name] |= {"size": "", "content": records[path]}
     return found
 
 
-def _exact(item: Item) -> dict[str, str]:
-    size = str(item.size) if item.kind == FILE else ""
+def _properties(item: Item, exact: bool) -> dict[str, str]:
     return {
         "kind": item.kind,
-        "mode": f"{item.mode:04o}",
-        "owner": f"{item.uid}:{item.gid}",
-        "size": size,
+        "mode": f"{item.mode:04o}" if exact else "x" if item.kind == FILE and item.mode & 0o111 else "",
+        "owner": f"{item.uid}:{item.gid}" if exact else "",
+        "size": str(item.size) if item.kind == FILE else "",
         "content": item.sha256,
         "link": item.target,
-        "attributes": item.extra.strip(),
+        "attributes": item.extra.strip() if exact else "",
     }
 
 
@@ -127,12 +120,6 @@ def _converted(path: str, item: Item) -> Item | None:
     return replace(item, mode=entry.mode, uid=entry.uid, gid=entry.gid, extra=extra)
 
 
-def _loose(item: Item) -> dict[str, str]:
-    executable = "x" if item.kind == FILE and item.mode & 0o111 else ""
-    size = str(item.size) if item.kind == FILE else ""
-    return {"kind": item.kind, "mode": executable, "size": size, "content": item.sha256, "link": item.target}
-
-
 def _is_frame(name: str, item: Item, view: str) -> bool:
     if item.kind == DIR:
         return True
@@ -141,23 +128,18 @@ def _is_frame(name: str, item: Item, view: str) -> bool:
     return (_CONDA_FRAME if view == CONDA else _FRAME).fullmatch(name) is not None
 
 
-def _settle(seen: dict[str, str], name: str, item: Item, view: str, contents: Inventory) -> None:
-    """Replace properties in `seen` that differ between hosts by constant ones."""
+def _settled(path: str, name: str, item: Item, view: str, contents: Inventory) -> dict[str, str]:
+    """Return the properties of a file that differ between hosts or places, with values that do not."""
+    script = {"size": "", "content": ""} if item.script and name.startswith("bin/") else {}
+    if contents.environment == CONDA:
+        known = contents.recorded.get(path)
+        if known is None:
+            return script  # pip's: its first line names the interpreter
+        here, original = known
+        return {"size": "", "content": original if item.sha256 == here else item.sha256} if item.kind == FILE else {}
     if name == "pyvenv.cfg":
         kept = sorted((k, v) for k, v in contents.config.items() if k not in _OF_THE_HOST)
-        seen |= {"size": "", "content": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}
-    elif re.fullmatch(r"bin/python[0-9.]*", name) and item.kind == SYMLINK:
-        seen["link"] = "the interpreter" if item.target.startswith("/") else item.target
-    elif view == BETWEEN and item.script and name.startswith("bin/"):
-        seen |= {"size": "", "content": ""}
-
-
-def _settle_conda(seen: dict[str, str], path: str, name: str, item: Item, contents: Inventory) -> None:
-    """Replace properties in `seen` of a file that contains the environment's path by those of the packaged file."""
-    known = contents.recorded.get(path)
-    if known is None:
-        if item.script and name.startswith("bin/"):  # pip's: its first line names the interpreter
-            seen |= {"size": "", "content": ""}
-    elif item.kind == FILE:
-        same = item.sha256 == known.here
-        seen |= {"size": "", "content": known.original if same else item.sha256}
+        return {"size": "", "content": hashlib.sha256(json.dumps(kept).encode()).hexdigest()}
+    if re.fullmatch(r"bin/python[0-9.]*", name) and item.kind == SYMLINK:
+        return {"link": "the interpreter" if item.target.startswith("/") else item.target}
+    return script if view == BETWEEN else {}

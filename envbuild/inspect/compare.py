@@ -6,37 +6,30 @@ docs/reference/inspect.md says which differences between files count.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.inspect.comparable import BETWEEN, LEFT_OUT, SITE, comparable, view_of
-from envbuild.inspect.facts import (
-    CONDA,
-    FOLDERS,
-    IMAGE,
-    SQUASHED,
-    VENV,
-    ArtifactReader,
-    Description,
-    Inventory,
-    completed,
-)
+from envbuild.inspect.comparable import LEFT_OUT, NO_CONDA, SITE, comparable, view_of
+from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, ArtifactReader, Description, Inventory, completed
 from envbuild.inspect.masking import HIDDEN, is_secret, masked_words
 from envbuild.site.pip_config import redact
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
-# Labels about the origin of an image. They may differ between images with the same content.
+# Labels that are no settings of their own: about the origin, which may differ between images with the same content, and
+# those that are compared under another name.
+_NOT_COMPARED = (
+    "org.envbuild.recipe.digest", "org.envbuild.lock.digest", "org.envbuild.base.digest", "org.envbuild.plan.digest",
+    "org.envbuild.version", "org.opencontainers.image.created", "org.envbuild.recipe", "org.envbuild.target",
+    "org.opencontainers.image.title", "org.opencontainers.image.base.name", "org.opencontainers.image.base.digest",
+)  # fmt: skip
+# Differences in these fields of a Description are notes.
 _PROVENANCE = {
-    "org.envbuild.recipe.digest": "recipe",
-    "org.envbuild.lock.digest": "lock",
-    "org.envbuild.base.digest": "base lock",
-    "org.envbuild.plan.digest": "plan",
-    "org.envbuild.version": "envbuild",
-    "org.opencontainers.image.created": "created",
+    "recipe": "recipe_digest",
+    "lock": "lock_digest",
+    "base lock": "base_lock_digest",
+    "envbuild version": "envbuild",
 }
-_SAID = ("org.envbuild.recipe", "org.envbuild.target", "org.opencontainers.image.title",
-         "org.opencontainers.image.base.name", "org.opencontainers.image.base.digest")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +52,16 @@ class Change:
         return REMOVED if self.after is None else CHANGED
 
     def as_json(self) -> dict[str, Any]:
-        data = {"change": self.kind, **asdict(self)}
-        if self.what is None:
-            del data["what"]
-        return data
+        parts = asdict(self).items()
+        return {"change": self.kind, **{name: value for name, value in parts if name != "what" or value is not None}}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The differences between two artifacts.
 
-    `files` is None when files were not compared. `left_out` names what the comparison of files ignores. `notes`
-    do not count as differences.
+    `files` is None when files were not compared. `left_out` names what the comparison of files ignores. `notes` do not
+    count as differences.
     """
 
     settings: tuple[Change, ...]
@@ -101,21 +92,16 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     view = view_of(one.about.kind, left, other.about.kind, right)
     settings = _setting_changes(one.about, left, other.about, right, between)
     inner = between or view == CONDA
+    built = () if view == SITE else _changes(_built(left, inner), _built(right, inner))
+    conda = () if view in NO_CONDA else _changes(_conda(left, inner), _conda(right, inner))
     python = _changes(_python(left, inner), _python(right, inner))
-    conda: tuple[Change, ...] = ()
-    if view not in (SITE, VENV, BETWEEN):
-        conda = _changes(_conda(left, inner), _conda(right, inner))
-    built = _changes(_built(left, inner), _built(right, inner)) if view != SITE else ()
     debian = () if between else _changes(_debian(left), _debian(right))
-    left_out: tuple[str, ...] = ()
-    found: tuple[Change, ...] | None = None
-    if files:
-        left_out = LEFT_OUT[view]
-        if left.prefix is None or right.prefix is None:
-            notes += _no_environment(one.about, left, other.about, right, between)
-        if not between or (left.prefix is not None and right.prefix is not None):
-            found = _files(comparable(left, view), comparable(right, view))
-    return Comparison(settings, built, conda, python, debian, found, left_out, notes)
+    pairs = ((one, left), (other, right))
+    without = [read.about.spelling for read, contents in pairs if between and contents.prefix is None]
+    if files and without:
+        notes += (f"{', '.join(without)} has no environment of its own: files were not compared",)
+    found = _changes(comparable(left, view), comparable(right, view)) if files and not without else None
+    return Comparison(settings, built, conda, python, debian, found, LEFT_OUT[view] if files else (), notes)
 
 
 def _same_content(one: Description, other: Description) -> bool:
@@ -125,9 +111,8 @@ def _same_content(one: Description, other: Description) -> bool:
     """
     if one.kind in SQUASHED and other.kind in SQUASHED:
         return one.identity == other.identity
-    if one.kind != IMAGE or other.kind != IMAGE:
-        return False
-    return [layer.diff_id for layer in one.layers] == [layer.diff_id for layer in other.layers]
+    ids = [[layer.diff_id for layer in about.layers] for about in (one, other)]
+    return one.kind == other.kind == IMAGE and ids[0] == ids[1]
 
 
 def _setting_changes(
@@ -135,8 +120,8 @@ def _setting_changes(
 ) -> tuple[Change, ...]:  # fmt: skip
     """Return the differences in settings.
 
-    Artifacts of different kinds do not record the same settings. Between them, environment variables are
-    compared when both artifacts record some, any other setting only when both record it.
+    Artifacts of different kinds do not record the same settings. Between them, environment variables are compared when
+    both artifacts record some, any other setting only when both record it.
     """
     before, after = _settings(one, left, between), _settings(other, right, between)
     if one.kind != other.kind and not between:
@@ -148,7 +133,7 @@ def _setting_changes(
     return _changes(before, after)
 
 
-def _settings(about: Description, contents: Inventory | None, between: bool = False) -> dict[str, str]:
+def _settings(about: Description, contents: Inventory | None, between: bool) -> dict[str, str]:
     about = completed(about, contents)
     found = {"target": about.target, "recipe": about.recipe}
     if between:
@@ -157,52 +142,34 @@ def _settings(about: Description, contents: Inventory | None, between: bool = Fa
         found["python"] = about.python_version or about.python
         found |= {"base": about.base, "base digest": about.base_digest}
         found |= {"platform": about.platform, "workdir": about.workdir, "user": about.user}
-        found |= {"entrypoint": _line(about.entrypoint), "cmd": _line(about.cmd)}
+        commands = {"entrypoint": about.entrypoint, "cmd": about.cmd}
+        found |= {name: json.dumps(words) for name, words in commands.items() if words}
         found |= {f"env {name}": f"={value}" for name, value in about.env.items()}
-        labels = about.labels.items()
-        skipped = (*_PROVENANCE, *_SAID)
-        found |= {f"label {name}": f"={value}" for name, value in labels if name not in skipped}
+        found |= {f"label {name}": f"={value}" for name, value in about.labels.items() if name not in _NOT_COMPARED}
     return {name: value for name, value in found.items() if value}
 
 
-def _line(words: Sequence[str]) -> str:
-    return json.dumps(list(words)) if words else ""
-
-
 def _built(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return source layer → (version, digest of its files); with `inner`, only layers inside the environment."""
-    found = {}
-    for layer in contents.built:
-        if layer.location == (contents.prefix or ""):
-            found[layer.name] = layer.version, layer.files
-        elif not inner:
-            found[f"{layer.name} (/{layer.location})"] = layer.version, layer.files
-    return found
+    """Return source layer → (version, digest of its files)."""
+    named = _named(contents.built, lambda layer: layer.location == (contents.prefix or ""), inner)
+    return {name: (layer.version, layer.files) for name, layer in named}
 
 
 def _conda(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return package → (version and build, digest); with `inner`, only packages of the environment itself."""
-    own = contents.own_conda
-    found = {package.name: package for package in own}
-    if not inner:
-        others = (package for package in contents.conda if package not in own)
-        found |= {f"{package.name} (/{package.location})": package for package in others}
-    return {name: (f"{p.version} {p.build}", p.record) for name, p in found.items()}
+    """Return package → (version and build, digest)."""
+    named = _named(contents.conda, lambda package: package.location == contents.prefix, inner)
+    return {name: (f"{package.version} {package.build}", package.record) for name, package in named}
 
 
 def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
-    """Return package → (version, digest).
-
-    Packages outside the environment are named with their folder, or skipped with `inner`. With `inner`, a
-    digest covers only content that does not depend on the installer.
-    """
+    """Return package → (version, digest); with `inner`, of content that does not depend on the installer."""
     prefix = contents.prefix
+
+    def inside(package: Any) -> bool:
+        return inner if prefix is None else not prefix or package.location.startswith(f"{prefix}/")
+
     found: dict[str, tuple[str, str]] = {}
-    for package in contents.python:
-        inside = prefix is not None and (not prefix or package.location.startswith(f"{prefix}/"))
-        if inner and prefix is not None and not inside:
-            continue
-        name = package.name if inside or inner else f"{package.name} (/{package.location})"
+    for name, package in _named(contents.python, inside, inner):
         digest = package.content if inner else package.record
         if name in found:  # the package is installed twice: keep both
             version, known = found[name]
@@ -212,27 +179,43 @@ def _python(contents: Inventory, inner: bool) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _named(packages: Iterable[Any], inside: Callable[[Any], bool], inner: bool) -> Iterator[tuple[str, Any]]:
+    """Yield packages with their names; those outside of the environment with their folder, or not at all if `inner`."""
+    for package in packages:
+        if inside(package):
+            yield package.name, package
+        elif not inner:
+            yield f"{package.name} (/{package.location})", package
+
+
 def _debian(contents: Inventory) -> dict[str, tuple[str, str]]:
     return {f"{p.name}:{p.arch}": (p.version, "") for p in contents.debian}
 
 
 def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Return the differences between two tables of values or of (version, digest)."""
-    found = []
-    for name in sorted(one.keys() | other.keys()):
-        before, after = one.get(name), other.get(name)
-        if before == after:
-            continue
-        what = None
-        if isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0]:
-            what = {"content": (before[1] or "no RECORD", after[1] or "no RECORD")}
-        found.append(Change(name, _shown(name, before), _shown(name, after), what))
-    return tuple(found)
+    """Return the differences between two tables of texts, of (version, digest), or of files with their properties."""
+    return tuple(
+        Change(name, _shown(name, one.get(name)), _shown(name, other.get(name)), _parts(one.get(name), other.get(name)))
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    )
+
+
+def _parts(before: Any, after: Any) -> dict[str, tuple[str, str]] | None:
+    """Return the differing parts of two packages of one version, or of two files; None for anything else."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        both = {name: (before.get(name, ""), after.get(name, "")) for name in {**before, **after}}
+        return {name: values for name, values in both.items() if values[0] != values[1]}
+    if isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0]:
+        return {"content": (before[1] or "no RECORD", after[1] or "no RECORD")}
+    return None
 
 
 def _shown(name: str, value: Any) -> str | None:
     if value is None:
         return None
+    if isinstance(value, dict):
+        return f"{value['kind']} {value['size']}" if value.get("size") else str(value["kind"])
     if isinstance(value, tuple):
         return str(value[0])
     text = str(value)
@@ -244,45 +227,7 @@ def _shown(name: str, value: Any) -> str | None:
     return redact(text)
 
 
-def _files(one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]) -> tuple[Change, ...]:
-    found = []
-    for path in sorted(one.keys() | other.keys()):
-        before, after = one.get(path), other.get(path)
-        if before == after:
-            continue
-        if before is None or after is None:
-            found.append(Change(path, _brief(before), _brief(after)))
-            continue
-        parts = {
-            name: (before.get(name, ""), after.get(name, ""))
-            for name in (*before, *(n for n in after if n not in before))
-            if before.get(name) != after.get(name)
-        }
-        found.append(Change(path, _brief(before), _brief(after), parts))
-    return tuple(found)
-
-
-def _brief(item: Mapping[str, str] | None) -> str | None:
-    if item is None:
-        return None
-    return f"{item['kind']} {item['size']}" if item.get("size") else item["kind"]
-
-
 def _provenance(one: Description, other: Description) -> tuple[str, ...]:
-    told: list[tuple[str, Callable[[Description], str]]] = [
-        ("recipe", lambda about: about.recipe_digest),
-        ("lock", lambda about: about.lock_digest),
-        ("base lock", lambda about: about.base_lock_digest),
-        ("envbuild version", lambda about: about.envbuild),
-    ]
-    differing = [name for name, get in told if get(one) and get(other) and get(one) != get(other)]
+    values = {name: (getattr(one, field), getattr(other, field)) for name, field in _PROVENANCE.items()}
+    differing = [name for name, (before, after) in values.items() if before and after and before != after]
     return (f"made from another {', '.join(differing)}",) if differing else ()
-
-
-def _no_environment(
-    one: Description, left: Inventory, other: Description, right: Inventory, between: bool
-) -> tuple[str, ...]:
-    if not between:
-        return ()
-    without = [about.spelling for about, contents in ((one, left), (other, right)) if contents.prefix is None]
-    return (f"{', '.join(without)} has no environment of its own: files were not compared",)

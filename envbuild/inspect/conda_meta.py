@@ -1,7 +1,7 @@
 """Reader of the records in a conda environment's conda-meta folder.
 
-Source: those records as conda and rattler write them: the package's index.json, its origin (`url`, `channel`,
-`fn`, `sha256`), and in paths_data a row for each file.
+Source: those records as conda and rattler write them: the package's index.json, its origin (`url`, `channel`, `fn`,
+`sha256`), and in paths_data a row for each file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.inspect.facts import CondaRecord, RecordedFile
+from envbuild.inspect.facts import CondaRecord
 from envbuild.recipe.model import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
@@ -27,8 +27,8 @@ _ENTRY_POINT = "unix_python_entry_point"
 def reader_of(path: str) -> Callable[[bytes], Any] | None:
     """Return the reader of the file at `path` if it is a conda record, else None.
 
-    The reader returns a note, which is JSON: the package's data under the names of CondaRecord, and under
-    `recorded` path → [sha256 in the environment, sha256 in the package]; {} for a file that is not a record.
+    The reader returns a note, which is JSON: the package's data under the names of CondaRecord, and under `recorded`
+    path → [sha256 in the environment, sha256 in the package]; {} for a file that is not a record.
     """
     return _read if _META.search(path) and path.endswith(".json") else None
 
@@ -45,32 +45,29 @@ def environments(paths: Iterable[str]) -> Iterator[str]:
 def records(notes: Mapping[str, Any]) -> tuple[CondaRecord, ...]:
     """Return every conda package in `notes` (path → note)."""
     found = []
-    for path, note in notes.items():
-        meta = _META.search(path)
-        if meta and note:
-            said = {name: text for name, text in note.items() if name != "recorded"}
-            found.append(CondaRecord(location=path[: meta.start()], **said))
+    for folder, note in _noted(notes):
+        found.append(CondaRecord(location=folder, **{name: text for name, text in note.items() if name != "recorded"}))
     return tuple(sorted(found, key=lambda p: (p.name, p.location, p.version, p.build)))
 
 
-def recorded_files(notes: Mapping[str, Any]) -> dict[str, RecordedFile]:
+def recorded_files(notes: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return path in the artifact → digests of the file, for `Inventory.recorded`."""
-    found = {}
-    for path, note in notes.items():
-        meta = _META.search(path)
-        if meta and note:
-            start = f"{path[: meta.start()]}/" if meta.start() else ""
-            for inside, digests in note["recorded"].items():
-                found[f"{start}{inside}"] = RecordedFile(*digests)
-    return found
+    return {
+        f"{folder}/{inside}" if folder else inside: (here, original)
+        for folder, note in _noted(notes)
+        for inside, (here, original) in note["recorded"].items()
+    }
+
+
+def _noted(notes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the environment's folder and the note of each conda record."""
+    return ((path[: meta.start()], note) for path, note in notes.items() if note and (meta := _META.search(path)))
 
 
 def channel_name(url: str) -> str:
     """Return a channel's name as conda shows it: `conda-forge`, `pkgs/main`, or its URL."""
-    for alias in _ALIASES:
-        if url.startswith(alias):
-            return url.removeprefix(alias)
-    return url
+    alias = next((alias for alias in _ALIASES if url.startswith(alias)), "")
+    return url.removeprefix(alias)
 
 
 def _read(data: bytes) -> Any:
@@ -103,10 +100,8 @@ def _channel(record: Mapping[str, Any]) -> str:
     url, subdir = str(record.get("url") or ""), str(record.get("subdir") or "")
     parts = url.rsplit("/", 2)
     if len(parts) == 3 and "://" in url and parts[1] == subdir:
-        channel = parts[0]
-    else:
-        channel = str(record.get("channel") or "").rstrip("/").removesuffix(f"/{subdir}")
-    return redact(channel)
+        return redact(parts[0])
+    return redact(str(record.get("channel") or "").rstrip("/").removesuffix(f"/{subdir}"))
 
 
 def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from envbuild.environment import Environment
 
@@ -16,17 +16,17 @@ FOLDERS = (VENV, CONDA)
 # Kinds of files that contain a whole file system.
 SQUASHED = (SQUASHFS, SIF)
 # Fields that envbuild.json (artifacts/state.py) and `Description` have in common.
-_IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
-             "python_version", "interpreter", "envbuild")  # fmt: skip
+IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
+            "python_version", "interpreter", "envbuild")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """A path of an artifact.
 
-    `sha256` is the digest of a file's content, "" if it was not read. A hard link appears as the file to which
-    it leads. `script` says whether the content begins with `#!`. `extra` holds device numbers and extended
-    attributes as text, for comparisons.
+    `sha256` is the digest of a file's content, "" if it was not read. A hard link appears as the file to which it
+    leads. `script` says whether the content begins with `#!`. `extra` holds device numbers and extended attributes as
+    text, for comparisons.
     """
 
     kind: str
@@ -44,9 +44,9 @@ class Item:
 class PythonPackage:
     """An installed distribution; `location` is its folder, relative to the artifact's root.
 
-    `record` is the digest of its RECORD (`envbuild.fingerprint`), `content` that of the rows that do not depend on
-    the installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the
-    licences in its classifiers or its License field; `info` is its .dist-info folder.
+    `record` is the digest of its RECORD (`envbuild.fingerprint`), `content` that of the rows that do not depend on the
+    installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the licences in
+    its classifiers or its License field; `info` is its .dist-info folder.
     """
 
     name: str
@@ -64,9 +64,9 @@ class CondaRecord:
     """A package that a conda-meta folder records.
 
     `location` is the folder of that environment, relative to the artifact's root. `channel` is a URL without
-    credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest
-    in hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of
-    files (`envbuild.fingerprint.conda_digest`). All of these may be "".
+    credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest in
+    hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of files
+    (`envbuild.fingerprint.conda_digest`). All of these may be "".
     """
 
     name: str
@@ -82,22 +82,11 @@ class CondaRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedFile:
-    """A file in the record of a conda package: its sha256 in the environment, and in the package.
-
-    The second is "" for a file that is not in the package, such as the script of an entry point.
-    """
-
-    here: str
-    original: str
-
-
-@dataclass(frozen=True, slots=True)
 class SourceBuilt:
     """A source layer in an environment; `location` is that environment's folder, relative to the artifact's root.
 
-    `source` is the sha256 of the source archive in hexadecimal, `files` the digest of the installed files,
-    `licences` are the paths of licence texts below `location`.
+    `source` is the sha256 of the source archive in hexadecimal, `files` the digest of the installed files, `licences`
+    are the paths of licence texts below `location`.
     """
 
     name: str
@@ -119,10 +108,7 @@ class DebianPackage:
 
 @dataclass(frozen=True, slots=True)
 class LayerFact:
-    """A layer of an image: the digest of its blob, the digest of its tar, its stored size in bytes.
-
-    Layers are listed from the lowest up.
-    """
+    """A layer of an image, listed from the lowest up: the digests of its blob and its tar, its stored size in bytes."""
 
     digest: str
     diff_id: str
@@ -134,11 +120,11 @@ class LayerFact:
 class Description:
     """An artifact's own description; missing data is "" or None.
 
-    `identity` is the same wherever the artifact is: an image's configuration digest, an environment's state
-    digest. `digest` is an image's manifest digest, "" if it has no manifest of its own (daemons, docker
-    archives). For a file with a file system in it, `digest` is the digest of the file, `identity` that of the
-    file system, and `filesystem` says how it is stored. `place` is the file or folder, None if there is none.
-    `env` may hold secrets: show it only through `masked`. `stored` is in bytes.
+    `identity` is the same wherever the artifact is: an image's configuration digest, an environment's state digest.
+    `digest` is an image's manifest digest, "" if it has no manifest of its own (daemons, docker archives). For a file
+    with a file system in it, `digest` is the digest of the file, `identity` that of the file system, and `filesystem`
+    says how it is stored. `place` is the file or folder, None if there is none. `env` may hold secrets: show it only
+    through `masked`. `stored` is in bytes.
     """
 
     kind: str
@@ -176,10 +162,10 @@ class Inventory:
     """The content of an artifact; paths are relative to its root.
 
     `prefix` is the environment's folder ("" for a venv or conda environment, None for an image without one) and
-    `environment` its kind, VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's
-    pyvenv.cfg, `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda
-    packages in `bin` and those into which conda wrote the path of their environment; `built` are the source
-    layers.
+    `environment` its kind, VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg,
+    `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda packages in `bin`
+    and those into which conda wrote the path of their environment: the sha256 in the environment and the one in the
+    package, "" for a file that is not in it, such as the script of an entry point. `built` are the source layers.
     """
 
     files: Mapping[str, Item]
@@ -191,7 +177,7 @@ class Inventory:
     state: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     conda: tuple[CondaRecord, ...] = ()
-    recorded: Mapping[str, RecordedFile] = field(default_factory=dict)
+    recorded: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     built: tuple[SourceBuilt, ...] = ()
 
     @property
@@ -209,33 +195,33 @@ def completed(about: Description, contents: Inventory | None) -> Description:
     """Return `about` with missing fields from envbuild.json, and Python's version from the conda packages."""
     if contents is None:
         return about
-    said = {
-        name: str(contents.state[name]) for name in _IN_STATE if not getattr(about, name) and contents.state.get(name)
-    }
-    about = replace(about, **said)  # type: ignore[arg-type]
+    state = contents.state
+    said: dict[str, Any] = {name: str(state[name]) for name in IN_STATE if not getattr(about, name) and state.get(name)}
+    about = replace(about, **said)
     version = next((p.version for p in contents.own_conda if p.name == "python"), "")
     if about.python or not version:
         return about
     return replace(about, python=".".join(version.split(".")[:2]), python_version=version)
 
 
-class ArtifactReader(Protocol):
-    """An artifact of any kind, opened for reading."""
+@dataclass(frozen=True, slots=True)
+class ArtifactReader:
+    """An artifact of any kind, opened for reading; `read` is called with the value of `hashes`."""
 
-    @property
-    def about(self) -> Description: ...
+    about: Description
+    read: Callable[[bool], Inventory]
 
     def contents(self, *, hashes: bool) -> Inventory:
         """Return the content of the artifact; without `hashes`, digests of files may be "". Raises BuildError."""
-        ...
+        return self.read(hashes)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """An artifact to open.
 
-    `rest` follows the form's name, `arch` (x86_64, aarch64) is None for any architecture. `stack` gets
-    everything that must be closed or removed afterwards.
+    `rest` follows the form's name, `arch` (x86_64, aarch64) is None for any architecture. `stack` gets everything that
+    must be closed or removed afterwards.
     """
 
     spelling: str

@@ -1,60 +1,54 @@
-"""Reader of container images: layers are listed once, no file is unpacked."""
+"""Reader of container images: each layer is listed in one pass, and no file is unpacked.
+
+The store caches the listing of a layer by the digest of the layer's tar.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from envbuild.image.compression import decompressed
+from envbuild.atomic import replacing
+from envbuild.errors import BuildError
+from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
+from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree, Node
-from envbuild.inspect.facts import IMAGE, Description, Inventory, Item, LayerFact
-from envbuild.inspect.listing import LayerListing, listing, remembered
-from envbuild.inspect.roots import contents_of_root, extra_of
+from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact
+from envbuild.inspect.metadata import MAX_SIZE, Note, digested, extra_of, interest, root_inventory
 from envbuild.store.store import Store
 
 # Fetches layers, by the digests of their tars, to this machine, and returns the file of each.
 Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
+# Increase it when the cached data changes its form or meaning.
+FORMAT = 2
+_CHUNK = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
-class OpenedImage:
-    """An image of any form; see `ArtifactReader`."""
+class LayerListing:
+    """The members of a layer in their order.
 
-    about: Description
-    layers: tuple[Descriptor, ...]
-    bring: Bring
-    store: Store
-    _kept: list[Inventory] = field(default_factory=list, repr=False)
+    By member number: the sha256 of each file's content, the files that begin with `#!`, and the notes of `interest`.
+    """
 
-    def contents(self, *, hashes: bool) -> Inventory:
-        """Return the merged tree. The store caches the listing of each layer, so that digests cost nothing."""
-        if not self._kept:
-            self._kept.append(_contents(self.about, self._listings()))
-        return self._kept[0]
-
-    def _listings(self) -> list[LayerListing]:
-        wanted = list(zip(self.layers, self.about.layers, strict=True))
-        known = {fact.diff_id: remembered(fact.diff_id, self.store) for _, fact in wanted}
-        missing = {fact.diff_id: layer for layer, fact in wanted if known[fact.diff_id] is None}
-        if missing:
-            files = self.bring(missing)
-            for diff_id, layer in missing.items():
-                name = f"{self.about.spelling}: layer {layer.digest}"
-                known[diff_id] = listing(diff_id, name, _opener(files[diff_id], name), self.store)
-        return [found for _, fact in wanted if (found := known[fact.diff_id]) is not None]
+    members: Sequence[Member]
+    sha256: Mapping[int, str]
+    scripts: frozenset[int]
+    notes: Mapping[int, Note]
 
 
 def about_image(
-    config: Mapping[str, Any],
-    identity: str,
-    digest: str,
-    layers: Sequence[Descriptor],
-    spelling: str,
-    place: Path | None,
+    config: Mapping[str, Any], identity: str, digest: str, layers: Sequence[Descriptor], name: str, place: Path | None
 ) -> Description:
     """Return the description of an image from its configuration (OCI image specification 1.1, config.md)."""
     run = _table(config.get("config"))
@@ -64,7 +58,7 @@ def about_image(
     system, arch = config.get("os") or "linux", config.get("architecture") or "unknown"
     return Description(
         kind=IMAGE,
-        spelling=spelling,
+        spelling=name,
         identity=identity,
         digest=digest,
         place=place,
@@ -97,13 +91,43 @@ def _titles(config: Mapping[str, Any], count: int) -> list[str]:
     """Return the command that made each layer, from the history; "" for all if the history does not match."""
     history = config.get("history")
     steps = [
-        str(step.get("created_by") or step.get("comment") or "")
+        " ".join(str(step.get("created_by") or step.get("comment") or "").removeprefix("envbuild: ").split())
         for step in (history if isinstance(history, list) else ())
         if isinstance(step, dict) and not step.get("empty_layer")
     ]
-    if len(steps) != count:
-        return [""] * count
-    return [" ".join(step.removeprefix("envbuild: ").split()) for step in steps]
+    return steps if len(steps) == count else [""] * count
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def image_artifact(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> ArtifactReader:
+    """Return an image for reading. The store caches the listing of each layer, so that digests cost nothing."""
+    return ArtifactReader(about, lambda _: _contents(about, _listings(about, layers, bring, store)))
+
+
+def _listings(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> list[LayerListing]:
+    ids = [fact.diff_id for fact in about.layers]
+    known = {diff_id: remembered(diff_id, store) for diff_id in ids}
+    missing = {diff_id: layer for diff_id, layer in zip(ids, layers, strict=True) if known[diff_id] is None}
+    files = bring(missing) if missing else {}
+    for diff_id, layer in missing.items():
+        name = f"{about.spelling}: layer {layer.digest}"
+        try:
+            with decompressed(files[diff_id].open("rb"), name) as stream:
+                made = known[diff_id] = read_listing(stream, name, diff_id)
+        except OSError as error:
+            raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
+        # If the store is not writable, the layer is read again next time.
+        with contextlib.suppress(OSError, BuildError):
+            store.folder("listings")
+            _write(_place(store, diff_id), made)
+    return [found for diff_id in ids if (found := known[diff_id]) is not None]
 
 
 def _contents(about: Description, listings: Sequence[LayerListing]) -> Inventory:
@@ -112,14 +136,14 @@ def _contents(about: Description, listings: Sequence[LayerListing]) -> Inventory
         root.begin()
         for number, member in enumerate(layer.members):
             root.apply(member, number, fact.digest)
-    files: dict[str, Item] = {}
-    notes: dict[str, Any] = {}
-    for path, node in root.walk():
-        if path:
-            files[path] = _item(node, listings)
-            if node.member is not None and node.ordinal in listings[node.layer].notes:
-                notes[path] = listings[node.layer].notes[node.ordinal]
-    return contents_of_root(files, notes, about.env)
+    nodes = {path: node for path, node in root.walk() if path}
+    files = {path: _item(node, listings) for path, node in nodes.items()}
+    notes = {
+        path: listings[node.layer].notes[node.ordinal]
+        for path, node in nodes.items()
+        if node.member is not None and node.ordinal in listings[node.layer].notes
+    }
+    return root_inventory(files, notes, about.env)
 
 
 def _item(node: Node, listings: Sequence[LayerListing]) -> Item:
@@ -140,13 +164,63 @@ def _item(node: Node, listings: Sequence[LayerListing]) -> Item:
     )
 
 
-def _opener(path: Path, name: str) -> Callable[[], BinaryIO]:
-    return lambda: decompressed(path.open("rb"), name)
+def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
+    """Read a layer's tar, `name` for messages, from start to end. Raises BuildError if its digest is not `diff_id`."""
+    listed: list[Member] = []
+    digests: dict[int, str] = {}
+    scripts: set[int] = set()
+    notes: dict[int, Note] = {}
+    with contextlib.closing(Hashed(stream)) as hashed:
+        for number, (member, content) in enumerate(tar_items(cast(BinaryIO, hashed), name)):
+            listed.append(member)
+            if content is None:
+                continue
+            reader = interest(member.name.removeprefix("./").lstrip("/")) if member.size <= MAX_SIZE else None
+            digests[number], script, note = digested(iter(partial(content.read, _CHUNK), b""), reader)
+            if script:
+                scripts.add(number)
+            if reader:
+                notes[number] = note
+        if hashed.finish() != diff_id:
+            raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
+    return LayerListing(listed, digests, frozenset(scripts), notes)
 
 
-def _table(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+def remembered(diff_id: str, store: Store) -> LayerListing | None:
+    """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
+    try:
+        data = json.loads(gzip.decompress(_place(store, diff_id).read_bytes()))
+        if data["format"] != FORMAT:
+            return None
+        rows: list[Any] = data["members"]
+        return LayerListing(
+            [_member(row) for row in rows],
+            {n: row[9] for n, row in enumerate(rows) if row[9]},
+            frozenset(n for n, row in enumerate(rows) if row[10]),
+            {int(number): note for number, note in data["notes"]},
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        return None  # missing or damaged: it is only a cache
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
+def _place(store: Store, diff_id: str) -> Path:
+    return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.json.gz"
+
+
+def _write(path: Path, made: LayerListing) -> None:
+    rows = [
+        [m.name, m.kind, m.mode, m.uid, m.gid, m.size, m.link, m.device,
+         [[name, value.hex()] for name, value in m.xattrs], made.sha256.get(n, ""), n in made.scripts]
+        for n, m in enumerate(made.members)
+    ]  # fmt: skip
+    data = {"format": FORMAT, "members": rows, "notes": list(made.notes.items())}
+    with replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(json.dumps(data).encode(), 1, mtime=0))
+
+
+def _member(row: list[Any]) -> Member:
+    name, kind, mode, uid, gid, size, link, device, xattrs = row[:9]
+    return Member(
+        name, kind, mode, uid, gid, 0, size, link, (device[0], device[1]),
+        xattrs=tuple((key, bytes.fromhex(value)) for key, value in xattrs),
+    )  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs, Pulled
@@ -23,14 +23,12 @@ from envbuild.image.model import (
     parse_config,
 )
 from envbuild.image.reference import folder_and_tag
-from envbuild.inspect.image_reader import Bring, OpenedImage, about_image
+from envbuild.inspect.facts import ArtifactReader, Request
+from envbuild.inspect.image_reader import Bring, about_image, image_artifact
 from envbuild.recipe.targets import host_arch
 
-if TYPE_CHECKING:
-    from envbuild.inspect.facts import Request
 
-
-def open_layout(request: Request) -> OpenedImage:
+def open_layout(request: Request) -> ArtifactReader:
     """Open `DIR[:TAG]`: an image of an OCI layout, whose blobs are read in place."""
     folder, tag = folder_and_tag(request.rest)
     blobs = Blobs(folder / "blobs")
@@ -39,13 +37,12 @@ def open_layout(request: Request) -> OpenedImage:
         if not blobs.has(blob):
             raise BuildError(f"{blobs.path(blob.digest)}: missing, or not {blob.size} bytes long")
 
-    raw = _index(folder)
-    _one_image(raw, folder, tag)
+    raw = _index(folder, tag)
     pulled = _of_any(request.arch, lambda arch: from_index(raw, str(folder), blobs, bring, tag, arch))
     return _opened(request, pulled, pulled.manifest.digest, folder)
 
 
-def open_archive(request: Request) -> OpenedImage:
+def open_archive(request: Request) -> ArtifactReader:
     """Open `FILE[:TAG]`: an image of an archive; its layers are unpacked into the store while it is open."""
     from envbuild.image.archive import read_archive
 
@@ -57,7 +54,7 @@ def open_archive(request: Request) -> OpenedImage:
     return _opened(request, pulled, "", file)
 
 
-def open_daemon(request: Request) -> OpenedImage:
+def open_daemon(request: Request) -> ArtifactReader:
     """Open an image of the docker daemon by its name or id.
 
     The daemon sends its content only if one of its layers was never read.
@@ -72,12 +69,16 @@ def open_daemon(request: Request) -> OpenedImage:
     try:
         config, identity = _daemon_config(client, name)
     except ImageNotFound:
-        raise _no_image(request) from None
+        what = f"the docker daemon has no image {name}"
+        if request.spelling == name:  # it could also be the path of a file
+            what = f"{name} is no file or folder, and {what}"
+        hint = f"see `docker images`; a registry's image is docker://{name}"
+        raise UsageError(what, hint) from None
     except APIError as error:
         raise BuildError(f"docker image {name}: {error.explanation or error}") from error
-    if request.arch and config["architecture"] not in ("", GOARCH[request.arch]):
-        has = config["architecture"]
-        raise UsageError(f"{request.spelling} is for {has}, not for {GOARCH[request.arch]}")
+    arch = config["architecture"]
+    if request.arch and arch not in ("", GOARCH[request.arch]):
+        raise UsageError(f"{request.spelling} is for {arch}, not for {GOARCH[request.arch]}")
     layers = tuple(Descriptor(OCI_LAYER, d, 0) for d in config["rootfs"]["diff_ids"])
 
     def bring(_: Mapping[str, Descriptor]) -> Mapping[str, Path]:
@@ -88,15 +89,7 @@ def open_daemon(request: Request) -> OpenedImage:
         return dict(zip(ids, paths, strict=True))
 
     about = about_image(config, identity, "", layers, request.spelling, None)
-    return OpenedImage(about, layers, bring, store)
-
-
-def _no_image(request: Request) -> UsageError:
-    name = request.rest
-    said = f"the docker daemon has no image {name}"
-    if request.spelling == name:  # it could also be the path of a file
-        said = f"{name} is no file or folder, and {said}"
-    return UsageError(said, f"see `docker images`; a registry's image is docker://{name}")
+    return image_artifact(about, layers, bring, store)
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -116,7 +109,7 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
     }, str(found["Id"])
 
 
-def open_registry_image(request: Request) -> OpenedImage:
+def open_registry_image(request: Request) -> ArtifactReader:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
     from envbuild.lock.base import registry_of
     from envbuild.progress import transfer
@@ -136,27 +129,26 @@ def open_registry_image(request: Request) -> OpenedImage:
             files = registry.fetch_blobs(list(wanted.values()), blobs, on_progress)
         return dict(zip(wanted, files, strict=True))
 
-    pulled = Pulled(manifest, config, blobs)
-    return _opened(request, pulled, manifest.digest, None, bring)
+    return _opened(request, Pulled(manifest, config, blobs), manifest.digest, None, bring)
 
 
 def _opened(
     request: Request, pulled: Pulled, digest: str, place: Path | None, bring: Bring | None = None
-) -> OpenedImage:
+) -> ArtifactReader:
     layers = pulled.manifest.layers
-    identity = pulled.manifest.config.digest
-    about = about_image(pulled.config, identity, digest, layers, request.spelling, place)
+    about = about_image(pulled.config, pulled.manifest.config.digest, digest, layers, request.spelling, place)
 
     def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
-    return OpenedImage(about, layers, bring or here, request.environment.store)
+    return image_artifact(about, layers, bring or here, request.environment.store)
 
 
-def _index(folder: Path) -> bytes:
+def _index(folder: Path, tag: str | None) -> bytes:
+    """Return a layout's index.json; UsageError if it has several images for one platform, and no tag is given."""
     try:
         with (folder / "index.json").open("rb") as stream:
-            return stream.read(MAX_MANIFEST)
+            raw = stream.read(MAX_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"{folder} is no OCI image layout" if folder.exists() else f"{folder} does not exist",
@@ -164,34 +156,29 @@ def _index(folder: Path) -> bytes:
         ) from None
     except OSError as error:
         raise BuildError(f"{folder / 'index.json'}: {error.strerror}") from error
-
-
-def _one_image(raw: bytes, folder: Path, tag: str | None) -> None:
-    """Raise UsageError when the layout has several images for one platform and no tag is given."""
     index = parse(raw, f"{folder}: index.json", OCI_INDEX)
     if tag is None and isinstance(index, ImageIndex):
         different = {item.digest: item.arch for item in index.manifests}
         if len(set(different.values())) < len(different):
             names = sorted(item.annotations.get(REF_NAME, item.digest) for item in index.manifests)
-            raise UsageError(
-                f"{folder} holds {len(different)} images: {', '.join(names)}", f"name one: oci:{folder}:TAG"
-            )
+            said = f"{folder} holds {len(different)} images: {', '.join(names)}"
+            raise UsageError(said, f"name one: oci:{folder}:TAG")
+    return raw
 
 
-def _of_any(arch: str | None, read: Any) -> Pulled:
+def _of_any(arch: str | None, read: Callable[[str | None], Pulled]) -> Pulled:
     """Return the image that `read` gives for `arch`; for None, of the only platform, or else of this host's."""
     try:
-        pulled: Pulled = read(arch)
+        return read(arch)
     except BuildError as error:
         if arch is not None or host_arch() not in GOARCH:
             raise
         try:
-            pulled = read(host_arch())
+            return read(host_arch())
         except BuildError as second:
             if second.message == error.message:  # the platform was not the reason
                 raise
             raise BuildError(second.message, error.hint or "choose one with --target") from None
-    return pulled
 
 
 def _manifest(registry: Any, arch: str | None) -> ImageManifest:

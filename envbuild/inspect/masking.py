@@ -34,10 +34,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
     shown: list[str] = []
     after = False
     for word in words:
-        if after and not word.startswith("-"):
-            shown.append(HIDDEN)
-        else:
-            shown.append(masked_text(word))
+        shown.append(HIDDEN if after and not word.startswith("-") else masked_text(word))
         after = word.startswith("-") and "=" not in word and is_secret(word)
     return shown
 

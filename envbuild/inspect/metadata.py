@@ -1,4 +1,4 @@
-"""Readers of the few files in an artifact that say what is installed.
+"""Inventories of artifacts: readers of the few files that say what is installed.
 
 Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed projects" (RECORD), dpkg 1.21
 (/var/lib/dpkg/status, and status.d of distroless images), os-release(5). conda's records: conda_meta.
@@ -11,14 +11,15 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
 from envbuild.artifacts import layer_files
 from envbuild.fingerprint import record_digest
-from envbuild.inspect.conda_meta import reader_of
-from envbuild.inspect.facts import DebianPackage, PythonPackage, SourceBuilt
+from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
+from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
+from envbuild.layers.compose import PREFIX
 from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
@@ -30,11 +31,12 @@ _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
 _OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
 _TEXTS = ("os-release", "envbuild.json", "pyvenv.cfg")
 
-# The content of one such file, in a form for JSON.
+# The content of one such file, in a form for JSON; None for a file that says nothing.
 Note = Any
+Reader = Callable[[bytes], Note]
 
 
-def interest(path: str) -> Callable[[bytes], Note] | None:
+def interest(path: str) -> Reader | None:
     """Return the reader of the file at `path`, None for the many files that say nothing."""
     found = _INFO.search(path)
     if found:
@@ -46,38 +48,90 @@ def interest(path: str) -> Callable[[bytes], Note] | None:
     return _text if path.rpartition("/")[2] in _TEXTS else reader_of(path)
 
 
-def python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:
-    """Return every distribution among `paths`, sorted by name; `notes` are the results of `interest`, by path."""
+def digested(pieces: Iterable[bytes], reader: Reader | None) -> tuple[str, bool, Note]:
+    """Return the sha256 of a file's content, whether it begins with `#!`, and what `reader` finds in it."""
+    digest, head, kept = hashlib.sha256(), b"", list[bytes]()
+    for piece in pieces:
+        digest.update(piece)
+        head = head or piece[:2]
+        if reader:
+            kept.append(piece)
+    return digest.hexdigest(), head == b"#!", reader(b"".join(kept)) if reader else None
+
+
+def root_inventory(files: Mapping[str, Item], notes: Mapping[str, Note], env: Mapping[str, str]) -> Inventory:
+    """Return the inventory of a root file system, in the layers of an image or in a squashfs.
+
+    `notes` are the results of `interest`, by path. `env` holds the variables of programs in the root, of which
+    VIRTUAL_ENV, CONDA_PREFIX and PATH locate the environment.
+    """
+    release = _pairs(str(notes.get("usr/lib/os-release") or notes.get("etc/os-release") or ""))
+    system = {name: value.strip("\"'") for name, value in release if not name.startswith("#")}
+    return inventory(files, notes, *_environment(env, files), debian=_debian_packages(notes), os=system)
+
+
+def inventory(
+    files: Mapping[str, Item], notes: Mapping[str, Note], prefix: str | None, environment: str, **more: Any
+) -> Inventory:
+    """Return the inventory with the environment of the kind `environment` in the folder `prefix`."""
+    start = f"{prefix}/" if prefix else ""
+    own = notes if prefix is not None else {}
+    return Inventory(
+        files,
+        _python_packages(files, notes),
+        prefix=prefix,
+        config={name.lower(): value for name, value in _pairs(str(own.get(f"{start}pyvenv.cfg", "")))},
+        state=state_of(str(own.get(f"{start}envbuild.json", ""))),
+        environment=environment,
+        conda=records(notes),
+        recorded=recorded_files(notes),
+        built=source_built(notes),
+        **more,
+    )
+
+
+def _environment(env: Mapping[str, str], files: Mapping[str, Item]) -> tuple[str | None, str]:
+    """Return the folder of the environment that programs in the root use, and its kind."""
+    conda = set(environments(files))
+    named = [env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", ""), PREFIX]
+    # Images that people make with conda often set only PATH.
+    named += [folder.removesuffix("/bin") for folder in env.get("PATH", "").split(":")]
+    for folder in (name.strip("/") for name in named):
+        if folder and folder in conda:
+            return folder, CONDA
+        if folder and f"{folder}/pyvenv.cfg" in files:
+            return folder, VENV
+    return None, ""
+
+
+def extra_of(device: tuple[int, int], xattrs: tuple[tuple[str, bytes], ...]) -> str:
+    """Return device numbers and extended attributes in the form of an Item's `extra`."""
+    extra = "" if device == (0, 0) else "{},{} ".format(*device)
+    return extra + " ".join(f"{k}={hashlib.sha256(v).hexdigest()}" for k, v in sorted(xattrs))
+
+
+def _python_packages(paths: Iterable[str], notes: Mapping[str, Note]) -> tuple[PythonPackage, ...]:
+    """Return every distribution among `paths`, sorted by name."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         match = _INFO.search(path)
         if match:
+            raw, _, version = match[1].partition("-")
             folder = path[: match.end(1)]
-            about = found.setdefault(folder, {"stem": match[1]})
-            note = notes.get(path)
-            if isinstance(note, dict):
-                about.update(note)
-    packages = []
-    for folder, about in found.items():
-        raw, _, version = str(about["stem"]).partition("-")
-        packages.append(
-            PythonPackage(
-                normalise(about.get("name") or raw),
-                about.get("version") or re.sub(r"-py\d.*", "", version),
-                folder.rpartition("/")[0],
-                about.get("record", ""),
-                about.get("content", ""),
-                about.get("expression", ""),
-                tuple(about.get("licenses", ())),
-                f"{folder}.dist-info",
-            )
+            about = found.setdefault(folder, {"name": raw, "version": re.sub(r"-py\d.*", "", version)})
+            about |= {name: text for name, text in (notes.get(path) or {}).items() if text}
+    packages = (
+        PythonPackage(
+            location=folder.rpartition("/")[0],
+            info=f"{folder}.dist-info",
+            **{**about, "name": normalise(about["name"]), "licenses": tuple(about.get("licenses", ()))},
         )
-    named = (package for package in packages if package.name)
-    return tuple(sorted(named, key=lambda p: (p.name, p.location, p.version, p.record)))
+        for folder, about in found.items()
+    )
+    return tuple(sorted((p for p in packages if p.name), key=lambda p: (p.name, p.location, p.version, p.record)))
 
 
-def debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
-    """Return every Debian package in `notes`."""
+def _debian_packages(notes: Mapping[str, Note]) -> tuple[DebianPackage, ...]:
     found = {DebianPackage(*map(str, row)) for path, note in notes.items() if _STATUS.search(path) for row in note}
     return tuple(sorted(found, key=lambda p: (p.name, p.arch, p.version)))
 
@@ -93,20 +147,14 @@ def source_built(notes: Mapping[str, Note]) -> tuple[SourceBuilt, ...]:
     return tuple(sorted(found, key=lambda one: (one.name, one.location)))
 
 
-def os_release(text: str) -> dict[str, str]:
-    """Return os-release(5) as a dictionary; invalid lines are skipped."""
-    pairs = (line.partition("=") for line in text.splitlines() if line[:1] not in ("", "#"))
-    return {name.strip(): value.strip().strip("\"'") for name, sign, value in pairs if sign}
-
-
-def settings_of(text: str) -> dict[str, str]:
-    """Return pyvenv.cfg (PEP 405) as a dictionary."""
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """Return the lines NAME=VALUE of os-release(5), or of pyvenv.cfg (PEP 405)."""
     pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip().lower(): value.strip() for name, sign, value in pairs if sign}
+    return [(name.strip(), value.strip()) for name, sign, value in pairs if sign]
 
 
 def state_of(text: str) -> dict[str, Any]:
-    """Return envbuild.json as a dictionary, {} if it is invalid: then it says nothing."""
+    """Return a JSON object such as envbuild.json, {} if it is invalid: then it says nothing."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -122,14 +170,9 @@ def portable_digest(record: bytes) -> str:
     rows = sorted(
         row
         for row in csv.reader(io.StringIO(record.decode("utf-8", "replace"), newline=""))
-        if row and not row[0].endswith(_OWN) and "/bin/" not in f"/{_outside(row[0])}"
+        if row and not row[0].endswith(_OWN) and not (row[0].startswith("../") and "/bin/" in row[0])
     )
     return "sha256:" + hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def _outside(path: str) -> str:
-    """Return `path` if it leads out of site-packages, "" otherwise."""
-    return path if path.startswith("../") else ""
 
 
 def _record(data: bytes) -> Note:
@@ -154,16 +197,13 @@ def _metadata(data: bytes) -> Note:
     # The description, which may be long, follows the first empty line.
     head = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[0].decode("utf-8", "replace")
     message = HeaderParser().parsestr(head)
-    return {
-        "name": _one_line(message["Name"]),
-        "version": _one_line(message["Version"]),
-        "expression": _one_line(message["License-Expression"]),
-        "licenses": list(_licenses(message.get_all("Classifier") or [], message["License"])),
-    }
+    fields = {"name": "Name", "version": "Version", "expression": "License-Expression"}
+    texts = {name: " ".join(str(message[field] or "").split()) for name, field in fields.items()}
+    return {**texts, "licenses": _licenses(message.get_all("Classifier") or [], message["License"])}
 
 
-def _licenses(classifiers: Iterable[Any], field: Any) -> Iterator[str]:
-    """Yield the licences in classifiers; if there are none, a License field that is a name and not a text."""
+def _licenses(classifiers: Iterable[Any], field: Any) -> list[str]:
+    """Return the licences in classifiers; if there are none, a License field that is a name and not a text."""
     named = [
         str(text).rpartition("::")[2].strip()
         for text in classifiers
@@ -172,11 +212,7 @@ def _licenses(classifiers: Iterable[Any], field: Any) -> Iterator[str]:
     short = str(field or "").strip()
     if not named and short and short != "UNKNOWN" and "\n" not in short and len(short) <= 80:
         named = [short]
-    yield from dict.fromkeys(named)
-
-
-def _one_line(value: Any) -> str:
-    return " ".join(str(value or "").split())
+    return list(dict.fromkeys(named))
 
 
 def _debian(data: bytes) -> Note:

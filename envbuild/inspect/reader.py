@@ -1,25 +1,26 @@
 """Opening of artifacts by a user's spelling: a path, FORM:PLACE, or the name of an image.
 
-A new form is one module with a function that takes a `Request`, and one line in `_KINDS`.
+A new form is one module with a function that takes a `Request`, and one line in `_FORMS`.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
 from envbuild.image.compression import kind_of as compressed_kind
+from envbuild.image.reference import parse_reference
 from envbuild.image.sif import is_sif
 from envbuild.image.squashfs.read import is_squashfs
 from envbuild.inspect.facts import ArtifactReader, Request
-from envbuild.inspect.folder_reader import is_venv
+from envbuild.inspect.folder_reader import is_venv, open_conda, open_venv
+from envbuild.inspect.image_sources import open_archive, open_daemon, open_layout, open_registry_image
+from envbuild.inspect.squashfs_reader import open_sif, open_sqsh
 from envbuild.recipe.targets import Target
 
 HELP = (
@@ -30,41 +31,30 @@ HELP = (
 _HEAD = 512
 
 
-@dataclass(frozen=True, slots=True)
-class _ReaderKind:
-    """A form of artifacts; `opens` is MODULE:FUNCTION, imported on use, `holds` says whether a path has the form."""
-
-    opens: str
-    holds: Callable[[Path], bool] = lambda _: False
-
-
-def _begins(is_one: Callable[[bytes], bool]) -> Callable[[Path], bool]:
-    def holds(path: Path) -> bool:
-        try:
-            if not path.is_file():  # a FIFO would block
-                return False
-            with path.open("rb") as stream:
-                return is_one(stream.read(_HEAD))
-        except OSError:
+def _begins(path: Path, is_one: Callable[[bytes], bool]) -> bool:
+    try:
+        if not path.is_file():  # a FIFO would block
             return False
-
-    return holds
+        with path.open("rb") as stream:
+            return is_one(stream.read(_HEAD))
+    except OSError:
+        return False
 
 
 def _is_archive(head: bytes) -> bool:
     return head[257:262] == b"ustar" or compressed_kind(head) != "none"
 
 
-# Form → kind. Paths are tried in this order.
-_KINDS = {
-    "conda": _ReaderKind("folder_reader:open_conda", is_conda),
-    "venv": _ReaderKind("folder_reader:open_venv", is_venv),
-    "oci": _ReaderKind("image_sources:open_layout", lambda path: (path / "oci-layout").is_file()),
-    "sqsh": _ReaderKind("squashfs_reader:open_sqsh", _begins(is_squashfs)),
-    "sif": _ReaderKind("squashfs_reader:open_sif", _begins(is_sif)),
-    "docker-archive": _ReaderKind("image_sources:open_archive", _begins(_is_archive)),
-    "docker-daemon": _ReaderKind("image_sources:open_daemon"),
-    "docker": _ReaderKind("image_sources:open_registry_image"),
+# Form → the function that opens it, and the one that says whether a path has this form. Paths are tried in this order.
+_FORMS: dict[str, tuple[Callable[[Request], ArtifactReader], Callable[[Path], bool]]] = {
+    "conda": (open_conda, is_conda),
+    "venv": (open_venv, is_venv),
+    "oci": (open_layout, lambda path: (path / "oci-layout").is_file()),
+    "sqsh": (open_sqsh, lambda path: _begins(path, is_squashfs)),
+    "sif": (open_sif, lambda path: _begins(path, is_sif)),
+    "docker-archive": (open_archive, lambda path: _begins(path, _is_archive)),
+    "docker-daemon": (open_daemon, lambda _: False),
+    "docker": (open_registry_image, lambda _: False),
 }
 
 
@@ -74,9 +64,8 @@ def open_artifacts(
 ) -> Iterator[list[ArtifactReader]]:
     """Open the artifacts that `texts` name.
 
-    `target` selects a platform of an image, None the only one or this host's. Raises UsageError when there is
-    no such artifact or it is for another target, BuildError when it is damaged, HostError when no docker daemon
-    answers.
+    `target` selects a platform of an image, None the only one or this host's. Raises UsageError when there is no such
+    artifact or it is for another target, BuildError when it is damaged, HostError when no docker daemon answers.
     """
     wanted = Target.parse(target) if target else None
     places = [split(text) for text in texts]
@@ -86,7 +75,7 @@ def open_artifacts(
         for text, (form, rest) in zip(texts, places, strict=True):
             request = Request(text, rest, wanted.arch if wanted else None, environment, stack)
             try:
-                opened = _open(form or "docker-daemon", request)
+                opened = _FORMS[form or "docker-daemon"][0](request)
             except HostError as error:
                 raise _neither_path_nor_image(names, error) if form is None else error from None
             if wanted and opened.about.target not in ("", wanted.name):
@@ -109,12 +98,12 @@ def split(text: str) -> tuple[str | None, str]:
     """
     path = Path(text)
     if text and os.path.lexists(path):
-        for form, kind in _KINDS.items():
-            if kind.holds(path):
+        for form, (_, holds) in _FORMS.items():
+            if holds(path):
                 return form, text
         raise _no_artifact(path)
     form, colon, rest = text.partition(":")
-    if colon and form in _KINDS:
+    if colon and form in _FORMS:
         # docker:26 is an image called docker; docker://docker:26 is the same image in a registry.
         if form != "docker":
             if not rest:
@@ -122,28 +111,15 @@ def split(text: str) -> tuple[str | None, str]:
             return form, rest
         if rest.startswith("//"):
             return form, rest[2:]
-    return None, _image_name(text)
-
-
-def _open(form: str, request: Request) -> ArtifactReader:
-    module, _, function = _KINDS[form].opens.partition(":")
-    opens = getattr(importlib.import_module(f"envbuild.inspect.{module}"), function)
-    opened: ArtifactReader = opens(request)
-    return opened
-
-
-def _image_name(text: str) -> str:
-    from envbuild.image.reference import parse_reference
-
     try:
         parse_reference(text)
     except UsageError as error:
         if text.startswith(("/", ".", "~")) or "://" in text or not text:
-            raise UsageError(f"{text or repr(text)} does not exist", f"give {HELP}") from None
-        raise UsageError(
-            f"{text}: no such file or folder, and no name of an image: {error.message}", f"give {HELP}"
-        ) from None
-    return text
+            said = f"{text or repr(text)} does not exist"
+        else:
+            said = f"{text}: no such file or folder, and no name of an image: {error.message}"
+        raise UsageError(said, f"give {HELP}") from None
+    return None, text
 
 
 def _no_artifact(path: Path) -> UsageError:

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from envbuild.artifacts.state import FILE as STATE
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
-from envbuild.image.sif import JSON, Object, is_sif, read_object, read_sif
-from envbuild.image.squashfs.read import SquashfsImage, is_squashfs, open_squashfs
-from envbuild.inspect.facts import SIF, SQUASHFS, Description, Inventory, Item, completed
+from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
+from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
+from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
 from envbuild.inspect.image_reader import about_image
-from envbuild.inspect.metadata import MAX_SIZE, Note, interest, state_of
-from envbuild.inspect.roots import contents_of_root, extra_of
+from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.workers import each
-
-if TYPE_CHECKING:
-    from envbuild.inspect.facts import Request
 
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20
@@ -39,27 +38,7 @@ _DEFAULT_END = re.compile(r'"\}"$', re.MULTILINE)
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedSquashfs:
-    """An image file, made by envbuild or by any other tool; see `ArtifactReader`."""
-
-    about: Description
-    image: SquashfsImage
-    _kept: dict[bool, Inventory] = field(default_factory=dict, repr=False)
-
-    def contents(self, *, hashes: bool) -> Inventory:
-        """Return the tree; without `hashes`, only the few files that say what is installed are read.
-
-        Files are read in the order in which they are stored.
-        """
-        if True in self._kept:
-            return self._kept[True]
-        if hashes not in self._kept:
-            self._kept[hashes] = _contents(self.image, self.about.env, hashes)
-        return self._kept[hashes]
-
-
-def open_sqsh(request: Request) -> OpenedSquashfs:
+def open_sqsh(request: Request) -> ArtifactReader:
     """Open `FILE`: a bare squashfs, as `enroot import` makes it.
 
     Its settings are taken from the files from which enroot and Apptainer read them.
@@ -67,12 +46,12 @@ def open_sqsh(request: Request) -> OpenedSquashfs:
     stream = _file(request)
     if not is_squashfs(stream.read(4)):
         raise UsageError(f"{request.rest} is not a squashfs image")
-    image = open_squashfs(stream, 0, request.rest)
+    image = SquashfsImage(stream, 0, request.rest)
     run = {"Env": _env(image), "Labels": _labels(image)}
-    return _opened(request, SQUASHFS, image, run, "", image.superblock.mtime, None)
+    return _opened(request, image, run, None)
 
 
-def open_sif(request: Request) -> OpenedSquashfs:
+def open_sif(request: Request) -> ArtifactReader:
     """Open `FILE`: a SIF whose root is a squashfs. Its settings come from its JSON objects."""
     stream = _file(request)
     if not is_sif(stream.read(64)):
@@ -80,8 +59,12 @@ def open_sif(request: Request) -> OpenedSquashfs:
     sif = read_sif(stream, request.rest)
     if request.arch and sif.arch not in ("", request.arch):
         raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
-    image = open_squashfs(stream, sif.partition.offset, request.rest)
-    objects = {item.name: _json(read_object(stream, item, request.rest)) for item in sif.objects if item.kind == JSON}
+    image = SquashfsImage(stream, sif.partition.offset, request.rest)
+    objects = {
+        item.name: state_of(read_object(stream, item, request.rest).decode("utf-8", "replace"))
+        for item in sif.objects
+        if item.kind == JSON
+    }
     run = dict(objects.get("oci-config.json") or {})
     told: Any = objects.get("inspect-metadata.json")
     for key in ("data", "attributes", "labels"):
@@ -89,42 +72,37 @@ def open_sif(request: Request) -> OpenedSquashfs:
     run["Labels"] = told or run.get("Labels") or _labels(image)
     if not isinstance(run.get("Env"), list):
         run["Env"] = _env(image)
-    return _opened(request, SIF, image, run, sif.arch, sif.mtime, sif.partition)
+    return _opened(request, image, run, sif)
 
 
-def _opened(
-    request: Request,
-    kind: str,
-    image: SquashfsImage,
-    run: Mapping[str, Any],
-    arch: str,
-    mtime: int,
-    partition: Object | None,
-) -> OpenedSquashfs:
+def _opened(request: Request, image: SquashfsImage, run: Mapping[str, Any], sif: Sif | None) -> ArtifactReader:
     place = Path(request.rest)
+    block = image.superblock
     state = state_of(_text(image, f"{PREFIX}/{STATE}"))
+    arch = sif.arch if sif else ""
     if not arch:
-        arch = _arch_of(str(state.get("target", "")))
-    digest, identity = _digests(place, partition)
+        with suppress(UsageError):
+            arch = Target.parse(str(state.get("target", ""))).arch
+    digest, identity = _digests(place, sif.partition if sif else None)
     config = {
         "config": {**run, "Env": [pair for pair in run["Env"] if isinstance(pair, str)]},
         "architecture": GOARCH.get(arch, arch),
-        "created": _time(mtime),
+        "created": _time(sif.mtime if sif else block.mtime),
         "rootfs": {"diff_ids": []},
     }
     about = about_image(config, identity, digest, (), request.spelling, place)
-    size = image.superblock.block_size >> 10
-    about = dataclasses.replace(
+    about = replace(
         about,
-        kind=kind,
+        kind=SIF if sif else SQUASHFS,
         platform=about.platform if arch else "",
         stored=place.stat().st_size,
-        filesystem=f"squashfs, {image.superblock.compressor}, blocks of {size} KiB",
+        filesystem=f"squashfs, {NAMES[block.compressor]}, blocks of {block.block_size >> 10} KiB",
     )
-    return OpenedSquashfs(completed(about, Inventory({}, state=state)), image)
+    return ArtifactReader(completed(about, Inventory({}, state=state)), partial(_contents, image, about.env))
 
 
 def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inventory:
+    """Return the tree; without `hashes`, only the few files that say what is installed are read."""
     files: dict[str, Item] = {}
     links: dict[str, str] = {}
     wanted: list[tuple[Entry, int]] = []
@@ -132,51 +110,31 @@ def _contents(image: SquashfsImage, env: Mapping[str, str], hashes: bool) -> Inv
         if entry.kind == HARDLINK:
             links[entry.path] = entry.target
         elif entry.path:
-            files[entry.path] = _item(entry)
-        regular = files[links.get(entry.path, entry.path)].kind == FILE if entry.path else False
-        if regular and (hashes or _tells(entry)):
+            target = entry.target if entry.kind == SYMLINK else ""
+            extra = extra_of(entry.device, entry.xattrs)
+            files[entry.path] = Item(entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra)
+        item = files.get(links.get(entry.path, entry.path))
+        if item is not None and item.kind == FILE and (hashes or _reader(entry)):
             wanted.append((entry, handle))
 
-    def read(entry: Entry, handle: int) -> tuple[str, bool, Note | None]:
-        return _read(image, entry, handle, hashes)
+    def read(entry: Entry, handle: int) -> tuple[str, bool, Note]:
+        reader = _reader(entry)
+        if reader is None and entry.kind == HARDLINK:
+            return "", False, None  # it is read under its first name
+        return digested((bytes(length) if data is None else data for data, length in image.blocks(handle)), reader)
 
     notes: dict[str, Note] = {}
     for (entry, _), (digest, script, note) in zip(wanted, image.each_file(wanted, read), strict=True):
-        if entry.kind != HARDLINK:
-            files[entry.path] = dataclasses.replace(files[entry.path], sha256=digest, script=script)
+        if hashes and entry.kind != HARDLINK:
+            files[entry.path] = replace(files[entry.path], sha256=digest, script=script)
         if note is not None:
             notes[entry.path] = note
     files |= {path: files[target] for path, target in links.items()}
-    return contents_of_root(files, notes, env)
+    return root_inventory(files, notes, env)
 
 
-def _tells(entry: Entry) -> bool:
-    return entry.size <= MAX_SIZE and interest(entry.path) is not None
-
-
-def _read(image: SquashfsImage, entry: Entry, handle: int, hashes: bool) -> tuple[str, bool, Note | None]:
-    """Return the sha256 of a file, whether it begins with `#!`, and its note."""
-    reader = interest(entry.path) if _tells(entry) else None
-    if reader is None and entry.kind == HARDLINK:
-        return "", False, None  # it is read under its first name
-    digest, head, kept = hashlib.sha256(), b"", []
-    for data, length in image.blocks(handle):
-        piece = bytes(length) if data is None else data
-        head = head or piece[:2]
-        if hashes:
-            digest.update(piece)
-        if reader is not None:
-            kept.append(piece)
-    note = None if reader is None else reader(b"".join(kept))
-    return (digest.hexdigest(), head == b"#!", note) if hashes else ("", False, note)
-
-
-def _item(entry: Entry) -> Item:
-    extra = extra_of(entry.device, entry.xattrs)
-    target = entry.target if entry.kind == SYMLINK else ""
-    return Item(
-        entry.kind, entry.mode, entry.size, "", target, entry.uid, entry.gid, False, extra
-    )  # fmt: skip
+def _reader(entry: Entry) -> Reader | None:
+    return interest(entry.path) if entry.size <= MAX_SIZE else None
 
 
 def _file(request: Request) -> BinaryIO:
@@ -230,34 +188,18 @@ def _env(image: SquashfsImage) -> list[str]:
 
 def _labels(image: SquashfsImage) -> dict[str, Any]:
     """Return the image's labels as Apptainer stores them, else from the comments at the start of enroot's etc/rc."""
-    labels = _json(_text(image, ".singularity.d/labels.json").encode())
+    labels = state_of(_text(image, ".singularity.d/labels.json"))
     if labels:
         return labels
-    comments = []
-    for line in _text(image, "etc/rc").splitlines():
-        if not line.startswith("# "):
-            break
-        comments.append(line[2:].partition(" "))
+    lines = takewhile(lambda line: line.startswith("# "), _text(image, "etc/rc").splitlines())
+    comments = (line[2:].partition(" ") for line in lines)
     return {name: value for name, _, value in comments if not name.endswith(":")}
 
 
 def _text(image: SquashfsImage, path: str) -> str:
     """Return the text of a small file in the image, "" if it is missing."""
     handle = image.find(path)
-    data = b"" if handle is None else image.content(handle).read(_MAX_TEXT)
-    return data.decode("utf-8", "replace")
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    """Return a JSON object, {} if it is invalid: then it says nothing."""
-    return state_of(data.decode("utf-8", "replace"))
-
-
-def _arch_of(target: str) -> str:
-    try:
-        return Target.parse(target).arch
-    except UsageError:
-        return ""
+    return "" if handle is None else image.content(handle, _MAX_TEXT).decode("utf-8", "replace")
 
 
 def _time(seconds: int) -> str:

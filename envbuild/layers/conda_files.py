@@ -72,7 +72,7 @@ class Shared:
 
 def locate_conda(plan: Plan, environment: Environment, *, offline: bool) -> list[tuple[CondaPackage, Path]]:
     """Return the file of each conda package of `plan`, in order. Raises BuildError for packages that no source has."""
-    from envbuild.store.conda_fetch import CondaArchive, fetch_archives
+    from envbuild.store.fetch import CondaArchive, fetch_archives
 
     wanted = [CondaArchive(package.url, package.sha256) for package in plan.conda]
     found = fetch_archives(

@@ -21,7 +21,7 @@ from envbuild.lock.conda_format import parse_packages
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
-from envbuild.store.credentials import split_credentials
+from envbuild.store.client import split_credentials
 
 _PROGRAMS = ("micromamba", "mamba", "conda")
 _VARIABLE = "ENVBUILD_CONDA"

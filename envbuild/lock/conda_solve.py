@@ -23,7 +23,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
-from envbuild.store.credentials import split_credentials
+from envbuild.store.client import split_credentials
 
 _TOKEN = re.compile(r"/t/[^/\s]+")
 

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.cache.download import open_download
 from envbuild.cache.http import BLOCK, HttpClient, failure, read_all, transport_of
 from envbuild.cache.retry import Mismatch, NotFound, with_retries
 from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig
-from envbuild.store.credentials import split_credentials
 
 if TYPE_CHECKING:
     import requests
@@ -32,18 +31,12 @@ class Page:
     headers: Mapping[str, str]
     content: bytes
 
-    @property
-    def text(self) -> str:
-        """Body as text."""
-        return self.content.decode("utf-8", "replace")
-
 
 @dataclass
 class Client:
     """HTTP client configured as pip, shared by all threads of a run.
 
-    Every method raises NotFound when the server does not have the resource, and RequestFailed for any other
-    failure.
+    Every method raises NotFound when the server does not have the resource, and RequestFailed for any other failure.
     """
 
     pip: PipConfig
@@ -76,11 +69,11 @@ class Client:
     ) -> str:
         """Download `url` into `partial`, with resume; return its sha256, which is one of `hashes`.
 
-        A body of more than `size` bytes is rejected. Raises Mismatch for other content, and OSError when
-        `partial` cannot be written.
+        A body of more than `size` bytes is rejected. Raises Mismatch for other content, and OSError when `partial` is
+        not writable.
         """
         if url.startswith("file:"):
-            return _copy(Path(unquote(urlsplit(url).path)), partial, hashes, on_progress)
+            return _copy(path_of(url), partial, hashes, on_progress)
         with open_download(partial, hashes, size, on_progress, self.stop, exact=False) as download:
             try:
                 return download.run(lambda headers: self._answer(url, headers, 416), self._http.transport.retries)
@@ -98,19 +91,44 @@ class Client:
             raise failure(response, _ADVICE)
 
 
+def path_of(url: str) -> Path:
+    """Return the path in a file: URL."""
+    return Path(unquote(urlsplit(url).path))
+
+
+def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
+    """Return `url` without credentials, and the credentials as decoded (user, password), or None."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url, None
+    user, _, host = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    return urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password))
+
+
+def with_credentials_of(url: str, index: str) -> str:
+    """Return `url` with the credentials of `index` if both are on one server: links on a page carry none."""
+    mine, theirs = urlsplit(url), urlsplit(index)
+    user, at, host = theirs.netloc.rpartition("@")
+    if at and "@" not in mine.netloc and (mine.scheme, mine.netloc) == (theirs.scheme, host):
+        return urlunsplit(mine._replace(netloc=f"{user}@{host}"))
+    return url
+
+
 def _copy(source: Path, partial: Path, hashes: frozenset[str], on_progress: OnProgress) -> str:
     """Copy a file that a local index lists, so that later runs find it in the store without reading the index."""
     try:
         stream = source.open("rb")
     except OSError as error:
         raise NotFound(f"cannot be read: {error.strerror}") from None
-    digest = hashlib.sha256()
+    seen = hashlib.sha256()
     with stream, partial.open("wb") as copy:
         while block := stream.read(BLOCK):
             copy.write(block)
-            digest.update(block)
+            seen.update(block)
             on_progress(len(block))
-    if digest.hexdigest() not in hashes:
+    digest = seen.hexdigest()
+    if digest not in hashes:
         partial.unlink(missing_ok=True)
-        raise Mismatch(digest.hexdigest())
-    return digest.hexdigest()
+        raise Mismatch(digest)
+    return digest

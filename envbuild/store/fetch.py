@@ -1,27 +1,27 @@
-"""Fetch locked wheels by hash from any of the site's sources."""
+"""Fetch locked files by hash: wheels from any of the site's sources, conda packages from mirrors or their channel."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
 from envbuild.progress import OnProgress, transfer
-from envbuild.site.pip_config import PipConfig
+from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client
-from envbuild.store.sources import Link, PackageSource, local_files, matches, remote_sources
+from envbuild.store.client import Client, path_of
+from envbuild.store.sources import PackageSource, local_files, matches, remote_sources
 from envbuild.store.store import Store
 from envbuild.workers import each
 
+ARCHIVES = "conda/archives"
 _PARALLEL = 8
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,31 @@ class WantedWheel:
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class CondaArchive:
+    """A locked conda package: its canonical URL, and the required sha256 (hex)."""
+
+    url: str
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """File name of the package."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def hashes(self) -> frozenset[str]:
+        """The accepted digests, as those of a wheel."""
+        return frozenset({self.sha256})
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Item = TypeVar("Item", WantedWheel, CondaArchive)
+Answers = Mapping[Item, list[str]]
 
 
 def locate_wheels(
@@ -49,61 +74,102 @@ def locate_wheels(
 ) -> dict[WantedWheel, Path]:
     """Return a file with locked content for each of `wanted`: from the store, from find-links, or from indexes.
 
-    Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is
-    found nowhere else. If pip names no index, `default_index` returns its URL. Raises BuildError that names each
-    missing wheel with the answer of every source.
+    Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is found
+    nowhere else. If pip names no index, `default_index` returns its URL. Raises BuildError that names each missing
+    wheel with the answer of every source.
     """
-    found: dict[WantedWheel, Path] = {}
-    answers: dict[WantedWheel, list[str]] = {wheel: [] for wheel in wanted}
     folders = local_files(pip)
-    for wheel in wanted:
-        path = _in_store(wheel, store) or _in_folders(wheel, folders, store, answers[wheel])
-        if path is not None:
-            found[wheel] = path
-    missing = [wheel for wheel in wanted if wheel not in found]
-    if missing:
+
+    def on_disk(wheel: WantedWheel, answers: list[str]) -> Path | None:
+        return _in_store(wheel, store) or _in_folders(wheel, folders, store, answers)
+
+    def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
         sources = remote_sources(pip, site, indexes, offline, default_index)
-        found |= _fetch_all(missing, sources, Client(pip, env), store, answers)
-    missing = [wheel for wheel in wanted if wheel not in found]
-    if missing:
-        raise _not_found(missing, answers, offline)
-    return {wheel: found[wheel] for wheel in wanted}
+        return _download_wheels(missing, answers, store, Client(pip, env), sources) if sources else {}
+
+    hint = (
+        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
+        if offline
+        else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
+        "files were replaced"
+    )
+    return _located(wanted, on_disk, remote, "a file", lambda _: "no source is configured", hint)
+
+
+def fetch_archives(
+    wanted: Sequence[CondaArchive], store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str]
+) -> dict[CondaArchive, Path]:
+    """Return a file with the locked content for each of `wanted`: from the store, its mirrors, or its channel.
+
+    Files at file: URLs are used in place. With `offline`, only local files are used. pip's proxy, certificates, timeout
+    and retries apply. Raises BuildError that names each package that no source has, with the answer of every source.
+    """
+
+    def on_disk(archive: CondaArchive, answers: list[str]) -> Path | None:
+        return store.find_archive(archive.sha256, archive.name) or _at_file_urls(archive, store, site, answers)
+
+    def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
+        return {} if offline else _download_archives(missing, answers, store, Client(pip, env), site)
+
+    hint = (
+        "run it once without --offline, or give the channel a mirror in a folder (file:///...) under [mirrors] "
+        "in site.toml"
+        if offline
+        else "check the channel's mirrors in site.toml, their credentials (netrc, or user:password@ in the mirror's "
+        "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced"
+    )
+    return _located(wanted, on_disk, remote, "it", lambda one: f"{redact(one.url)}: not asked, --offline", hint)
+
+
+def _located(
+    wanted: Sequence[Item],
+    on_disk: Callable[[Item, list[str]], Path | None],
+    remote: Callable[[Sequence[Item], Answers[Item]], dict[Item, Path]],
+    what: str,
+    unasked: Callable[[Item], str],
+    hint: str,
+) -> dict[Item, Path]:
+    """Return a file for each of `wanted`: from `on_disk`, else from `remote`. Raises BuildError when some have none.
+
+    The functions add the answer of each source that does not have an item to the item's list.
+    """
+    answers: dict[Item, list[str]] = {item: [] for item in wanted}
+    found = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
+    if missing := [item for item in answers if item not in found]:
+        found |= remote(missing, answers)
+    lines = []
+    for item in answers:
+        if item not in found:
+            lines.append(f"{item}: no source has {what} with the locked hash")
+            lines += [f"    wanted sha256:{digest}" for digest in sorted(item.hashes)[:3]]
+            lines += [f"    {answer}" for answer in answers[item] or [unasked(item)]]
+    if lines:
+        raise BuildError("\n".join(lines), hint)
+    return {item: found[item] for item in wanted}
 
 
 def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
     """Return None when the package index at `url` answers, else the reason of the failure."""
-    if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():
+    if url.startswith("file:") and not path_of(url).is_dir():
         return "no such folder"
-    source = PackageSource(url, is_index=True)
-    # Without retries: a resolution leaves out an index that is down, and reports it.
-    impatient = Client(_once(pip), env)
     try:
-        source.links("torch", impatient)
+        # Without retries: a resolution leaves out an index that is down, and reports it.
+        PackageSource(url, is_index=True).links("torch", Client(replace(pip, retries=0), env))
     except RequestFailed as error:
         return str(error)
     return None
 
 
-def _once(pip: PipConfig) -> PipConfig:
-    from dataclasses import replace
-
-    return replace(pip, retries=0)
-
-
 def _in_store(wheel: WantedWheel, store: Store) -> Path | None:
-    for digest in sorted(wheel.hashes):
-        if path := store.find_wheel(digest):
-            return path
-    return None
+    return next(filter(None, map(store.find_wheel, sorted(wheel.hashes))), None)
 
 
 def _in_folders(
     wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
 ) -> Path | None:
     for folder, names in folders:
-        candidates = [name for name in names if matches(name, wheel.name, wheel.version)]
         others = []
-        for name in candidates:
+        for name in (name for name in names if matches(name, wheel.name, wheel.version)):
             try:
                 digest = store.file_digest(folder / name)
             except OSError as error:
@@ -116,76 +182,91 @@ def _in_folders(
     return None
 
 
-def _fetch_all(
-    missing: Sequence[WantedWheel],
-    sources: Sequence[PackageSource],
-    client: Client,
-    store: Store,
-    answers: Mapping[WantedWheel, list[str]],
-) -> dict[WantedWheel, Path]:
-    if not sources:
-        return {}
-    store.folder("partial")
-    store.clean_stale()
-
-    def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
-        return _fetch_one(wheel, sources, client, store, answers[wheel], on_progress)
-
-    return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
-
-
-def fetch_each(
-    missing: Sequence[Item],
-    fetch: Callable[[Item, OnProgress], Path | None],
-    client: Client,
-    title: str,
-    total: int | None = None,
-) -> dict[Item, Path]:
-    """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
-    with transfer(title, total) as on_progress:
-        paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
-    return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
-
-
-def _fetch_one(
-    wheel: WantedWheel,
-    sources: Sequence[PackageSource],
-    client: Client,
-    store: Store,
-    answers: list[str],
-    on_progress: OnProgress,
-) -> Path | None:
-    for source in sources:
+def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list[str]) -> Path | None:
+    for path in (path_of(url) for url in site.mirrored(archive.url) if url.startswith("file:")):
         try:
-            links = [
-                link for link in source.links(wheel.name, client) if matches(link.filename, wheel.name, wheel.version)
-            ]
-        except RequestFailed as error:
-            answers.append(f"{source.name}: cannot be used: {error}")
+            digest = store.file_digest(path)
+        except OSError as error:
+            answers.append(f"{path}: {error.strerror}")
             continue
-        good = [link for link in links if link.sha256 in wheel.hashes or link.sha256 is None]
-        for link in sorted(good, key=lambda link: link.sha256 is None):
-            try:
-                return _download(link, wheel, client, store, on_progress)
-            except Mismatch as error:
-                answers.append(f"{source.name}: hash mismatch: {link.filename} has sha256:{error.sha256}")
-            except RequestFailed as error:
-                answers.append(f"{source.name}: {link.filename}: {error}")
-            except OSError as error:
-                raise store.unwritable(error) from error
-        if not good:
-            seen = ", ".join(f"{link.filename} sha256:{link.sha256}" for link in links[:3])
-            answers.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
+        if digest == archive.sha256:
+            return path
+        answers.append(f"{path}: hash mismatch: it has sha256:{digest}")
     return None
 
 
-def _download(link: Link, wheel: WantedWheel, client: Client, store: Store, on_progress: OnProgress) -> Path:
-    key = link.sha256 or hashlib.sha256("".join([link.filename, *sorted(wheel.hashes)]).encode()).hexdigest()
+def _download_wheels(
+    missing: Sequence[WantedWheel],
+    answers: Answers[WantedWheel],
+    store: Store,
+    client: Client,
+    sources: Sequence[PackageSource],
+) -> dict[WantedWheel, Path]:
+    def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
+        hashes, told = wheel.hashes, answers[wheel]
+        known = partial(_in_store, wheel, store)
+        for source in sources:
+            try:
+                links = source.links(wheel.name, client)
+            except RequestFailed as error:
+                told.append(f"{source.name}: cannot be used: {error}")
+                continue
+            links = [link for link in links if matches(link.filename, wheel.name, wheel.version)]
+            good = [link for link in links if link.sha256 in hashes or link.sha256 is None]
+            for link in sorted(good, key=lambda link: link.sha256 is None):
+                name = link.filename
+                key = link.sha256 or hashlib.sha256("".join([name, *sorted(hashes)]).encode()).hexdigest()
+                try:
+                    return download(link.url, name, hashes, key, known, client, store, on_progress)
+                except Mismatch as error:
+                    told.append(f"{source.name}: hash mismatch: {name} has sha256:{error.sha256}")
+                except RequestFailed as error:
+                    told.append(f"{source.name}: {name}: {error}")
+            if not good:
+                seen = ", ".join(f"{link.filename} sha256:{link.sha256}" for link in links[:3])
+                told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
+        return None
 
-    def known() -> Path | None:
-        return _in_store(wheel, store)
+    return fetch_each(missing, fetch, client, store, f"looking for {len(missing)} wheels")
 
-    return download(link.url, link.filename, wheel.hashes, key, known, client, store, on_progress)
+
+def _download_archives(
+    missing: Sequence[CondaArchive], answers: Answers[CondaArchive], store: Store, client: Client, site: Site
+) -> dict[CondaArchive, Path]:
+    # Channels that failed for every request; without this, sixty packages would wait sixty times for a dead one.
+    down: dict[str, str] = {}
+
+    def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
+        name, sha256, told = archive.name, archive.sha256, answers[archive]
+        known = partial(store.find_archive, sha256, name)
+        for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
+            shown = redact(url)
+            channel = url.rsplit("/", 2)[0]  # or its mirror
+            if channel in down:
+                told.append(f"{shown}: {down[channel]}")
+                continue
+            try:
+                return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)
+            except Mismatch as error:
+                told.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            except RequestFailed as error:
+                if error.is_down:
+                    down[channel] = str(error)
+                told.append(f"{shown}: {error}")
+        return None
+
+    return fetch_each(missing, fetch, client, store, f"fetching {len(missing)} conda packages")
+
+
+def fetch_each(
+    missing: Sequence[Item], fetch: Callable[[Item, OnProgress], Path | None], client: Client, store: Store, title: str
+) -> dict[Item, Path]:
+    """Return the file that `fetch` finds for each of `missing`, in parallel."""
+    store.folder("partial")
+    store.clean_stale()
+    with transfer(title, None) as on_progress:
+        paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
+    return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
 
 def download(
@@ -198,29 +279,17 @@ def download(
     store: Store,
     on_progress: OnProgress,
     kind: str = "wheels",
-    size: int | None = None,
 ) -> Path:
     """Download `url` into the store as `kind`/<sha256>/`name`; only one process downloads a `key` at a time.
 
-    `known` returns the file if another process was faster. Raises the exceptions of `Client.download`.
+    `known` returns the file if another process was faster. Raises the RequestFailed of `Client.download`, and
+    BuildError when the store cannot be written.
     """
-    with locked_partial(store.folder("partial") / key, client.stop) as partial:
-        if there := known():
-            return there
-        digest = client.download(url, partial, hashes, on_progress, size)
-        return store.adopt(partial, digest, name, kind)
-
-
-def _not_found(missing: Sequence[WantedWheel], answers: Mapping[WantedWheel, list[str]], offline: bool) -> BuildError:
-    lines = []
-    for wheel in missing:
-        lines.append(f"{wheel}: no source has a file with the locked hash")
-        lines += [f"    wanted sha256:{digest}" for digest in sorted(wheel.hashes)[:3]]
-        lines += [f"    {answer}" for answer in answers[wheel]] or ["    no source is configured"]
-    hint = (
-        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
-        if offline
-        else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
-        "files were replaced"
-    )
-    return BuildError("\n".join(lines), hint)
+    try:
+        with locked_partial(store.folder("partial") / key, client.stop) as path:
+            if there := known():
+                return there
+            digest = client.download(url, path, hashes, on_progress)
+            return store.adopt(path, digest, name, kind)
+    except OSError as error:
+        raise store.unwritable(error) from error

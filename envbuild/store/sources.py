@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urljoin
 
 from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.client import Client
-from envbuild.store.credentials import with_credentials_of
+from envbuild.store.client import Client, path_of, with_credentials_of
 
 _BASE = re.compile(r"""<base\s[^>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)
@@ -42,9 +41,9 @@ class Link:
 class PackageSource:
     """A source of links: one page for each project (an index), or one page for all (find-links).
 
-    Each page is requested once and kept. A server that is down is not asked again. After a failure in spite of
-    retries, each further page is tried only once, so that ten wheels do not wait ten times for one dead index. A
-    page that is refused on its own does not affect other pages.
+    Each page is requested once and kept. A server that is down is not asked again. After a failure in spite of retries,
+    each further page is tried only once, so that ten wheels do not wait ten times for one dead index. A page that is
+    refused on its own does not affect other pages.
     """
 
     url: str
@@ -53,7 +52,6 @@ class PackageSource:
     patient: bool = True
     _pages: dict[str, list[Link]] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
-    _guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def name(self) -> str:
@@ -62,9 +60,7 @@ class PackageSource:
     def links(self, project: str, client: Client) -> list[Link]:
         """Return the files of `project` (normalised name). Raises RequestFailed."""
         page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
-        with self._guard:
-            lock = self._locks.setdefault(page, threading.Lock())
-        with lock:
+        with self._locks.setdefault(page, threading.Lock()):
             if self.refusal is not None:
                 raise self.refusal
             if page not in self._pages:
@@ -89,7 +85,7 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
 
     kind = "text/html"
     if url.startswith("file:"):
-        folder = Path(unquote(urlsplit(url).path))
+        folder = path_of(url)
         html = folder / "index.html" if folder.is_dir() else folder
         try:
             text = html.read_text(encoding="utf-8", errors="replace")
@@ -97,8 +93,8 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
             raise NotFound(str(error)) from None
     else:
         response = client.page(url, patient=patient)
-        url, kind = (with_credentials_of(response.url, url), response.headers.get("Content-Type", kind))
-        text = response.text
+        url, kind = with_credentials_of(response.url, url), response.headers.get("Content-Type", kind)
+        text = response.content.decode("utf-8", "replace")
     if "json" not in kind:
         # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
         if base := _BASE.search(text):
@@ -158,7 +154,7 @@ def local_files(pip: PipConfig, suffixes: tuple[str, ...] = (".whl",)) -> list[t
 
 def _local_path(entry: str) -> Path | None:
     if entry.startswith("file:"):
-        return Path(unquote(urlsplit(entry).path))
+        return path_of(entry)
     return None if "://" in entry else Path(entry)
 
 
@@ -167,8 +163,8 @@ def remote_sources(
 ) -> list[PackageSource]:
     """Return all sources except local folders, in the order in which they are asked.
 
-    The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra
-    indexes. With `offline`, only sources on local disks are returned.
+    The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra indexes.
+    With `offline`, only sources on local disks are returned.
     """
     sources = []
     for entry in pip.find_links:

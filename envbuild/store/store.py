@@ -36,7 +36,7 @@ from envbuild.file_lock import folder_lock
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
 
-_STALE_DAYS = 7.0
+_STALE_S = 7 * 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,7 @@ class Store:
 
     @property
     def blobs(self) -> Blobs:
-        """Layers and manifests of images, and Debian packages.
-
-        Raises BuildError when their folder cannot be created.
-        """
+        """Layers and manifests of images, and Debian packages. Raises BuildError if their folder cannot be created."""
         from envbuild.image.blobs import Blobs
 
         return Blobs(self.folder("blobs"))
@@ -79,9 +76,7 @@ class Store:
     def find_wheel(self, sha256: str) -> Path | None:
         """Return the wheel with this digest, or None when the store has none."""
         with contextlib.suppress(OSError):
-            for path in (self.root / "wheels" / sha256).iterdir():
-                if path.suffix == ".whl":
-                    return path
+            return next((self.root / "wheels" / sha256).glob("*.whl"), None)
         return None
 
     def find_archive(self, sha256: str, name: str) -> Path | None:
@@ -133,12 +128,11 @@ class Store:
     def working(self, *parts: str) -> Iterator[Path]:
         """Remove temporary folders of killed runs below `parts`, and yield a new one, which is removed at the end.
 
-        On a network file system, flock on a folder may exclude only processes of the same machine. A folder of
-        another machine is therefore removed only when it is old. Raises BuildError when the folder cannot be
-        created.
+        On a network file system, flock on a folder may exclude only processes of the same machine. A folder of another
+        machine is therefore removed only when it is old. Raises BuildError when the folder cannot be created.
         """
         home = self.folder(*parts)
-        limit = time.time() - _STALE_DAYS * 86400
+        limit = time.time() - _STALE_S
         for left in home.iterdir():
             with contextlib.suppress(OSError):
                 if left.name.startswith(_this_boot()) or left.stat().st_mtime < limit:
@@ -169,9 +163,9 @@ class Store:
             if folder.exists():
                 return folder
 
-    def clean_stale(self, days: float = _STALE_DAYS) -> None:
-        """Remove unfinished downloads and unfinished files of killed runs that are older than `days` days."""
-        limit = time.time() - days * 86400
+    def clean_stale(self) -> None:
+        """Remove unfinished downloads and unfinished files of killed runs that are old."""
+        limit = time.time() - _STALE_S
         kept = (("partial", ""), ("blobs/partial", ""), ("blobs/sha256", ".new-"), ("segments", ".new-"))
         for folder, prefix in kept:
             with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from envbuild.artifacts.state import FILE, State, parse_state
 from envbuild.errors import UsageError
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
-from envbuild.image.squashfs.read import is_squashfs, open_squashfs
+from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.host import Launch
@@ -88,14 +88,14 @@ def image_state(image: ImageFile) -> State:
     """Return the state that envbuild stored in the image. Raises UsageError when envbuild did not make the image."""
     where = str(image.path)
     with image.path.open("rb") as stream:
-        tree = open_squashfs(stream, image.offset, where)
+        tree = SquashfsImage(stream, image.offset, where)
         handle = tree.find(f"{PREFIX}/{FILE}")
         if handle is None:
             raise UsageError(
                 f"{where} is not an artifact of envbuild: it has no /{PREFIX}/{FILE}",
                 "give a .sqsh or .sif file that `envbuild enroot` or `envbuild apptainer` made",
             )
-        text = tree.content(handle).read(_MOST_STATE)
+        text = tree.content(handle, _MOST_STATE)
     return parse_state(text, f"{where}: /{PREFIX}/{FILE}")
 
 

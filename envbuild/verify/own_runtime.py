@@ -105,12 +105,12 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
 
 def extract(image: ImageFile, into: Path) -> None:
     """Unpack `image` into the folder `into`. Raises BuildError when that fails."""
-    from envbuild.image.squashfs.read import open_squashfs
+    from envbuild.image.squashfs.read import SquashfsImage
     from envbuild.image.squashfs.unpack import unpack
 
     with writing(into), image.path.open("rb") as stream:
         into.mkdir(exist_ok=True)
-        unpack(open_squashfs(stream, image.offset, str(image.path)), into, owners=False)
+        unpack(SquashfsImage(stream, image.offset, str(image.path)), into)
 
 
 def spec_of(image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment) -> dict[str, Any]:

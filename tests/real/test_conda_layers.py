@@ -23,7 +23,7 @@ from lab.wheels import make_wheel
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.squashfs.codec import DEFAULT, codec_of
+from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.bytecode import compiler_for
 from envbuild.layers.conda import conda_parts, conda_tree
 from envbuild.layers.conda_files import CondaFile, Shared, shared_paths
@@ -160,7 +160,7 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
             parts = conda_parts(files, Shared({}, (), ()), SCHEME, compiler, MTIME, 2)
             tars = [TarCache(store, lambda _: None).part(part) for part in parts]
             shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
-            maker = SegmentCache(store, codec_of(DEFAULT), len(processors), lambda _: None)
+            maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None)
             segments = [maker.part(part) for part in parts]
         finally:
             os.sched_setaffinity(0, allowed)
@@ -253,7 +253,7 @@ def test_a_damaged_package_gives_no_layer_and_names_itself(conda_channel: Channe
     store = Store(tmp_path / "store")
     makers: Mapping[str, Any] = {
         "tar": TarCache(store, lambda _: None),
-        "segment": SegmentCache(store, codec_of(DEFAULT), 2, lambda _: None),
+        "segment": SegmentCache(store, codec_of("zstd"), 2, lambda _: None),
     }
     for maker in makers.values():
         with pytest.raises(BuildError, match=rf"^{file.path.name}: "):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import random
@@ -22,9 +21,9 @@ from lab import artifacts as made
 
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
-from envbuild.image.entry import FILE
+from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.image.squashfs.read import open_squashfs
+from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.unpack import unpack
 
 from .conftest import REPOSITORY, Command
@@ -135,8 +134,15 @@ def test_an_unpacked_image_is_the_tree_it_was_made_of(maker: str, tree: Path, tm
         mksquashfs(tree, image, *MAKERS[maker])
     start = time.monotonic()
     with image.open("rb") as stream:
-        unpack(open_squashfs(stream, 0, "lab"), tmp_path / "out", owners=True)
-    assert seen(tmp_path / "out") == seen(tree)
+        opened = SquashfsImage(stream, 0, "lab")
+        entries = {entry.path: entry for entry, _ in opened.entries()}
+        unpack(opened, tmp_path / "out")
+    found, expected = seen(tmp_path / "out"), seen(tree)
+    assert found.keys() == expected.keys()
+    for path, (mode, uid, gid, *rest) in expected.items():
+        entry = entries[path] if entries[path].kind != HARDLINK else entries[entries[path].target]
+        assert (entry.mode, entry.uid, entry.gid) == (stat.S_IMODE(mode), uid, gid), path
+        assert found[path] == (mode & ~0o6000, os.getuid(), os.getgid(), *rest), path
     assert (tmp_path / "out/sparse").stat().st_blocks < 1 << 12
     print(f"{maker}: {time.monotonic() - start:.1f} s")
     shutil.rmtree(tmp_path / "out")
@@ -145,10 +151,10 @@ def test_an_unpacked_image_is_the_tree_it_was_made_of(maker: str, tree: Path, tm
 SCRIPT = """
     import sys
     from pathlib import Path
-    from envbuild.image.squashfs.read import open_squashfs
+    from envbuild.image.squashfs.read import SquashfsImage
     from envbuild.image.squashfs.unpack import unpack
     with open(sys.argv[1], "rb") as stream:
-        unpack(open_squashfs(stream, 0, "lab"), Path(sys.argv[2]), owners=False)
+        unpack(SquashfsImage(stream, 0, "lab"), Path(sys.argv[2]))
     # getrusage(2) would tell of the process that started this one, too
     status = Path("/proc/self/status").read_text()
     print(int(status.partition("VmHWM:")[2].split()[0]) >> 10)
@@ -225,13 +231,15 @@ def test_damaged_images_of_every_maker_are_errors_and_never_worse(maker: str, tm
         start = time.monotonic()
         try:
             into = tmp_path / "out"
-            opened = open_squashfs(io.BytesIO(image), 0, "lab")
-            if chance.random() < 0.1:
-                unpack(opened, into, owners=False)
-            else:
-                for entry, handle in opened.entries():
-                    if entry.kind == FILE and entry.size < 1 << 28:
-                        opened.content(handle).read()
+            (tmp_path / "damaged").write_bytes(image)
+            with (tmp_path / "damaged").open("rb") as stream:
+                opened = SquashfsImage(stream, 0, "lab")
+                if chance.random() < 0.1:
+                    unpack(opened, into)
+                else:
+                    for entry, handle in opened.entries():
+                        if entry.kind == FILE and entry.size < 1 << 28:
+                            opened.content(handle, entry.size)
         except BuildError as error:
             errors += 1
             assert error.message.startswith(("lab: ", str(into))), error.message

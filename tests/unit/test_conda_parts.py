@@ -20,7 +20,7 @@ from envbuild.errors import BuildError, HostError
 from envbuild.fingerprint import conda_digest
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
-from envbuild.store.conda_fetch import CondaArchive, fetch_archives
+from envbuild.store.fetch import CondaArchive, fetch_archives
 from envbuild.store.store import Store
 
 SITE = "lib/python3.11/site-packages"

@@ -145,7 +145,7 @@ def test_upload_times_and_yanked_files_are_read_from_an_index_in_json() -> None:
         ],
     }  # fmt: skip
     kind = {"Content-Type": "application/vnd.pypi.simple.v1+json"}
-    answer = SimpleNamespace(url="https://i/simple/demo/", headers=kind, text=json.dumps(page))
+    answer = SimpleNamespace(url="https://i/simple/demo/", headers=kind, content=json.dumps(page).encode())
     client = SimpleNamespace(page=lambda url, patient: answer)
     yanked, sdist = read_page("https://i/simple/demo/", "demo", cast(Client, client))
     assert yanked.yanked and not sdist.yanked and sdist.requires_python == ">=3.9"

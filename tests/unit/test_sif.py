@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
+import tempfile
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 from hypothesis import given
@@ -12,12 +14,19 @@ from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
 from envbuild.image.sif import DEFINITION, JSON, PARTITION, finish_sif, is_sif, read_object, read_sif, write_sif_front
-from envbuild.image.squashfs.read import open_squashfs
+from envbuild.image.squashfs.read import SquashfsImage
 
 IMAGE = Path(__file__).with_name("data").joinpath("zstd.sqsh").read_bytes()
 DEFINITION_TEXT = b"Bootstrap: docker\nFrom: debian:12\n"
 JSONS = (("inspect-metadata.json", b'{"type":"container"}'), ("oci-config.json", b"{}"))
 PART = 4096 + 3 * 585  # the descriptor of the partition
+
+
+def filed(data: bytes) -> BinaryIO:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it is removed when nobody refers to it
+    file.write(data)
+    file.flush()
+    return cast(BinaryIO, file)
 
 
 def made(
@@ -80,15 +89,16 @@ def test_the_bytes_depend_on_the_input_alone() -> None:
     st.integers(0, 1 << 33),
 )
 def test_what_was_written_is_read(definition: bytes, jsons: list[tuple[str, bytes]], arch: str, mtime: int) -> None:
-    stream = io.BytesIO(made(definition, tuple(jsons), arch, mtime=mtime))
-    assert is_sif(stream.getvalue()[:64])
+    data = made(definition, tuple(jsons), arch, mtime=mtime)
+    stream = filed(data)
+    assert is_sif(data[:64])
     sif = read_sif(stream, "lab.sif")
     assert (sif.arch, sif.mtime) == (arch, mtime)
     assert [item.kind for item in sif.objects] == [DEFINITION, *[JSON] * len(jsons), PARTITION]
     found = [(item.name, read_object(stream, item, "lab.sif")) for item in sif.objects]
     assert found == [("", definition), *jsons, ("", IMAGE)]
     assert sif.partition.offset % 4096 == 0
-    image = open_squashfs(stream, sif.partition.offset, "lab.sif")
+    image = SquashfsImage(stream, sif.partition.offset, "lab.sif")
     assert image.find("numbers") is not None
 
 
@@ -139,12 +149,12 @@ def test_a_damaged_sif_is_an_error_and_never_worse(changes: list[tuple[int, int]
     data = bytearray(made())
     for at, value in changes:
         data[at] = value
-    stream = io.BytesIO(data)
+    stream = filed(data)
     try:
         sif = read_sif(stream, "lab.sif")
         for item in sif.objects:
             assert len(read_object(stream, item, "lab.sif")) == item.size
-        open_squashfs(stream, sif.partition.offset, "lab.sif")
+        SquashfsImage(stream, sif.partition.offset, "lab.sif")
     except BuildError as error:
         assert error.message.startswith("lab.sif: ")
 

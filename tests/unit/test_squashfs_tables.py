@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.codec import Codec, codec_of
-from envbuild.image.squashfs.directories import write_listing
-from envbuild.image.squashfs.metadata import METADATA_SIZE, MetadataWriter, indexed
-from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Data, Fragment
+from envbuild.image.squashfs.metadata import MetadataWriter, indexed, write_listing
+from envbuild.image.squashfs.model import BLOCK_SIZE, METADATA_SIZE, UNCOMPRESSED, Data, Fragment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 
 # Nothing becomes smaller, so that metadata is stored as it is and can be found by offset.
-AS_IT_IS = Codec("gzip", 1, 0, "none", b"", lambda data: data)
+AS_IT_IS = Codec(1, "none", b"", lambda data: data)
 FIELDS = (
     *("magic", "inodes", "mtime", "block_size", "fragments", "compressor", "block_log", "flags", "ids"),
     *("major", "minor", "root", "used", "id_table", "xattr_table", "inode_table", "directory_table"),

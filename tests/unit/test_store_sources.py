@@ -7,8 +7,7 @@ import pytest
 from envbuild.cache.retry import NotFound
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client
-from envbuild.store.credentials import split_credentials, with_credentials_of
+from envbuild.store.client import Client, split_credentials, with_credentials_of
 from envbuild.store.sources import matches, read_page, remote_sources
 
 

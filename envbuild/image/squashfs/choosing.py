@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
@@ -15,17 +16,8 @@ from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.tree import MergedEntry
 
-
-@dataclass(slots=True)
-class Repack:
-    """A fragment block of which the image needs only some files.
-
-    `needed` has the digests and sizes of these files by offset.
-    """
-
-    layer: int
-    fragment: Fragment
-    needed: dict[int, tuple[str, int]]
+# A fragment block of a layer of which the image needs only some files: their digests and sizes by offset.
+Repack = tuple[int, Fragment, dict[int, tuple[str, int]]]
 
 
 @dataclass(slots=True)
@@ -43,6 +35,17 @@ class Choice:
     repacks: list[Repack] = field(default_factory=list)
     homes: dict[str, Data] = field(default_factory=dict)
 
+    def add(self, layer: int, start: int, size: int) -> int:
+        """Append `size` bytes of a segment to the spans, and return their position in the image's data."""
+        position = self.size
+        last = self.spans[-1] if self.spans else (-1, 0, 0)
+        if last[0] == layer and last[1] + last[2] == start:
+            self.spans[-1] = (layer, last[1], last[2] + size)
+        else:
+            self.spans.append((layer, start, size))
+        self.size += size
+        return position
+
 
 _Small = dict[int, dict[int, tuple[str, int]]]  # fragment number → offset → (digest, size)
 
@@ -52,9 +55,9 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
 
     Raises BuildError when a segment lacks a file.
     """
+    choice = Choice()
     large: list[dict[int, Data]] = [{} for _ in segments]  # by start
     small: list[_Small] = [defaultdict(dict) for _ in segments]
-    holes: list[Data] = []
     for merged in entries:
         entry = merged.entry
         if entry.kind != FILE or not entry.size:
@@ -64,9 +67,8 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
             small[merged.layer][data.fragment][data.offset] = (data.digest, entry.size)
         elif any(data.words):
             large[merged.layer][data.start] = data
-        else:
-            holes.append(data)
-    choice = Choice(homes={data.digest: data for data in holes})
+        else:  # nothing of it is stored
+            choice.homes[data.digest] = data
     for layer, segment in enumerate(segments):
         known = set(choice.homes)
         parts: list[tuple[int, int, Data | int]] = []  # start, size, file or fragment number
@@ -77,8 +79,14 @@ def choose(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> Choic
         for number in _fragments(choice, layer, segment, small[layer]):
             fragment = segment.fragments[number]
             parts.append((fragment.start, fragment.word & SIZE_MASK, number))
-        parts.sort(key=lambda part: part[0])
-        _place(choice, layer, segment, parts, small[layer])
+        for start, size, what in sorted(parts, key=itemgetter(0)):
+            position = choice.add(layer, start, size)
+            if isinstance(what, Data):
+                choice.homes[what.digest] = Data(position, what.words, digest=what.digest)
+                continue
+            for offset, (digest, _) in small[layer][what].items():
+                choice.homes.setdefault(digest, Data(fragment=len(choice.fragments), offset=offset, digest=digest))
+            choice.fragments.append(Fragment(position, segment.fragments[what].word))
     return choice
 
 
@@ -111,7 +119,7 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
         if data.fragment != NO_FRAGMENT:
             places[data.fragment].add(data.offset)
     copied: list[int] = []
-    promised = {digest for repack in choice.repacks for digest, _ in repack.needed.values()}
+    promised = {digest for _, _, needed in choice.repacks for digest, _ in needed.values()}
     for number in sorted(small):
         if number >= len(segment.fragments):
             raise damaged(segment, f"it has no fragment block {number}")
@@ -129,28 +137,6 @@ def _fragments(choice: Choice, layer: int, segment: Segment, small: _Small) -> l
         if len(seen) == len(places[number]) and 2 * new >= all_of_it:
             copied.append(number)
         else:
-            choice.repacks.append(Repack(layer, segment.fragments[number], needed))
+            choice.repacks.append((layer, segment.fragments[number], needed))
             promised.update(digest for digest, _ in needed.values())
     return copied
-
-
-def _place(
-    choice: Choice, layer: int, segment: Segment, parts: Iterable[tuple[int, int, Data | int]], small: _Small
-) -> None:
-    """Append the parts of a segment, in order, to the image's data."""
-    for start, size, what in parts:
-        position = choice.size
-        if isinstance(what, Data):
-            choice.homes[what.digest] = Data(position, what.words, digest=what.digest)
-        else:
-            number = len(choice.fragments)
-            choice.fragments.append(Fragment(position, segment.fragments[what].word))
-            for offset, (digest, _) in small[what].items():
-                home = Data(fragment=number, offset=offset, digest=digest)
-                choice.homes.setdefault(digest, home)
-        last = choice.spans[-1] if choice.spans else (-1, 0, 0)
-        if last[0] == layer and last[1] + last[2] == start:
-            choice.spans[-1] = (layer, last[1], last[2] + size)
-        else:
-            choice.spans.append((layer, start, size))
-        choice.size += size

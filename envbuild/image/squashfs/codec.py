@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import struct
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.image.squashfs.model import BLOCK_SIZE
 
 Compress = Callable[[bytes], bytes]
 Decompress = Callable[[bytes, int], bytes]
+
+NAMES = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +32,10 @@ class Codec:
     several threads at once.
     """
 
-    name: str
     number: int
-    level: int
     identity: str
     options: bytes
     compress: Compress
-
-
-# name → (number, default level, lowest, highest)
-_KNOWN = {"gzip": (1, 6, 1, 12), "xz": (4, 6, 0, 9), "lz4": (5, 0, 0, 12), "zstd": (6, 3, 1, 19)}
-NAMES = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
-DEFAULT = "zstd"
 
 
 def codec_of(text: str) -> Codec:
@@ -51,15 +46,14 @@ def codec_of(text: str) -> Codec:
             f"compression {text!r}: no compressor is called {name!r}",
             f"one of {', '.join(sorted(_KNOWN))}, with a level if you like: zstd:15",
         )
-    number, default, low, high = _KNOWN[name]
+    number, default, low, high, make, _ = _KNOWN[name]
     if colon and not (level_text.isascii() and level_text.isdigit()):
         raise UsageError(f"compression {text!r}: {level_text!r} is no level", f"{low} to {high}")
     level = int(level_text) if colon else default
     if not low <= level <= high:
         raise UsageError(f"compression {text!r}: {name} has no level {level}", f"{low} to {high}")
-    make = {"gzip": _gzip, "xz": _xz, "lz4": _lz4, "zstd": _zstd}[name]
     version, options, compress = make(level)
-    return Codec(name, number, level, f"{name} {version or 'of the host'} level {level}", options, compress)
+    return Codec(number, f"{name} {version or 'of the host'} level {level}", options, compress)
 
 
 def decompressor(number: int) -> Decompress:
@@ -68,13 +62,12 @@ def decompressor(number: int) -> Decompress:
     The function raises ValueError for damaged data and for output that exceeds the maximum. Raises UsageError for a
     compressor that is not supported (lzo, lzma).
     """
-    found = {1: _gunzip, 4: _unxz, 5: _unlz4, 6: _unzstd}.get(number)
-    if found is None:
-        name = NAMES.get(number, f"number {number}")
+    name = NAMES.get(number, f"number {number}")
+    if name not in _KNOWN:
         raise UsageError(
             f"the compressor {name} of this squashfs cannot be read", "make the image with zstd, gzip, lz4 or xz"
         )
-    return found
+    return _KNOWN[name][-1]
 
 
 def _gzip(level: int) -> tuple[str, bytes, Compress]:
@@ -87,6 +80,10 @@ def _gzip(level: int) -> tuple[str, bytes, Compress]:
     return version("deflate"), options, lambda data: bytes(zlib_compress(data, level))
 
 
+def _gunzip(data: bytes, most: int) -> bytes:
+    return _whole(zlib.decompressobj(), data, most, zlib.error)
+
+
 def _xz(level: int) -> tuple[str, bytes, Compress]:
     import lzma
 
@@ -95,59 +92,28 @@ def _xz(level: int) -> tuple[str, bytes, Compress]:
     return "", b"", partial(lzma.compress, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)  # fmt: skip
 
 
-def _lz4(level: int) -> tuple[str, bytes, Compress]:
-    from lz4.block import compress
-    from lz4.version import version
-
-    if level == 0:
-        return version, struct.pack("<II", 1, 0), lambda data: compress(data, store_size=False)
-    high = partial(compress, mode="high_compression", compression=level, store_size=False)
-    return version, struct.pack("<II", 1, 1), high
-
-
-def _zstd(level: int) -> tuple[str, bytes, Compress]:
-    import zstandard
-
-    local = threading.local()  # a compressor serves one thread at a time
-
-    def compress(data: bytes) -> bytes:
-        try:
-            one = local.one
-        except AttributeError:
-            one = local.one = zstandard.ZstdCompressor(level=level)
-        return bytes(one.compress(data))
-
-    return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
-
-
-class _BlockDecoder(Protocol):
-    @property
-    def eof(self) -> bool: ...
-
-    def decompress(self, data: bytes, most: int, /) -> bytes: ...
-
-
-def _gunzip(data: bytes, most: int) -> bytes:
-    import zlib
-
-    return _whole(zlib.decompressobj(), data, most, zlib.error)
-
-
 def _unxz(data: bytes, most: int) -> bytes:
     import lzma
 
-    decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27)
-    return _whole(decoder, data, most, lzma.LZMAError)
+    return _whole(lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=1 << 27), data, most, lzma.LZMAError)
 
 
-def _whole(decoder: _BlockDecoder, data: bytes, most: int, failure: type[Exception]) -> bytes:
+def _whole(decoder: Any, data: bytes, most: int, failure: type[Exception]) -> bytes:
     try:
-        found = decoder.decompress(data, most)
+        found: bytes = decoder.decompress(data, most)
     except failure as error:
         raise ValueError(str(error)) from None
     if not decoder.eof:
         raise ValueError("longer than it may be, or cut short")
     return found
+
+
+def _lz4(level: int) -> tuple[str, bytes, Compress]:
+    from lz4.block import compress
+    from lz4.version import version
+
+    high = {"mode": "high_compression", "compression": level} if level else {}
+    return version, struct.pack("<II", 1, level > 0), partial(compress, store_size=False, **high)
 
 
 def _unlz4(data: bytes, most: int) -> bytes:
@@ -157,6 +123,19 @@ def _unlz4(data: bytes, most: int) -> bytes:
         return bytes(decompress(data, uncompressed_size=most))
     except LZ4BlockError as error:
         raise ValueError(str(error)) from None
+
+
+def _zstd(level: int) -> tuple[str, bytes, Compress]:
+    import zstandard
+
+    local = threading.local()  # a compressor serves one thread at a time
+
+    def compress(data: bytes) -> bytes:
+        if not hasattr(local, "one"):
+            local.one = zstandard.ZstdCompressor(level=level)
+        return bytes(local.one.compress(data))
+
+    return ".".join(map(str, zstandard.ZSTD_VERSION)), struct.pack("<I", level), compress
 
 
 def _unzstd(data: bytes, most: int) -> bytes:
@@ -169,3 +148,12 @@ def _unzstd(data: bytes, most: int) -> bytes:
         return bytes(zstandard.ZstdDecompressor().decompress(data, max_output_size=most))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
+
+
+# name → (number, default level, lowest, highest, level → (version, options, compressor), decompressor)
+_KNOWN: dict[str, tuple[int, int, int, int, Callable[[int], tuple[str, bytes, Compress]], Decompress]] = {
+    "gzip": (1, 6, 1, 12, _gzip, _gunzip),
+    "xz": (4, 6, 0, 9, _xz, _unxz),
+    "lz4": (5, 0, 0, 12, _lz4, _unlz4),
+    "zstd": (6, 3, 1, 19, _zstd, _unzstd),
+}

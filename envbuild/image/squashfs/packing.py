@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from envbuild.image.squashfs.codec import Codec, Compress
@@ -16,17 +15,9 @@ from envbuild.workers import Answer, Workers
 CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
 
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks."""
-
-    start: int
-    words: tuple[int, ...]
-    digests: tuple[bytes, ...]
-
-
-Done = Callable[[Packed], None]
+# A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks.
+Packed = tuple[int, Sequence[int], Sequence[bytes]]
+Done = Callable[[Packed], object]
 _Blocks = Sequence[tuple[int, bytes, bytes]]  # (size word, bytes, their sha256)
 
 
@@ -71,7 +62,7 @@ class Packer:
             self._out.write(data)
             self.position += len(data)
         words, _, digests = zip(*blocks, strict=True)
-        done(Packed(start, words, digests))
+        done((start, words, digests))
 
 
 class Tails:
@@ -102,7 +93,8 @@ class Tails:
             self._pieces, self._filled = [], 0
 
     def _written(self, packed: Packed) -> None:
-        self.fragments.append(Fragment(packed.start, packed.words[0]))
+        start, words, _ = packed
+        self.fragments.append(Fragment(start, words[0]))
 
 
 def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
@@ -115,7 +107,7 @@ def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
         block = chunk[start : start + size]
         packed = compress(block)
         word = len(packed)
-        if len(packed) >= size:
+        if word >= size:
             packed, word = block, size | UNCOMPRESSED
         blocks.append((word, packed, hashlib.sha256(packed).digest()))
     return blocks

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
-from envbuild.image.squashfs.read_inodes import Inode, listed, read_inode
-from envbuild.image.squashfs.read_lookup import Attributes, fragment, fragments, owners
-from envbuild.image.squashfs.read_tables import MAGIC, ImageBytes, MetadataReader, Superblock
+from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
+from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
+from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
 from envbuild.workers import each
 
 # In bytes. Linux cannot open longer paths.
@@ -34,28 +33,24 @@ def is_squashfs(head: bytes) -> bool:
     return head[:4] == MAGIC.to_bytes(4, "little")
 
 
-def open_squashfs(stream: BinaryIO, base: int, where: str) -> SquashfsImage:
-    """Open the image with its superblock at offset `base` of `stream`, a seekable file that stays open.
-
-    `where` is for messages. Raises BuildError when there is no image, or its compressor is not supported.
-    """
-    return SquashfsImage(ImageBytes(stream, base, where))
-
-
 class SquashfsImage:
-    """A squashfs image. Several threads may call its methods at once."""
+    """The squashfs image with its superblock at offset `base` of `stream`, a file that stays open.
 
-    def __init__(self, source: ImageBytes) -> None:
-        self._source = source
-        self.superblock: Superblock = source.superblock
-        self.where = source.where
-        block = self.superblock
-        self._inodes = MetadataReader(source, block.inode_table, block.end_of(block.inode_table))
-        self._lists = MetadataReader(source, block.directory_table, block.end_of(block.directory_table))
+    `where` is for messages. Several threads may call the methods at once. Raises BuildError when there is no image, or
+    its compressor is not supported.
+    """
+
+    def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
+        self._source = source = ImageBytes(stream, base, where)
+        self.superblock = block = source.superblock
+        self._inodes = source.metadata_at(block.inode_table)
+        self._lists = source.metadata_at(block.directory_table)
         blocks = MetadataReader(source, 0, block.bytes_used)
-        self._owners = owners(source, blocks)
-        self._fragments = fragments(source, blocks)
-        self._attributes = Attributes(source, blocks)
+        owners = Lookup(blocks, block.id_table, block.ids, 4)
+        self._owners = tuple(int.from_bytes(owners.row(number), "little") for number in range(block.ids))
+        fragments = block.fragments if block.fragment_table != NO_TABLE else 0
+        self._fragments = Lookup(blocks, block.fragment_table, fragments, FRAGMENT.size)
+        self._attributes = Attributes(blocks)
         self._kept: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
@@ -73,7 +68,7 @@ class SquashfsImage:
         names: dict[int, str] = {}
         seen = {self.superblock.root}
         room = self._lists.capacity() - root.size
-        stack = [("", listed(self._source, self._lists, root))]
+        stack = [("", listed(self._lists, root))]
         while stack:
             folder, listing = stack[-1]
             item = next(listing, None)
@@ -95,14 +90,19 @@ class SquashfsImage:
                 if place in seen or room < 0:
                     raise self._source.damaged(f"{path!a}: a directory in two places")
                 seen.add(place)
-                stack.append((f"{path}/", listed(self._source, self._lists, inode)))
+                stack.append((f"{path}/", listed(self._lists, inode)))
             elif inode.links > 1:
                 names.setdefault(place, path)
             yield self._entry(path, inode, first), place
 
-    def content(self, handle: int) -> Content:
-        """Return the content of a regular file by its handle, also for a hard link."""
-        return Content(self.blocks(handle))
+    def content(self, handle: int, most: int) -> bytes:
+        """Return the first `most` bytes of a regular file by its handle, also for a hard link."""
+        found = bytearray()
+        for data, length in self.blocks(handle):
+            found += bytes(length) if data is None else data
+            if len(found) >= most:
+                break
+        return bytes(found[:most])
 
     def blocks(self, handle: int) -> Iterator[tuple[bytes | None, int]]:
         """Yield the content of a regular file in pieces of at most one block, with the length of each.
@@ -110,7 +110,7 @@ class SquashfsImage:
         The data of a piece is None for zeros that are not stored. Raises BuildError when the file is damaged.
         """
         inode = self._inode(handle)
-        if inode.kind != FILE or inode.words is None:
+        if inode.kind != FILE:
             raise self._source.damaged("what is no regular file is read as one")
         most = self.superblock.block_size
         in_fragment = inode.size % most if inode.fragment != NO_FRAGMENT else 0
@@ -118,7 +118,7 @@ class SquashfsImage:
         place = inode.start
         while left:
             length = min(left, most)
-            word = int.from_bytes(inode.words.take(4), "little")
+            word = inode.rest.number()
             if word == 0:
                 yield None, length
             else:
@@ -155,7 +155,7 @@ class SquashfsImage:
             if inode.kind != DIR:
                 return None
             # Names are sorted, so the search for a missing name ends early.
-            following = (item for item in listed(self._source, self._lists, inode) if item[0] >= name)
+            following = (item for item in listed(self._lists, inode) if item[0] >= name)
             known, place = next(following, (b"", 0))
             if known != name:
                 return None
@@ -163,10 +163,9 @@ class SquashfsImage:
         return place if inode.kind == FILE else None
 
     def _entry(self, path: str, inode: Inode, first: str | None) -> Entry:
-        kind = inode.kind if not first else HARDLINK
         return Entry(
             path,
-            kind,
+            HARDLINK if first else inode.kind,
             0o777 if inode.kind == SYMLINK else inode.mode,
             inode.size if inode.kind == FILE else 0,
             first or inode.target,
@@ -178,23 +177,21 @@ class SquashfsImage:
         )
 
     def _inode(self, place: int) -> Inode:
-        cursor = self._inodes.cursor(place >> 16, place & 0xFFFF)
-        return read_inode(self._source, cursor, self._owners)
+        return read_inode(self._source, self._inodes.cursor(place), self._owners)
 
     def _block(self, place: int, word: int) -> bytes:
         stored = word & SIZE_MASK
         # The kernel's buffers hold no more, compressed or not.
         if word > UNCOMPRESSED | SIZE_MASK or not 0 < stored <= self.superblock.block_size:
             raise self._source.damaged(f"the block at {place} is of {stored} bytes")
-        compressed = not word & UNCOMPRESSED
-        return self._source.block(place, stored, compressed, self.superblock.block_size)
+        return self._source.block(place, stored, not word & UNCOMPRESSED, self.superblock.block_size)
 
     def _fragment(self, number: int) -> bytes:
         known = self._kept.get(number)
         if known is not None:
             return known
-        place = fragment(self._fragments.row(number))
-        data = self._block(place.start, place.word)
+        start, word, _ = FRAGMENT.unpack(self._fragments.row(number))
+        data = self._block(start, word)
         with self._lock:
             while len(self._kept) >= max(_KEPT // self.superblock.block_size, 2):
                 del self._kept[next(iter(self._kept))]
@@ -211,27 +208,3 @@ def _lots(files: Sequence[tuple[Entry, int]]) -> Iterator[Sequence[tuple[Entry, 
             start, size = number, 0
     if start < len(files):
         yield files[start:]
-
-
-class Content:
-    """A file's content as a stream; it holds at most one block and the requested bytes."""
-
-    def __init__(self, blocks: Iterator[tuple[bytes | None, int]]) -> None:
-        self._blocks = blocks
-        self._rest = b""
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return the next `size` bytes, fewer only at the end; all remaining bytes when `size` is negative."""
-        parts: list[bytes] = []
-        missing = size
-        while missing:
-            if not self._rest:
-                data, length = next(self._blocks, (b"", 0))
-                if not length:
-                    break
-                self._rest = bytes(length) if data is None else data
-            part = self._rest if missing < 0 else self._rest[:missing]
-            self._rest = self._rest[len(part) :]
-            parts.append(part)
-            missing -= len(part) if missing > 0 else 0
-        return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,4 +1,4 @@
-"""Reader of the metadata of a squashfs image: superblock and metadata blocks.
+"""Reader of the metadata of a squashfs image: superblock, metadata blocks, and tables with lookup by number.
 
 Images are not trusted: every offset and size is checked before use.
 """
@@ -7,53 +7,23 @@ from __future__ import annotations
 
 import io
 import os
-import struct
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import BinaryIO
 
 from envbuild.errors import BuildError, UsageError
-from envbuild.image.squashfs.codec import NAMES, Decompress, decompressor
+from envbuild.image.squashfs.codec import decompressor
+from envbuild.image.squashfs.model import MAGIC, METADATA_SIZE, METADATA_STORED, NO_TABLE, SUPERBLOCK
 
-_SUPERBLOCK = struct.Struct("<IIIIIHHHHHHQQQQQQQQ")
-MAGIC = 0x73717368
-_ABSENT = (1 << 64) - 1
-# The size of an uncompressed metadata block in bytes; the bit _STORED in a block's header marks it as uncompressed.
-METADATA = 8192
-_STORED = 0x8000
 _KEPT_BLOCKS = 512
 
-
-@dataclass(frozen=True, slots=True)
-class Superblock:
-    """The superblock of an image; sizes are in bytes, `mtime` is in seconds since 1970.
-
-    `inodes` counts files of every kind, each once; offsets of tables are relative to the image, None for an absent
-    table.
-    """
-
-    compressor: str
-    block_size: int
-    mtime: int
-    bytes_used: int
-    inodes: int
-    flags: int
-    fragments: int
-    ids: int
-    root: int
-    id_table: int
-    xattr_table: int | None
-    inode_table: int
-    directory_table: int
-    fragment_table: int | None
-    export_table: int | None
-
-    def end_of(self, start: int) -> int:
-        """Return the upper bound for the end of the table that begins at `start`: the start of the next one."""
-        starts = [self.id_table, self.inode_table, self.directory_table, self.bytes_used]
-        starts += [t for t in (self.xattr_table, self.fragment_table, self.export_table) if t is not None]
-        return min(at for at in starts if at > start)
+# Sizes are in bytes, `mtime` is in seconds since 1970. `inodes` counts files of every kind, each once; the positions of
+# tables are relative to the image, NO_TABLE for an absent table.
+Superblock = namedtuple(
+    "Superblock",
+    "magic inodes mtime block_size fragments compressor block_log flags ids major minor root bytes_used id_table "
+    "xattr_table inode_table directory_table fragment_table export_table",
+)
 
 
 class ImageBytes:
@@ -61,12 +31,20 @@ class ImageBytes:
 
     def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
         self.where = where
-        self._base = base
-        self._read = _reader(stream)
-        self.size = _SUPERBLOCK.size
-        self.superblock, self.undo = self._open()
+        self._stream, self._base = stream, base
+        self.size = SUPERBLOCK.size
+        found = Superblock(*SUPERBLOCK.unpack(self.at(0, SUPERBLOCK.size)))
+        self._check(found)
+        # Without fragments, the position of their table says nothing.
+        self.superblock = found if found.fragments else found._replace(fragment_table=NO_TABLE)
+        try:
+            self._expand = decompressor(self.superblock.compressor)
+        except UsageError as error:
+            raise BuildError(f"{where}: {error.message}", error.hint) from None
         self.size = self.superblock.bytes_used
-        self._check_end(stream)
+        end = stream.seek(0, io.SEEK_END)
+        if base + self.size > end:
+            raise BuildError(f"{where}: cut short: {end - base} bytes of a squashfs of {self.size}")
 
     def damaged(self, what: str) -> BuildError:
         """Return an error about damage in the image."""
@@ -77,12 +55,18 @@ class ImageBytes:
         if offset < 0 or offset + size > self.size:
             raise self.damaged(f"{size} bytes at {offset} lie outside of it")
         try:
-            data = self._read(self._base + offset, size)
+            data = os.pread(self._stream.fileno(), size, self._base + offset)
         except OSError as error:
             raise BuildError(f"{self.where}: cannot be read: {error.strerror}") from error
         if len(data) != size:
             raise BuildError(f"{self.where}: cut short: {size} bytes at {offset} are not there")
         return data
+
+    def metadata_at(self, start: int) -> MetadataReader:
+        """Return a reader of the table that begins at `start` and ends before the next one."""
+        block = self.superblock
+        tables = (block.id_table, block.xattr_table, block.inode_table, block.directory_table, block.fragment_table)
+        return MetadataReader(self, start, min(at for at in (*tables, block.export_table, self.size) if at > start))
 
     def block(self, offset: int, stored: int, compressed: bool, most: int) -> bytes:
         """Return the content, at most `most` bytes, of the block of `stored` bytes at `offset`."""
@@ -92,41 +76,22 @@ class ImageBytes:
                 raise self.damaged(f"the block at {offset} is longer than {most} bytes")
             return data
         try:
-            return self.undo(data, most)
+            return self._expand(data, most)
         except ValueError as error:
             raise self.damaged(f"the block at {offset}: {error}") from None
 
-    def _open(self) -> tuple[Superblock, Decompress]:
-        (magic, inodes, mtime, block_size, fragments, compressor, log, flags, ids, major, minor, root,
-         used, id_table, xattrs, inode_table, directories, fragment_table, export) = (
-            _SUPERBLOCK.unpack(self.at(0, _SUPERBLOCK.size))
-        )  # fmt: skip
-        if magic != MAGIC:
+    def _check(self, found: Superblock) -> None:
+        if found.magic != MAGIC:
             raise BuildError(f"{self.where}: not a squashfs image")
-        if (major, minor) != (4, 0):
-            raise BuildError(f"{self.where}: squashfs {major}.{minor}; only 4.0 can be read")
-        if not 12 <= log <= 20 or block_size != 1 << log:
-            raise self.damaged(f"blocks of {block_size} bytes")
-        for table in (id_table, inode_table, directories):
-            if not _SUPERBLOCK.size <= table < used:
-                raise self.damaged(f"a table at {table} of {used} bytes")
-        if not ids:
+        if (found.major, found.minor) != (4, 0):
+            raise BuildError(f"{self.where}: squashfs {found.major}.{found.minor}; only 4.0 can be read")
+        if not 12 <= found.block_log <= 20 or found.block_size != 1 << found.block_log:
+            raise self.damaged(f"blocks of {found.block_size} bytes")
+        for table in (found.id_table, found.inode_table, found.directory_table):
+            if not SUPERBLOCK.size <= table < found.bytes_used:
+                raise self.damaged(f"a table at {table} of {found.bytes_used} bytes")
+        if not found.ids:
             raise self.damaged("no owners are listed")
-        try:
-            undo = decompressor(compressor)
-        except UsageError as error:
-            raise BuildError(f"{self.where}: {error.message}", error.hint) from None
-        found = Superblock(
-            NAMES.get(compressor, str(compressor)), block_size, mtime, used, inodes, flags, fragments,
-            ids, root, id_table, _table(xattrs), inode_table, directories,
-            _table(fragment_table) if fragments else None, _table(export),
-        )  # fmt: skip
-        return found, undo
-
-    def _check_end(self, stream: BinaryIO) -> None:
-        end = stream.seek(0, io.SEEK_END)
-        if self._base + self.size > end:
-            raise BuildError(f"{self.where}: cut short: {end - self._base} bytes of a squashfs of {self.size}")
 
 
 class MetadataReader:
@@ -137,13 +102,13 @@ class MetadataReader:
         self._start, self._end = start, end
         self._kept: dict[int, tuple[bytes, int]] = {}
         self._lock = threading.Lock()
-        self._capacity = -1
 
-    def cursor(self, block: int, offset: int) -> Cursor:
-        """Return a cursor `offset` bytes into the block that is `block` bytes after the start."""
-        data, following = self.block(self._start + block)
+    def cursor(self, reference: int) -> Cursor:
+        """Return a cursor at `reference`: the offset of a block << 16 | the offset in its content."""
+        place, offset = reference >> 16, reference & 0xFFFF
+        data, following = self.block(self._start + place)
         if offset > len(data):
-            raise self.source.damaged(f"offset {offset} in the metadata block at {block}")
+            raise self.source.damaged(f"offset {offset} in the metadata block at {place}")
         return Cursor(self, data, offset, following)
 
     def block(self, position: int) -> tuple[bytes, int]:
@@ -152,7 +117,7 @@ class MetadataReader:
         if known is not None:
             return known
         stored, compressed, begin = self._header(position)
-        data = self.source.block(begin, stored, compressed, METADATA)
+        data = self.source.block(begin, stored, compressed, METADATA_SIZE)
         if not data:
             raise self.source.damaged(f"the metadata block at {position} is empty")
         found = data, begin + stored
@@ -164,24 +129,22 @@ class MetadataReader:
 
     def capacity(self) -> int:
         """Return the maximum number of bytes that all blocks together can hold."""
-        if self._capacity < 0:
-            count, position = 0, self._start
-            while position < self._end:
-                stored, _, begin = self._header(position)
-                position = begin + stored
-                count += 1
-            self._capacity = count * METADATA
-        return self._capacity
+        count, position = 0, self._start
+        while position < self._end:
+            stored, _, begin = self._header(position)
+            position = begin + stored
+            count += 1
+        return count * METADATA_SIZE
 
     def _header(self, position: int) -> tuple[int, bool, int]:
         """Return a block's stored size, whether it is compressed, and the position of its data."""
         if not self._start <= position < self._end:
             raise self.source.damaged(f"a metadata block at {position}, outside of its table")
         header = int.from_bytes(self.source.at(position, 2), "little")
-        stored = header & ~_STORED
-        if not 0 < stored <= METADATA or position + 2 + stored > self._end:
+        stored = header & ~METADATA_STORED
+        if not 0 < stored <= METADATA_SIZE or position + 2 + stored > self._end:
             raise self.source.damaged(f"the metadata block at {position} is of {stored} bytes")
-        return stored, not header & _STORED, position + 2
+        return stored, not header & METADATA_STORED, position + 2
 
 
 class Cursor:
@@ -194,12 +157,10 @@ class Cursor:
 
     def take(self, size: int) -> bytes:
         """Return the next `size` bytes. Raises BuildError when the table ends earlier."""
-        end = self._at + size
-        if end <= len(self._data):
-            taken = self._data[self._at : end]
-            self._at = end
+        taken = self._data[self._at : self._at + size]
+        self._at += len(taken)
+        if len(taken) == size:
             return taken
-        taken = self._data[self._at :]
         parts, missing = [taken], size - len(taken)
         while missing:
             self._data, self._following = self._table.block(self._following)
@@ -208,20 +169,29 @@ class Cursor:
             missing -= self._at
         return b"".join(parts)
 
+    def number(self) -> int:
+        """Return the next 4 bytes as a number."""
+        return int.from_bytes(self.take(4), "little")
 
-def _table(start: int) -> int | None:
-    return None if start == _ABSENT else start
 
+class Lookup:
+    """A table of rows of one size with lookup by number: owners, fragments, sets of attributes.
 
-def _reader(stream: BinaryIO) -> Callable[[int, int], bytes]:
-    """Return a function that reads (offset, size) of a file and is safe to call from several threads."""
-    if isinstance(stream, io.FileIO | io.BufferedReader | io.BufferedRandom):
-        return lambda offset, size: os.pread(stream.fileno(), size, offset)
-    lock = threading.Lock()
+    The list of the positions of its metadata blocks is at `index`.
+    """
 
-    def read(offset: int, size: int) -> bytes:
-        with lock:
-            stream.seek(offset)
-            return stream.read(size)
+    def __init__(self, blocks: MetadataReader, index: int, rows: int, size: int) -> None:
+        self._blocks, self._index = blocks, index
+        self._rows, self._size = rows, size
 
-    return read
+    def row(self, number: int) -> bytes:
+        """Return the row with this number. Raises BuildError when there is none."""
+        source = self._blocks.source
+        if not 0 <= number < self._rows:
+            raise source.damaged(f"row {number} of a table of {self._rows}")
+        block, offset = divmod(number * self._size, METADATA_SIZE)
+        place = int.from_bytes(source.at(self._index + 8 * block, 8), "little")
+        data = self._blocks.block(place)[0][offset : offset + self._size]
+        if len(data) != self._size:
+            raise source.damaged(f"row {number} of a table is cut short")
+        return data

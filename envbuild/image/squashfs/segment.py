@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,23 +51,17 @@ class Segment:
 def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int) -> Segment:
     """Compress the content of `items` into the file `path`; the caller moves it to its destination.
 
-    Content is read before the next item is requested. Raises BuildError when a file's length differs from its member,
-    and OSError when `path` cannot be written.
+    Content is read before the next item is requested. `items` may hold archives and processes: the caller closes it.
+    Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
     """
     found: list[Member] = []
-    with path.open("wb") as out:
-        packer = Packer(out, codec, workers)
+    with path.open("wb") as out, closing(Packer(out, codec, workers)) as packer:
         files = _Files(packer)
-        try:
-            for member, content in items:
-                if member.kind == FILE:
-                    files.add(len(found), member, content)
-                found.append(member)
-            data, fragments = files.finish()
-        finally:
-            packer.close()
-            if isinstance(items, Generator):
-                items.close()  # now, not when collected: it may hold archives and processes
+        for member, content in items:
+            if member.kind == FILE:
+                files.add(len(found), member, content)
+            found.append(member)
+        data, fragments = files.finish()
     return Segment(path, packer.position, tuple(found), data, fragments)
 
 
@@ -74,18 +69,9 @@ def of_entry(entry: Entry) -> Member:
     """Return a path of a tree as the member of a layer."""
     size = entry.size if entry.kind == FILE else 0
     return Member(
-        entry.path,
-        entry.kind,
-        entry.mode,
-        entry.uid,
-        entry.gid,
-        entry.mtime,
-        size,
-        entry.target,
-        entry.device,
-        stored=size,
-        xattrs=entry.xattrs,
-    )
+        entry.path, entry.kind, entry.mode, entry.uid, entry.gid, entry.mtime, size, entry.target, entry.device,
+        stored=size, xattrs=entry.xattrs,
+    )  # fmt: skip
 
 
 def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
@@ -96,33 +82,8 @@ def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | 
             yield member, None
             continue
         part = Slice(source, member.stored)
-        sparse = member.pieces is not None
-        yield member, Unpacked(part, member.size, member.pieces or ()) if sparse else part
+        yield member, part if member.pieces is None else Unpacked(part, member.size, member.pieces)
     source.finish()
-
-
-@dataclass(slots=True)
-class _Large:
-    """A file in blocks of its own, as far as it is written."""
-
-    size: int
-    start: int = -1
-    words: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
-
-    def add(self, packed: Packed) -> None:
-        if self.start < 0:
-            self.start = packed.start
-        self.words += packed.words
-        self.digests += packed.digests
-
-    def data(self) -> Data:
-        # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
-        words = struct.pack(f"<{len(self.words)}I", *self.words)
-        digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", self.size) + words)
-        digest.update(b"".join(self.digests))
-        start = self.start if any(self.words) else 0
-        return Data(start, tuple(self.words), digest=digest.hexdigest())
 
 
 class _Files:
@@ -133,7 +94,7 @@ class _Files:
         self._tails = Tails(packer)
         self._small: dict[int, Data] = {}
         self._known: dict[str, Data] = {}
-        self._large: dict[int, _Large] = {}
+        self._large: dict[int, tuple[int, list[Packed]]] = {}
 
     def add(self, ordinal: int, member: Member, content: Readable | None) -> None:
         if content is None:
@@ -146,44 +107,50 @@ class _Files:
             data = _exactly(content, left, member)
             self._small[ordinal] = self._tail(data) if data else Data()
         else:
-            large = self._large[ordinal] = _Large(left)
+            parts: list[Packed] = []
+            self._large[ordinal] = left, parts
             while left:
                 chunk = _exactly(content, min(left, CHUNK), member)
                 left -= len(chunk)
-                self._packer.put(chunk, large.add)
+                self._packer.put(chunk, parts.append)
         if content.read(1):
             raise _not_as_long(member)
 
     def finish(self) -> tuple[dict[int, Data], tuple[Fragment, ...]]:
         self._tails.flush()
         self._packer.finish()
-        found = self._small | {ordinal: large.data() for ordinal, large in self._large.items()}
+        found = self._small | {ordinal: _large(*large) for ordinal, large in self._large.items()}
         return dict(sorted(found.items())), tuple(self._tails.fragments)
 
     def _tail(self, data: bytes) -> Data:
         digest = hashlib.sha256(b"tail\0\0\0\0")
         digest.update(data)
         name = digest.hexdigest()
-        known = self._known.get(name)
-        if known is None:
+        if name not in self._known:
             number, offset = self._tails.add(data)
-            known = self._known[name] = Data(fragment=number, offset=offset, digest=name)
-        return known
+            self._known[name] = Data(fragment=number, offset=offset, digest=name)
+        return self._known[name]
+
+
+def _large(size: int, parts: Sequence[Packed]) -> Data:
+    """Return the position of a file in blocks of its own, from its written chunks."""
+    words = tuple(word for _, some, _ in parts for word in some)
+    # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
+    digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", size) + struct.pack(f"<{len(words)}I", *words))
+    for _, _, digests in parts:
+        digest.update(b"".join(digests))
+    return Data(parts[0][0] if any(words) else 0, words, digest=digest.hexdigest())
 
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
     """Return the next `size` bytes. Raises BuildError when the content is shorter."""
-    data = content.read(size)
-    if len(data) < size:
-        pieces = [data]
-        got = len(data)
-        while got < size and (data := content.read(size - got)):
-            pieces.append(data)
-            got += len(data)
-        data = b"".join(pieces)
-    if len(data) != size:
+    pieces, left = [], size
+    while left > 0 and (data := content.read(left)):
+        pieces.append(data)
+        left -= len(data)
+    if left:
         raise _not_as_long(member)
-    return data
+    return b"".join(pieces)
 
 
 def _not_as_long(member: Member) -> BuildError:
@@ -201,11 +168,7 @@ def save(segment: Segment, index: Path) -> None:
         "members": [[getattr(member, name) for member in segment.members] for name in _COLUMNS],
         "devices": {i: m.device for i, m in enumerate(segment.members) if m.device != (0, 0)},
         "pieces": {i: m.pieces for i, m in enumerate(segment.members) if m.pieces is not None},
-        "xattrs": {
-            i: [(name, value.hex()) for name, value in m.xattrs]
-            for i, m in enumerate(segment.members)
-            if m.xattrs
-        },
+        "xattrs": {i: [(name, v.hex()) for name, v in m.xattrs] for i, m in enumerate(segment.members) if m.xattrs},
         "files": list(segment.data),
         "places": [[d.start for d in files], [d.fragment for d in files], [d.offset for d in files]],
         "digests": [d.digest for d in files],

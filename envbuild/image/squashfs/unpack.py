@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.squashfs.model import SOCKET
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.read_inodes import SOCKET
 
 _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
 
 
-def unpack(image: SquashfsImage, into: Path, *, owners: bool) -> None:
-    """Unpack `image` into the folder `into`, which must be empty or missing.
+def unpack(image: SquashfsImage, into: Path) -> None:
+    """Unpack `image` into the folder `into`, which must be empty or missing, as the user who runs this.
 
-    `owners` keeps users and groups, and setuid and setgid bits, which requires root. Devices and extended attributes
-    that this process may not create are left out. Raises BuildError; the caller then removes the partial result.
+    Owners and setuid and setgid bits are not kept. Devices and extended attributes that this process may not create are
+    left out. Raises BuildError; the caller then removes the partial result.
 
     No path can lead out of the folder: it starts empty, each path occurs once, and its parent is a directory that this
     function has created.
@@ -28,19 +29,19 @@ def unpack(image: SquashfsImage, into: Path, *, owners: bool) -> None:
         into.mkdir(parents=True, exist_ok=True)
         if any(into.iterdir()):
             raise BuildError(f"{into} is not empty", "unpack into a new folder")
-        _unpack(image, into, owners)
+        _unpack(image, into)
     except OSError as error:
         raise BuildError(f"{error.filename or into}: cannot be unpacked: {error.strerror}") from error
 
 
-def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
+def _unpack(image: SquashfsImage, into: Path) -> None:
     root = os.fspath(into.absolute())
     folders: list[Entry] = []
     links: list[Entry] = []
     files: list[tuple[Entry, int]] = []
     left_out: set[str] = set()
     for entry, handle in image.entries():
-        path = _below(root, entry.path)
+        path = f"{root}/{entry.path}"
         if entry.kind == DIR:
             if entry.path:
                 os.mkdir(path, 0o700)
@@ -51,44 +52,30 @@ def _unpack(image: SquashfsImage, into: Path, owners: bool) -> None:
             links.append(entry)
         elif entry.kind == SYMLINK:
             os.symlink(entry.target, path)
-            _finish(path, entry, owners)
+            _finish(path, entry)
         elif _made(path, entry):
-            _finish(path, entry, owners)
+            _finish(path, entry)
         else:
             left_out.add(entry.path)
 
     def write(entry: Entry, handle: int) -> None:
-        path = _below(root, entry.path)
-        _write(image, path, handle, entry.size)
-        _finish(path, entry, owners)
+        path = f"{root}/{entry.path}"
+        with open(path, "xb", opener=partial(os.open, mode=0o600)) as out:  # it follows no link
+            for data, length in image.blocks(handle):
+                if data is None:
+                    out.seek(length, os.SEEK_CUR)
+                else:
+                    out.write(data)
+            out.truncate(entry.size)
+        _finish(path, entry)
 
     image.each_file(files, write)
     for entry in links:
         if entry.target not in left_out:
-            os.link(_below(root, entry.target), _below(root, entry.path), follow_symlinks=False)
+            os.link(f"{root}/{entry.target}", f"{root}/{entry.path}", follow_symlinks=False)
     # Last, because their modes may forbid writing, and writing changes their times.
     for entry in reversed(folders):
-        _finish(_below(root, entry.path), entry, owners)
-
-
-def _below(root: str, path: str) -> str:
-    return f"{root}/{path}" if path else root
-
-
-def _write(image: SquashfsImage, path: str, handle: int, size: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as out:
-        sparse = False
-        for data, length in image.blocks(handle):
-            if data is None:
-                out.seek(length, os.SEEK_CUR)
-                sparse = True
-                continue
-            rest = memoryview(data)
-            while rest:
-                rest = rest[out.write(rest) :]
-        if sparse:
-            out.truncate(size)
+        _finish(f"{root}/{entry.path}", entry)
 
 
 def _made(path: str, entry: Entry) -> bool:
@@ -102,14 +89,12 @@ def _made(path: str, entry: Entry) -> bool:
     return True
 
 
-def _finish(path: str, entry: Entry, owners: bool) -> None:
-    """Set owner, attributes, mode and times, in an order in which none undoes another."""
-    if owners:
-        os.chown(path, entry.uid, entry.gid, follow_symlinks=False)
+def _finish(path: str, entry: Entry) -> None:
+    """Set attributes, mode and times, in an order in which none undoes another."""
     for name, value in entry.xattrs:
         with contextlib.suppress(OSError):
             os.setxattr(path, name, value, follow_symlinks=False)
     if entry.kind != SYMLINK:
         # Without its owner, a setuid file would run as the user who unpacks it.
-        os.chmod(path, entry.mode if owners else entry.mode & 0o1777)
+        os.chmod(path, entry.mode & 0o1777)
     os.utime(path, (entry.mtime, entry.mtime), follow_symlinks=False)

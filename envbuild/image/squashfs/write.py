@@ -5,17 +5,18 @@ The image's bytes depend on the layers' content, the compressor and the tree alo
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from typing import BinaryIO
 
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE
-from envbuild.image.squashfs.choosing import Choice, Repack, choose, damaged, data_of
-from envbuild.image.squashfs.codec import Codec, decompressor
-from envbuild.image.squashfs.copying import Copier
+from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
+from envbuild.image.squashfs.codec import Codec, Decompress, decompressor
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
@@ -26,6 +27,10 @@ from envbuild.progress import OnProgress
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.
 _EACH, _ALL = 160, 1 << 17
+# Maximum bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
+_MOST, _CHUNK = 64 << 20, 4 << 20
+# Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
+_UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 def write_image(
@@ -51,20 +56,19 @@ def write_image(
         out.flush()
         _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
-        added = _repack(choice, segments, out, start, codec, workers, on_progress)
-        fragments = [_on_progress(fragment, start) for fragment in choice.fragments] + added
+        with closing(Packer(out, codec, workers, start + choice.size)) as packer:
+            added = _repack(choice, segments, packer, decompressor(codec.number))
+        on_progress(packer.position - start - choice.size)
+        fragments = [Fragment(start + fragment.start, fragment.word) for fragment in choice.fragments] + added
         homes = {
             digest: replace(data, start=data.start + start) if any(data.words) else data
             for digest, data in choice.homes.items()
         }
-        nothing = Data()
-        placed = [
-            Placed(merged.entry, homes[data_of(merged, segments).digest] if merged.entry.size else nothing)
-            if merged.entry.kind == FILE
-            else Placed(merged.entry, None)
-            for merged in tree
-        ]  # fmt: skip
-        return write_tables(out, base, placed, fragments, codec, mtime, block_size=BLOCK_SIZE)
+        placed = []
+        for merged in tree:
+            stored = merged.entry.kind == FILE and merged.entry.size > 0
+            placed.append(Placed(merged.entry, homes[data_of(merged, segments).digest] if stored else None))
+        return write_tables(out, base, placed, fragments, codec, mtime)
     except OSError as error:
         raise BuildError(
             f"the image cannot be written: {error.strerror or error}",
@@ -76,10 +80,9 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     """Return an upper bound for the image's size in bytes. Raises BuildError when a segment lacks a file."""
     tree = list(entries)
     choice = choose(tree, segments)
-    tails = sum(size for repack in choice.repacks for _, size in repack.needed.values())
+    tails = sum(size for _, _, needed in choice.repacks for _, size in needed.values())
     tables = _ALL + 16 * (len(choice.fragments) + len(choice.repacks))
-    for merged in tree:
-        entry = merged.entry
+    for entry in (merged.entry for merged in tree):
         name = entry.path.rpartition("/")[2]
         # A character takes up to four bytes in UTF-8.
         tables += _EACH + 8 * len(name) + 4 * len(entry.target)
@@ -90,64 +93,37 @@ def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int
     return choice.size + tails + tables + tables // 2048
 
 
-def _on_progress(fragment: Fragment, by: int) -> Fragment:
-    return Fragment(fragment.start + by, fragment.word)
-
-
 def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: int, on_progress: OnProgress) -> None:
     for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
-        segment = segments[layer]
-        with _opened(segment) as stream:
-            copier = Copier(stream.fileno(), out.fileno(), on_progress)
+        with _opened(segments[layer]) as stream:
             for _, start, size in spans:
                 try:
-                    copier.copy(start, position, size)
+                    copy_span(stream.fileno(), out.fileno(), start, position, size, on_progress)
                 except EOFError:
-                    raise damaged(segment, "it is cut short") from None
+                    raise damaged(segments[layer], "it is cut short") from None
                 position += size
 
 
-def _repack(
-    choice: Choice,
-    segments: Sequence[Segment],
-    out: BinaryIO,
-    start: int,
-    codec: Codec,
-    workers: int,
-    on_progress: OnProgress,
-) -> list[Fragment]:
+def _repack(choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress) -> list[Fragment]:
     """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
-    if not choice.repacks:
-        return []
-    expand = decompressor(codec.number)
-    before = start + choice.size
-    packer = Packer(out, codec, workers, before)
     tails = Tails(packer, len(choice.fragments))
-    try:
-        for layer, repacks in groupby(choice.repacks, key=lambda repack: repack.layer):
-            with _opened(segments[layer]) as stream:
-                for repack in repacks:
-                    try:
-                        data = unpack(_stored(stream, repack), repack.fragment.word, expand)
-                    except ValueError as error:
-                        raise damaged(segments[layer], str(error)) from None
-                    for offset, (digest, size) in repack.needed.items():
-                        content = data[offset : offset + size]
-                        if len(content) != size:
-                            raise damaged(segments[layer], "a fragment block is too short")
-                        number, place = tails.add(content)
-                        choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
-        tails.flush()
-        packer.finish()
-    finally:
-        packer.close()
-    on_progress(packer.position - before)
+    for layer, repacks in groupby(choice.repacks, key=lambda repack: repack[0]):
+        with _opened(segments[layer]) as stream:
+            for _, fragment, needed in repacks:
+                stored = os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
+                try:
+                    data = unpack(stored, fragment.word, expand)
+                except ValueError as error:
+                    raise damaged(segments[layer], str(error)) from None
+                for offset, (digest, size) in needed.items():
+                    content = data[offset : offset + size]
+                    if len(content) != size:
+                        raise damaged(segments[layer], "a fragment block is too short")
+                    number, place = tails.add(content)
+                    choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
+    tails.flush()
+    packer.finish()
     return tails.fragments
-
-
-def _stored(stream: BinaryIO, repack: Repack) -> bytes:
-    fragment = repack.fragment
-    return os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
 
 
 def _opened(segment: Segment) -> BinaryIO:
@@ -160,3 +136,37 @@ def _opened(segment: Segment) -> BinaryIO:
         stream.close()
         raise damaged(segment, "it is cut short or longer than it was")
     return stream
+
+
+def copy_span(source: int, out: int, start: int, target: int, size: int, on_progress: OnProgress) -> None:
+    """Copy `size` bytes at offset `start` of the file descriptor `source` to offset `target` of `out`.
+
+    `on_progress` is called with the number of copied bytes. Raises EOFError when the source ends earlier, and OSError.
+    """
+    while size:
+        count = _in_kernel(source, out, start, target, size) or _by_hand(source, out, start, target, size)
+        if not count:
+            raise EOFError
+        start, target, size = start + count, target + count, size - count
+        on_progress(count)
+
+
+def _in_kernel(source: int, out: int, start: int, target: int, size: int) -> int:
+    """Copy some bytes; return 0 if the kernel, the file systems or Python's C library (an old glibc) cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(source, out, min(size, _MOST), start, target)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+        return 0
+
+
+def _by_hand(source: int, out: int, start: int, target: int, size: int) -> int:
+    rest = memoryview(os.pread(source, min(size, _CHUNK), start))
+    count = len(rest)
+    while rest:
+        written = os.pwrite(out, rest, target)
+        rest, target = rest[written:], target + written
+    return count
