@@ -227,7 +227,9 @@ def _download_wheels(
                 told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
         return None
 
-    return fetch_each(missing, fetch, client, store, f"looking for {len(missing)} wheels")
+    store.folder("partial")
+    store.clean_stale()
+    return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
 
 
 def _download_archives(
@@ -255,16 +257,20 @@ def _download_archives(
                 told.append(f"{shown}: {error}")
         return None
 
-    return fetch_each(missing, fetch, client, store, f"fetching {len(missing)} conda packages")
+    store.folder("partial")
+    store.clean_stale()
+    return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")
 
 
 def fetch_each(
-    missing: Sequence[Item], fetch: Callable[[Item, OnProgress], Path | None], client: Client, store: Store, title: str
+    missing: Sequence[Item],
+    fetch: Callable[[Item, OnProgress], Path | None],
+    client: Client,
+    title: str,
+    total: int | None = None,
 ) -> dict[Item, Path]:
-    """Return the file that `fetch` finds for each of `missing`, in parallel."""
-    store.folder("partial")
-    store.clean_stale()
-    with transfer(title, None) as on_progress:
+    """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
+    with transfer(title, total) as on_progress:
         paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
     return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
 
