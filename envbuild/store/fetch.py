@@ -58,6 +58,7 @@ class CondaArchive:
 
 
 Item = TypeVar("Item", WantedWheel, CondaArchive)
+Wanted = TypeVar("Wanted")
 Answers = Mapping[Item, list[str]]
 
 
@@ -263,12 +264,12 @@ def _download_archives(
 
 
 def fetch_each(
-    missing: Sequence[Item],
-    fetch: Callable[[Item, OnProgress], Path | None],
+    missing: Sequence[Wanted],
+    fetch: Callable[[Wanted, OnProgress], Path | None],
     client: Client,
     title: str,
     total: int | None = None,
-) -> dict[Item, Path]:
+) -> dict[Wanted, Path]:
     """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
     with transfer(title, total) as on_progress:
         paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
