@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from envbuild import resources
@@ -24,10 +23,9 @@ from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
 from envbuild.layers.segments import CachedSegment, SegmentCache
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.progress import transfer
+from envbuild.progress import log, transfer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Increase it when builder images change although their locks do not.
 FORMAT = 1
 # The image is written once and read often, by anything that can mount it.
@@ -35,23 +33,23 @@ _CODEC = "zstd:1"
 _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
 
-def builder_file(lock: ImageLock, folder: Path, environment: Environment, log: Log, *, offline: bool) -> Path:
+def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
     """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
 
     Raises BuildError when no source has a part of it, and when the store is not writable.
     """
     key = hashlib.sha256(f"{FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
-    place = environment.store.folder("builders") / f"{key}.sqsh"
-    if place.is_file():
-        return place
+    path = environment.store.folder("builders") / f"{key}.sqsh"
+    if path.is_file():
+        return path
     try:
-        with file_lock(place.with_suffix(".lock"), remove=True):
-            if not place.is_file():  # another process may have written it meanwhile
+        with file_lock(path.with_suffix(".lock"), remove=True):
+            if not path.is_file():  # another process may have written it meanwhile
                 log(f"the builder of {lock.target} is made: {_title(lock)}")
-                _write(lock, folder, place, environment, log, offline)
+                _write(lock, folder, path, environment, offline)
     except OSError as error:
         raise environment.store.unwritable(error) from error
-    return place
+    return path
 
 
 def _title(lock: ImageLock) -> str:
@@ -60,32 +58,21 @@ def _title(lock: ImageLock) -> str:
     return f"Debian {lock.base.suite} with compilers, {len(lock.base.packages)} packages"
 
 
-def _write(lock: ImageLock, folder: Path, place: Path, environment: Environment, log: Log, offline: bool) -> None:
-    codec, workers = codec_of(_CODEC), resources.workers(environment.variables)
-    maker = SegmentCache(environment.store, codec, workers, log)
+def _write(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
+    maker = SegmentCache(environment.store, codec_of(_CODEC), resources.workers(environment.variables), log)
     arch = Target.parse(lock.target).arch
     layers, env = _layers(lock, folder, environment, maker, offline)
+    config = {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}}
+    origin = f"envbuild:builder:{lock.target}@{lock.digest}"
+    tree = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
     with environment.store.working("builders", "new") as made:
-        path = made / place.name
-        with (
-            path.open("x+b") as out,
-            composed(
-                layers,
-                {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}},
-                provenance=f"envbuild:builder:{lock.target}@{lock.digest}",
-                definition="",
-                arch=arch,
-                codec=codec,
-                mtime=FIXED_TIME,
-                workers=workers,
-                folder=environment.store.folder("segments"),
-            ) as root,
-        ):
+        new = made / path.name
+        with new.open("x+b") as out, tree as root:
             check_disk_space(made, root.size)
             with transfer("writing the builder", None) as on_progress:
                 write_sqsh(root, out, on_progress)
-        path.chmod(0o644)
-        os.replace(path, place)
+        new.chmod(0o644)
+        os.replace(new, path)
 
 
 def _layers(

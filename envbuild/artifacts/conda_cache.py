@@ -20,7 +20,7 @@ from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.layers.conda_package import Info, read_info
+from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
 from envbuild.store.store import Store, remove_tree
@@ -33,17 +33,17 @@ _OURS = "envbuild"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Metadata:
     """The metadata of an archive.
 
-    `index` is a file with its index.json, `size` the archive's size in bytes. `room` is the maximum length in
-    bytes of a prefix that replaces the placeholder in `file`, None if any length fits. `scripts` are the
-    package's link scripts.
+    `index` is a file with its index.json, `size` the archive's size in bytes. `longest` is the maximum length in bytes
+    of a prefix that replaces the placeholder in `file`, None if any length fits. `scripts` are the package's link
+    scripts.
     """
 
     index: Path
     size: int
-    room: int | None
+    longest: int | None
     file: str
     scripts: tuple[str, ...]
 
@@ -53,23 +53,22 @@ def folder(store: Store, package: CondaPackage) -> Path:
     return store.root / "conda" / "pkgs" / package.stem
 
 
-def facts(store: Store, package: CondaPackage) -> Facts | None:
+def metadata(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the stored metadata of `package`'s archive, None if the archive was never read."""
     path = store.root / "conda" / "info" / f"{package.sha256}.json"
     try:
         ours = json.loads(path.read_bytes())[_OURS]
-        return Facts(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
+        return Metadata(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def known(store: Store, package: CondaPackage) -> Facts | None:
+def known(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the metadata of `package` if it is unpacked, else None; `damaged` says whether its files are intact."""
-    there = _stamp(store, package) and folder(store, package).is_dir()
-    return facts(store, package) if there else None
+    return metadata(store, package) if _stamp(store, package) and folder(store, package).is_dir() else None
 
 
-def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
+def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadata:
     """Read the metadata of `archive`, and store it. Raises BuildError when it is not the locked package."""
     info = read_info(archive)
     found = [str(info.index.get(key)) for key in ("name", "version", "build")]
@@ -78,13 +77,19 @@ def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
             f"{archive.name}: it is {' '.join(found)}, locked is {package.stem}",
             "lock again: the lock was edited, or its channel has files under wrong names",
         )
-    room, file = _room(info)
+    # The shortest placeholder in a binary file: no prefix may be longer.
+    binaries = [
+        (len(row.placeholder.encode()), path)
+        for path, row in info.paths.items()
+        if row.placeholder and row.mode == "binary"
+    ]
+    longest, file = min(binaries, default=(None, ""))
     scripts = sorted(path for path in info.paths if _SCRIPT.fullmatch(path))
     size = archive.stat().st_size
-    ours = {"size": size, "room": room, "file": file, "scripts": scripts}
     path = store.folder("conda", "info") / f"{package.sha256}.json"
+    ours = {"size": size, "room": longest, "file": file, "scripts": scripts}
     _write(store, path, {**info.index, _OURS: ours})
-    return Facts(path, size, room, file, tuple(scripts))
+    return Metadata(path, size, longest, file, tuple(scripts))
 
 
 def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage]:
@@ -112,13 +117,13 @@ def stamp(store: Store, packages: Iterable[CondaPackage]) -> None:
 def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
     """Remove unpacked packages; environments that are linked from them keep their files."""
     for package in packages:
-        place = folder(store, package)
         try:
             _note(store, package).unlink(missing_ok=True)
         except OSError as error:
             raise store.unwritable(error) from error
-        remove_tree(place)
-        place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+        unpacked = folder(store, package)
+        remove_tree(unpacked)
+        unpacked.with_name(f"{unpacked.name}.lock").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -199,24 +204,11 @@ def _note(store: Store, package: CondaPackage) -> Path:
 
 
 def _write(store: Store, path: Path, data: object) -> None:
-    """Write `data` as JSON to `path`.
-
-    No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
-    """
+    # No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
     try:
         path.write_text(json.dumps(data), encoding="utf-8")
     except OSError as error:
         raise store.unwritable(error) from error
-
-
-def _room(info: Info) -> tuple[int | None, str]:
-    """Return the length of the shortest placeholder in a binary file, which no prefix may exceed, and that file."""
-    found = [
-        (len(row.placeholder.encode()), path)
-        for path, row in info.paths.items()
-        if row.placeholder and row.mode == "binary"
-    ]
-    return min(found, default=(None, ""))
 
 
 def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:

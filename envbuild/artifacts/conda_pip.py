@@ -15,14 +15,11 @@ from pathlib import Path
 
 from envbuild import atomic
 from envbuild.artifacts.conda_survey import META, read_records
+from envbuild.artifacts.folder import FolderBuild, install_wheels, site_packages
 from envbuild.artifacts.installed import names_and_versions
-from envbuild.artifacts.uv_install import install_wheels
-from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_paths
-from envbuild.plan.plan import Plan
 
 # As uv writes it for relocatable environments: the interpreter is found from the script's own path.
 _RELOCATABLE = b"""#!/bin/sh
@@ -31,28 +28,22 @@ _RELOCATABLE = b"""#!/bin/sh
 """
 
 
-def add_wheels(
-    plan: Plan, trainer: Trainer, wheels: Sequence[WheelFile], environment: Environment, staged: Path
-) -> None:
-    """Install `wheels`, the plan's and the trainer's, into the conda environment in `staged`.
+def add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:
+    """Install `wheels`, the plan's and the trainer's, into the new conda environment.
 
     Raises BuildError for a wheel that would replace a file of a conda package, and when uv fails.
     """
-    site_packages = staged / "lib" / f"python{plan.python}" / "site-packages"
+    staged, python = wanted.staged, wanted.plan.python
+    packages = site_packages(staged, python)
     with atomic.writing(staged):
-        site_packages.mkdir(parents=True, exist_ok=True)
-    before = names_and_versions(site_packages)
+        packages.mkdir(parents=True, exist_ok=True)
+    before = names_and_versions(packages)
     for wheel in wheels:
-        _refuse_over(wheel, plan.python, before, staged)
-    install_wheels(
-        plan, trainer, [wheel.path for wheel in wheels], environment, staged,
-        staged / "bin" / "python", "--break-system-packages",
-    )  # fmt: skip
-    added = [w for w in os.listdir(site_packages) if w.endswith(".dist-info")]
+        _refuse_over(wheel, python, before, staged)
+    install_wheels(wanted, [wheel.path for wheel in wheels], "--break-system-packages")
     with atomic.writing(staged):
-        for name in added:
-            record = site_packages / name / "RECORD"
-            if record.is_file() and _installer(site_packages / name) == "uv":
+        for record in packages.glob("*.dist-info/RECORD"):
+            if _installer(record.parent) == "uv":
                 _release_scripts(record, staged)
 
 
@@ -62,9 +53,8 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
             f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
             "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
         )
-    start = "prefix/"
-    for path in wheel_paths(wheel.path, Scheme(start[:-1], python)):
-        relative = path[len(start) :]
+    for path in wheel_paths(wheel.path, Scheme("prefix", python)):
+        relative = path.removeprefix("prefix/")
         if os.path.lexists(staged / relative):
             owner = _owner(staged, relative)
             raise BuildError(
@@ -90,11 +80,11 @@ def _installer(dist_info: Path) -> str:
 def _release_scripts(record: Path, staged: Path) -> None:
     """Let the scripts of a distribution find their interpreter from their own path, and update the RECORD.
 
-    uv wrote the path of the staging folder into them. Each file is replaced by a new one, because it may be a
-    link into uv's cache.
+    uv wrote the path of the staging folder into them. Each file is replaced by a new one, because it may be a link into
+    uv's cache.
     """
-    text = record.read_text(encoding="utf-8")
-    rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+    with record.open(encoding="utf-8", newline="") as stream:
+        rows = [row for row in csv.reader(stream) if row]
     changed = False
     for row in rows:
         path = Path(os.path.normpath(record.parents[1] / row[0]))

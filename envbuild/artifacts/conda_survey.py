@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, digest_of, distributions
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
@@ -81,7 +82,7 @@ def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distributio
         paths[:] = [os.path.normpath(os.path.join(inside, path)) for path in paths]
     for path, row in files.items():
         if not path.endswith(".pyc"):
-            _check(os.path.join(root, path), path, row, report)
+            report.check(path, partial(_is_intact, os.path.join(root, path), row, report))
     return found, report
 
 
@@ -127,30 +128,14 @@ def _original(row: dict[str, Any]) -> str:
     return "" if row.get("path_type") == _ENTRY_POINT else str(row.get("sha256") or "")
 
 
-def _check(path: str, relative: str, row: dict[str, Any], report: FileReport) -> None:
-    """Compare one file or link with its row, and add a difference to `report`."""
-    report.files += 1
+def _is_intact(path: str, row: dict[str, Any], report: FileReport) -> bool:
+    """Return whether a file or link matches its row. Raises OSError."""
     expected = row.get("sha256_in_prefix") or row.get("sha256")
-    try:
-        kind = row.get("path_type")
-        if kind == "directory":
-            good = os.path.isdir(path)
-        elif kind == "softlink":
-            text = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
-            # Records by conda itself have the digest of the file behind the link.
-            good = expected in (None, text) or (os.path.isfile(path) and _digest(path) == expected)
-        else:
-            report.bytes += os.lstat(path).st_size
-            good = not os.path.islink(path) and (expected is None or _digest(path) == expected)
-    except FileNotFoundError:
-        report.missing.append(relative)
-        return
-    except OSError:
-        good = False
-    if not good:
-        report.altered.append(relative)
-
-
-def _digest(path: str) -> str:
-    with open(path, "rb", buffering=0) as stream:
-        return digest_of(stream, "sha256").hex()
+    if row.get("path_type") == "directory":
+        return os.path.isdir(path)
+    if row.get("path_type") == "softlink":
+        text = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+        # Records by conda itself have the digest of the file behind the link.
+        return expected in (None, text) or (os.path.isfile(path) and file_digest(path).hex() == expected)
+    report.bytes += os.lstat(path).st_size
+    return not os.path.islink(path) and (expected is None or file_digest(path).hex() == expected)

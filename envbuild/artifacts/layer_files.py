@@ -1,8 +1,8 @@
 """The files of a source layer in an environment, and the list that records them.
 
 `share/envbuild/layers/NAME.json` is for a layer what RECORD is for a wheel: for each file its path below the
-environment's root, size in bytes and sha256 (hexadecimal), for each link its text. Needs only Python 3.9:
-environments are surveyed by their own interpreters.
+environment's root, size in bytes and sha256 (hexadecimal), for each link its text. Needs only Python 3.9: environments
+are surveyed by their own interpreters.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import FileReport, digest_of, walk_files
+from envbuild.artifacts.installed import FileReport, file_digest, walk_files
 
 FOLDER = "share/envbuild/layers"
 FORMAT = 1
@@ -32,16 +33,39 @@ class LayerFile:
     target: str = ""
     executable: bool = False
 
+    @property
+    def mode(self) -> int:
+        """The permissions of the file wherever it is installed."""
+        return 0o755 if self.executable else 0o644
+
+    def row(self) -> dict[str, Any]:
+        """Return the file's row in the list."""
+        if self.target:
+            return {"path": self.path, "target": self.target}
+        row: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
+        return {**row, "executable": True} if self.executable else row
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether `path` is this file. Raises OSError."""
+        info = os.lstat(path)
+        if self.target:
+            return stat.S_ISLNK(info.st_mode) and os.readlink(path) == self.target
+        return stat.S_ISREG(info.st_mode) and info.st_size == self.size and file_digest(path).hex() == self.sha256
+
 
 @dataclass(frozen=True)
 class LayerList:
-    """The list of a layer's files; `sha256` is the digest of the source archive, `licences` are paths of texts."""
+    """The list of a layer's files; `sha256` is the digest of the source archive."""
 
     name: str
     version: str
     sha256: str
-    licences: tuple[str, ...]
     files: tuple[LayerFile, ...]
+
+    @property
+    def licences(self) -> tuple[str, ...]:
+        """The paths of the licence texts among the files."""
+        return tuple(one.path for one in self.files if one.path.startswith(f"share/licenses/{self.name}/"))
 
     @property
     def digest(self) -> str:
@@ -52,14 +76,16 @@ class LayerList:
     def render(self) -> bytes:
         """Return the text of the list, the same each time."""
         data = {
-            "format": FORMAT,
-            "name": self.name,
-            "version": self.version,
-            "source": self.sha256,
-            "licences": list(self.licences),
-            "files": [_row(one) for one in self.files],
-        }
+            "format": FORMAT, "name": self.name, "version": self.version, "source": self.sha256,
+            "licences": self.licences, "files": [one.row() for one in self.files],
+        }  # fmt: skip
         return (json.dumps(data, indent=1) + "\n").encode()
+
+    def write(self, root: Path) -> None:
+        """Write the list into the environment at `root`."""
+        path = root / list_path(self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.render())
 
 
 def list_path(name: str) -> str:
@@ -72,25 +98,24 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
 
     Raises ValueError for an entry of another type, and OSError.
     """
+    linked = (
+        path
+        for parent, folders, _ in os.walk(folder)
+        for path in (os.path.join(parent, name) for name in folders)
+        if os.path.islink(path)
+    )
     found = []
-    for path in walk_files(folder):
+    for path in (*walk_files(folder), *linked):
         info = os.lstat(path)
         name = os.path.relpath(path, folder)
         if stat.S_ISLNK(info.st_mode):
             found.append(LayerFile(name, target=os.readlink(path)))
         elif stat.S_ISREG(info.st_mode):
-            executable = bool(info.st_mode & 0o111)
-            digest = known.get(name) or _digest(path)
-            found.append(LayerFile(name, info.st_size, digest, executable=executable))
+            digest = known.get(name) or file_digest(path).hex()
+            found.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
         else:
             raise ValueError(f"{name} is neither file nor link")
-    linked = (
-        LayerFile(os.path.relpath(path, folder), target=os.readlink(path))
-        for parent, folders, _ in os.walk(folder)
-        for path in (os.path.join(parent, name) for name in folders)
-        if os.path.islink(path)
-    )
-    return tuple(sorted([*found, *linked], key=lambda one: one.path))
+    return tuple(sorted(found, key=lambda one: one.path))
 
 
 def parse_list(text: bytes) -> LayerList:
@@ -99,10 +124,16 @@ def parse_list(text: bytes) -> LayerList:
     if not isinstance(data, dict) or data["format"] != FORMAT:
         raise ValueError("another format")
     files = tuple(_file(row) for row in data["files"])
-    licences = tuple(map(str, data["licences"]))
-    return LayerList(
-        str(data["name"]), str(data["version"]), str(data["source"]), licences, files
-    )  # fmt: skip
+    return LayerList(str(data["name"]), str(data["version"]), str(data["source"]), files)
+
+
+def _file(row: Mapping[str, Any]) -> LayerFile:
+    path = str(row["path"])
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"{path} is not below the environment")
+    if "target" in row:
+        return LayerFile(path, target=str(row["target"]))
+    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
 
 
 def check_layers(root: Path, report: FileReport) -> dict[str, str]:
@@ -119,58 +150,6 @@ def check_layers(root: Path, report: FileReport) -> dict[str, str]:
             continue
         found[known.name] = known.digest
         for one in known.files:
-            report.files += 1
             report.bytes += one.size
-            state = _compare(root / one.path, one)
-            if state:
-                wrong = report.missing if state == "missing" else report.altered
-                wrong.append(f"{one.path} (layer {known.name})")
+            report.check(f"{one.path} (layer {known.name})", partial(one.is_at, root / one.path))
     return found
-
-
-def quick_lists(root: Path) -> set[str]:
-    """Return the names of the layers whose lists are in the environment at `root`."""
-    return {path.stem for path in (root / FOLDER).glob("*.json")}
-
-
-def licences_of(files: Iterable[LayerFile], name: str) -> tuple[str, ...]:
-    """Return the paths of licence texts among the files of the layer `name`."""
-    return tuple(one.path for one in files if one.path.startswith(f"share/licenses/{name}/"))
-
-
-def _row(one: LayerFile) -> dict[str, Any]:
-    if one.target:
-        return {"path": one.path, "target": one.target}
-    row: dict[str, Any] = {"path": one.path, "size": one.size, "sha256": one.sha256}
-    return {**row, "executable": True} if one.executable else row
-
-
-def _file(row: Mapping[str, Any]) -> LayerFile:
-    path = str(row["path"])
-    if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"{path} is not below the environment")
-    if "target" in row:
-        return LayerFile(path, target=str(row["target"]))
-    executable = row.get("executable") is True
-    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=executable)
-
-
-def _compare(path: Path, wanted: LayerFile) -> str:
-    """Return "missing", "altered", or "" for a file that matches the list."""
-    try:
-        info = os.lstat(path)
-        if wanted.target:
-            good = stat.S_ISLNK(info.st_mode) and os.readlink(path) == wanted.target
-        else:
-            good = stat.S_ISREG(info.st_mode) and info.st_size == wanted.size
-            good = good and _digest(os.fspath(path)) == wanted.sha256
-    except (FileNotFoundError, NotADirectoryError):
-        return "missing"
-    except OSError:
-        return "altered"
-    return "" if good else "altered"
-
-
-def _digest(path: str) -> str:
-    with open(path, "rb") as stream:
-        return digest_of(stream, "sha256").hex()

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from envbuild.artifacts.layer_files import LayerList, licences_of, list_files, list_path
+from envbuild.artifacts.layer_files import LayerList, list_files
 from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
@@ -85,8 +85,6 @@ def build(description: Path, archives: Path, prefix: Path) -> None:
         for layer in layers:
             tree = build_one(layer, built, hosts, archives, Path(work, layer.name))
             files = list_files(tree)
-            licences = licences_of(files, layer.name)
-            listed = LayerList(layer.name, layer.version, layer.sha256, licences, files)
             built[layer.name] = tree
             both = next((one.path for one in files if os.path.lexists(prefix / one.path)), None)
             if both is not None:
@@ -95,9 +93,7 @@ def build(description: Path, archives: Path, prefix: Path) -> None:
                     "leave one of them out of the recipe",
                 )
             shutil.copytree(tree, prefix, symlinks=True, dirs_exist_ok=True)
-            place = prefix / list_path(layer.name)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(listed.render())
+            LayerList(layer.name, layer.version, layer.sha256, files).write(prefix)
             print(f"{layer.name} {layer.version}: {len(files)} files", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Comparison of what pip installed in an image with the wheels that it was told to install.
+"""Comparison of the packages that pip installed in an image with their wheels, and its source layers.
 
-pip's RECORDs (PyPA "Recording installed projects") name the wheel's files with the wheel's own hashes, and also
-files that pip generates: scripts and its notes. So they cannot equal the RECORDs of the native builder, and
-their digests cannot be known in advance. Therefore every row that pip did not generate is compared; the digests
-stored for later are those of RECORDs that passed this comparison.
+pip's RECORDs (PyPA "Recording installed projects") name the wheel's files with the wheel's own hashes, and also files
+that pip generates: scripts and its notes. So they cannot equal the RECORDs of the native builder, and their digests
+cannot be known in advance. Therefore every row that pip did not generate is compared; the digests stored for later are
+those of RECORDs that passed this comparison.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envbuild.artifacts.layer_files import FOLDER as LISTS
+from envbuild.artifacts.layer_files import parse_list
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.names import normalise
+from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"
 _NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
@@ -38,10 +41,9 @@ print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sy
 
 @dataclass(frozen=True, slots=True)
 class PipEnvironment:
-    """An environment in an image.
+    """An environment in an image: its interpreter's version and path, its RECORDs by .dist-info folder.
 
-    It has the version and path of the interpreter, the RECORDs by .dist-info folder, and the file lists of
-    source layers by name.
+    `layers` are the file lists of source layers by name.
     """
 
     python_version: str
@@ -86,9 +88,7 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     return PipEnvironment(version, interpreter, records, layers)
 
 
-def check_installed(
-    installed: PipEnvironment, wheels: Sequence[WheelFile], python: str
-) -> tuple[tuple[str, str, str], ...]:
+def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], python: str) -> list[tuple[str, str, str]]:
     """Return (name, version, digest of RECORD) of each distribution, after comparing them with `wheels`.
 
     Raises BuildError that lists the differences.
@@ -110,7 +110,25 @@ def check_installed(
             "its base image may install packages into /opt/env, or change what pip does (PIP_* "
             "variables, pip.conf): choose another base",
         )
-    return tuple(sorted((*key, record_digest(record)) for key, record in found.items()))
+    return sorted((*key, record_digest(record)) for key, record in found.items())
+
+
+def built_layers(plan: Plan, lists: Mapping[str, bytes]) -> list[BuiltLayer]:
+    """Return the source layers of `plan` in an image, from the `lists` of their files there (name → text).
+
+    Raises BuildError when a list is missing or damaged.
+    """
+    found = []
+    for layer in plan.sources:
+        try:
+            listed = parse_list(lists[layer.name])
+        except (KeyError, ValueError, TypeError) as error:
+            raise BuildError(
+                f"the image has no layer {layer.name} {layer.version}, or its list of files is damaged",
+                "a base image that has files in /opt/env cannot be built on: choose another",
+            ) from error
+        found.append(BuiltLayer(layer.name, layer.version, listed.digest, check=layer.check))
+    return found
 
 
 def record_differences(wheel: bytes, installed: bytes) -> list[str]:

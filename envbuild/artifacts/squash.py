@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,9 @@ from envbuild.disk_space import reserve
 from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.merge import MergedEntry, Merging
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
-from envbuild.layers.segments import CachedSegment
+from envbuild.layers.segments import CachedSegment, SegmentCache
 from envbuild.progress import OnProgress
 
 _COPY = 8 << 20
@@ -31,41 +31,38 @@ _COPY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """The tree to write, over its segments.
+    """The tree to write, over its segments, which `maker` made.
 
-    `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition
-    file, `mtime` the time of the file system in seconds since 1970, `arch` x86_64 or aarch64, `size` the
-    maximum size of the squashfs in bytes.
+    `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
+    `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
+    squashfs in bytes.
     """
 
     entries: Sequence[MergedEntry]
     segments: Sequence[Segment]
+    maker: SegmentCache
     config: Mapping[str, Any]
     definition: str
     arch: str
-    codec: Codec
     mtime: int
-    workers: int
     size: int
 
 
 @contextlib.contextmanager
 def composed(
     layers: Sequence[CachedSegment],
+    maker: SegmentCache,
     config: Mapping[str, Any],
     *,
     provenance: str,
     definition: str,
     arch: str,
-    codec: Codec,
     mtime: int,
-    workers: int,
-    folder: Path,
 ) -> Iterator[SquashTree]:
-    """Yield the tree of `layers`, lowest first, with the files that runtimes need.
+    """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need.
 
-    The added files are in a temporary file in `folder` meanwhile. Raises BuildError for invalid layers or an
-    invalid configuration.
+    The added files are in a temporary file in the store meanwhile. Raises BuildError for invalid layers or an invalid
+    configuration.
     """
     merging = Merging()
     for layer in layers:
@@ -75,16 +72,15 @@ def composed(
     added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
     paths = {entry.path for entry, _ in added}
     added += mount_points(lambda path: path in paths or merging.has(path), mtime)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
+    handle, name = tempfile.mkstemp(dir=maker.store.folder("segments"), prefix=".new-")
     os.close(handle)
     try:
         items = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in added)
-        segment = write_segment(items, Path(name), codec, 1)
+        segment = write_segment(items, Path(name), maker.codec, 1)
         merging.add("what runtimes need", segment.members)
         entries = list(_normalised(merging.entries()))
         segments = [*(layer.segment for layer in layers), segment]
-        size = estimate(entries, segments)
-        yield SquashTree(entries, segments, config, definition, arch, codec, mtime, workers, size)
+        yield SquashTree(entries, segments, maker, config, definition, arch, mtime, estimate(entries, segments))
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -97,19 +93,15 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
     moved: dict[str, str] = {}
     for path, merged in entries.items():
         entry = merged.entry
-        first = entry.target if entry.kind == HARDLINK else path
         if entry.kind == HARDLINK:
+            first = entry.target
             origin = entries[first].entry
-            if normalised(origin) is not None:
-                target = first
-            elif normalised(replace(origin, path=path)) is None:
-                continue
-            elif first not in moved:
-                moved[first] = path
-                entry, target = replace(origin, path=path), ""
-            else:
-                target = moved[first]
-            entry = replace(entry, target=target) if target else entry
+            if normalised(origin) is None:
+                own = replace(origin, path=path)
+                if normalised(own) is None:
+                    continue
+                entry = replace(entry, target=moved[first]) if first in moved else own
+                moved.setdefault(first, path)
         kept = normalised(entry)
         if kept is not None:
             yield MergedEntry(kept, merged.layer, merged.member)
@@ -118,8 +110,7 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
 def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None:
     """Write the squashfs to `out`, a new file. Raises BuildError (too little disk space) and OSError."""
     reserve(out, root.size)
-    size = _image(root, out, 0, on_progress)
-    out.truncate(size)
+    out.truncate(_write(root, out, 0, on_progress))
 
 
 def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> None:
@@ -134,7 +125,13 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     ]
     start = write_sif_front(out, definition, jsons, root.arch)
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
-    size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, on_progress)
+    if squashfs:
+        out.seek(start)
+        with squashfs.open("rb") as stream:
+            shutil.copyfileobj(stream, out, _COPY)
+            size = stream.tell()
+    else:
+        size = _write(root, out, start, on_progress)
     out.truncate(start + size)
     finish_sif(
         out, definition, jsons, root.arch,
@@ -142,13 +139,6 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     )  # fmt: skip
 
 
-def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
-    return write_image(root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, on_progress)
-
-
-def _copy(source: Path, out: BinaryIO, offset: int) -> int:
-    out.seek(offset)
-    with source.open("rb") as stream:
-        while data := stream.read(_COPY):
-            out.write(data)
-        return stream.tell()
+def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
+    maker = root.maker
+    return write_image(root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress)

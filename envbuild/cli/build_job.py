@@ -88,7 +88,7 @@ def build_folder(
         show_plan(plan, how.as_json, path)
         return
     result = make_environment(
-        kind, plan, trainer, environment, path, log, offline=how.offline, python=python,
+        kind, plan, trainer, environment, path, offline=how.offline, python=python,
         verify=not how.no_verify, faults=how.faults,
     )  # fmt: skip
     finish(result, path, how.as_json)
@@ -123,7 +123,7 @@ def _build_by_job(
     check_out(as_job.script, "--script")
     site = load_job_site(as_job.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
-    place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
+    place = (out or top / loaded.recipe.name / target.name / kind.default_name).absolute()
     if not how.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(
             kind, loaded, target, environment, locked=how.locked, offline=how.offline, log=log,

@@ -53,7 +53,7 @@ def layers_command(recipe: str, target: str | None, place: str, locked: bool, of
         found = before_environment(every)
         for late in (one for one in every.sources if one not in found.sources):
             log(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
-    built = build_layers(found, loaded.folder, environment, log, offline=offline)
+    built = build_layers(found, loaded.folder, environment, offline=offline)
     if as_json:
         layers = [
             {

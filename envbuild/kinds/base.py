@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from envbuild.environment import Environment
     from envbuild.verify.subject import Subject
 
+Form = Literal["folder", "file", "registry"]
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltArtifact:
@@ -27,21 +29,19 @@ class BuiltArtifact:
 class Artifact:
     """A kind of artifact; each subclass below is one form.
 
-    `name` is the name of the command, and of the kind in states and receipts; `help` is the command's line in
-    --help. `place` is the default path of an artifact, below build/RECIPE/TARGET. `of_conda` says that the
-    artifact consists of the packages in the recipe's [conda].
+    `name` is the name of the command, and of the kind in states and receipts; `help` is the command's line in --help.
+    `default_name` is the name of an artifact in build/RECIPE/TARGET. `of_conda` says that the artifact consists of the
+    packages in the recipe's [conda].
 
-    For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that
-    it imports, and `by_uv` says whether uv installs the wheels; `starters` are the programs that start the
-    artifact, best first.
-
-    For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes;
-    the last one needs no srun.
+    For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that it
+    imports, and `by_uv` says whether uv installs the wheels; `starters` are the programs that start the artifact, best
+    first. For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes; the
+    last one needs no srun.
     """
 
     name: str
     help: str
-    place: str
+    default_name: str
     sources: tuple[str, ...]
     imports: tuple[str, ...]
     of_conda: bool = False
@@ -49,11 +49,11 @@ class Artifact:
     starters: tuple[str, ...] = ()
     containers: tuple[Literal["pyxis", "enroot", "apptainer"], ...] = ()
 
-    form: ClassVar[Literal["folder", "file", "registry"]]
+    form: ClassVar[Form]
 
     def default_path(self, recipe: str, target: str) -> Path:
         """Return the path of the artifact without --out."""
-        return Path("build", recipe, target, self.place.format(recipe=recipe))
+        return Path("build", recipe, target, self.default_name.format(recipe=recipe))
 
     def holds(self, path: Path) -> bool:
         """Return whether `path` holds an artifact of this kind. Raises BuildError for a damaged one."""
@@ -66,14 +66,18 @@ class Artifact:
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         """Return the artifact at `path` as the subject of a verification.
 
-        `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build
-        it or it has no such runtime, HostError when it cannot run here.
+        `runtime` starts it, None for the best one on this host. Raises UsageError when envbuild did not build it or it
+        has no such runtime, HostError when it cannot run here.
         """
         raise NotImplementedError(f"{self.name} artifacts have no path")
 
     def job_variables(self, path: str) -> Mapping[str, str]:
-        """Return the variables that jobs set for the artifact's processes."""
-        return {}
+        """Return the variables that jobs set for the artifact's processes: those that conda's activation sets."""
+        if not self.of_conda:
+            return {}
+        from envbuild.artifacts.conda import set_variables
+
+        return set_variables(Path(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class FolderArtifact(Artifact):
     """
 
     states: tuple[str, ...] = ()
-    form: ClassVar[Literal["folder", "file", "registry"]] = "folder"
+    form: ClassVar[Form] = "folder"
 
     def module(self) -> FolderModule:
         """Return the module of `artifacts` that builds and starts environments of this kind."""
@@ -119,7 +123,7 @@ class FolderArtifact(Artifact):
 class FileArtifact(Artifact):
     """An image in one file."""
 
-    form: ClassVar[Literal["folder", "file", "registry"]] = "file"
+    form: ClassVar[Form] = "file"
 
     def holds(self, path: Path) -> bool:
         from envbuild.verify.image_file import image_kind
@@ -142,6 +146,6 @@ class FileArtifact(Artifact):
 
 @dataclass(frozen=True, slots=True)
 class RegistryArtifact(Artifact):
-    """An image in a daemon or a registry; its receipt is beside `place`."""
+    """An image in a daemon or a registry; its receipt is beside the default path."""
 
-    form: ClassVar[Literal["folder", "file", "registry"]] = "registry"
+    form: ClassVar[Form] = "registry"

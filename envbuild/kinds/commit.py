@@ -1,22 +1,23 @@
-"""Verification of a new artifact, and its replacement of the old one; shared by all kinds."""
+"""Verification of artifacts of all kinds; a new artifact then replaces the old one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envbuild import atomic
-from envbuild.environment import Environment
-from envbuild.errors import VerificationError
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import UsageError, VerificationError
+from envbuild.kinds import kind_at
 from envbuild.plan.plan import Plan
+from envbuild.progress import log
 
 if TYPE_CHECKING:
-    from envbuild.verify.model import Settings
+    from envbuild.artifacts.state import State
+    from envbuild.verify.model import Settings, Verdict
     from envbuild.verify.subject import Subject
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +55,25 @@ def verify_staged(
     subject: Subject,
     settings: Settings,
     environment: Environment,
-    log: Log,
     final: Path,
     *,
     staged: Path | None = None,
     held: str = "",
-    told: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Verify `subject`, to be placed at `final`, and return its passing receipt, which includes `told`.
+    """Verify `subject`, to be placed at `final`, and return its passing receipt, with `more` about the artifact.
 
-    When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and
-    raises VerificationError; an artifact that is already at `final` stays there. `held` says where a failed
-    artifact is that has no path.
+    When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and raises
+    VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
+    has no path.
     """
     from envbuild.verify.explain import failures
     from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
-    from envbuild.verify.run import verify
 
-    logs = final.with_name(f"{final.name}.verify-logs")
-    verdict = verify(subject, settings, environment.variables, log, logs=logs)
+    verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
-    receipt["artifact"] |= told or {}
+    receipt["artifact"] |= more
     if verdict.passed:
         log(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
         return receipt
@@ -89,6 +87,47 @@ def verify_staged(
     raise VerificationError(
         failures(verdict.checks), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
     )
+
+
+def _verdict(subject: Subject, settings: Settings, environment: Environment, path: Path) -> Verdict:
+    from envbuild.verify.run import verify
+
+    return verify(subject, settings, environment.variables, log, logs=path.with_name(f"{path.name}.verify-logs"))
+
+
+def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:
+    """Return the artifact at `path` as the subject of a verification, see `Artifact.subject`.
+
+    Raises UsageError when there is none.
+    """
+    kind = kind_at(path)
+    if kind is None:
+        if runtime is not None:
+            raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
+        what = "is not an artifact of envbuild" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
+    return kind.subject(path, environment or load_environment(), runtime)
+
+
+def verify_artifact(
+    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None = None
+) -> tuple[State, dict[str, Any]]:
+    """Verify the artifact at `path` again, and write its receipt, passing or not.
+
+    `runtime` starts an image file, None for the best one on this host. Returns the artifact's state and the receipt.
+    Raises UsageError when there is no artifact of envbuild's.
+    """
+    from envbuild.verify.needs_torch import check_built_torch
+    from envbuild.verify.receipt import make_receipt, write_receipt
+
+    subject = open_subject(path, environment, runtime)
+    check_built_torch(subject.state, path)
+    verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
+    receipt = make_receipt(subject, verdict, path)
+    receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
+    with atomic.writing(path.parent):
+        write_receipt(receipt, path)
+    return subject.state, receipt
 
 
 def failed_path(path: Path) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from envbuild import atomic
-from envbuild.artifacts.folder import check_host
+from envbuild.artifacts.folder import FolderBuild, check_host
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
@@ -21,14 +22,13 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.state import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
+from envbuild.progress import log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
-
-Log = Callable[[str], None]
 
 
 def prepare_folder(
@@ -69,7 +69,6 @@ def make_environment(
     trainer: Trainer,
     environment: Environment,
     path: Path,
-    log: Log,
     *,
     offline: bool,
     python: str | None = None,
@@ -78,8 +77,8 @@ def make_environment(
 ) -> Result:
     """Build and verify the environment of `plan` at `path`, unless the existing one is current.
 
-    The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed
-    one is kept as NAME.failed with its receipt, and VerificationError is raised.
+    The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is
+    kept as NAME.failed with its receipt, and VerificationError is raised.
     """
     from envbuild.verify.receipt import receipt_path
 
@@ -90,8 +89,7 @@ def make_environment(
         from envbuild.verify.folder_subject import folder_subject
 
         settings = settings_of(plan.verify_settings(), {"faults": faults})
-        subject = folder_subject(where, state, module)
-        return verify_staged(subject, settings, environment, log, path, staged=where)
+        return verify_staged(folder_subject(where, state, module), settings, environment, path, staged=where)
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None
@@ -103,40 +101,34 @@ def make_environment(
     check_place(path)
     with atomic.exclusive(path, log):
         state = check_place(path)
-        if state is not None and state.plan_digest == plan.digest and module.is_current(path, state, python):
+        if state is None:
+            count = len(plan.packages) + len(plan.conda)
+            log(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
+        elif state.plan_digest != plan.digest:
+            log(f"{path}: the plan changed since it was built; building again")
+        elif not module.is_current(path, state, python):
+            log(f"{path}: its packages or its interpreter changed since the build; building again")
+        else:
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
                 keep_receipt(proven(path, state), path)
             return result(state, built=False, verified=not known)
-        _say_why(path, state, plan, log)
         with atomic.staged(path) as staged:
-            state = module.build(
-                plan, trainer, environment, staged, path.absolute(),
-                offline=offline, layers=_layers(plan, environment, log, offline), python=python,
-            )  # fmt: skip
-            receipt = proven(staged, state) if verify else None
-            commit(staged, path, receipt)
+            layers = _layers(plan, environment, offline)
+            final = Path(os.path.abspath(path))
+            state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
+            commit(staged, path, proven(staged, state) if verify else None)
     return result(state, built=True, verified=verify)
 
 
-def _say_why(path: Path, state: State | None, plan: Plan, log: Log) -> None:
-    if state is None:
-        count = len(plan.packages) + len(plan.conda)
-        log(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
-    elif state.plan_digest != plan.digest:
-        log(f"{path}: the plan changed since it was built; building again")
-    else:
-        log(f"{path}: its packages or its interpreter changed since the build; building again")
-
-
-def _layers(plan: Plan, environment: Environment, log: Log, offline: bool) -> Callable[[Path], Sequence[LayerFolder]]:
+def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Path], Sequence[LayerFolder]]:
     """Return a function from a new environment's interpreter to the source layers of `plan`.
 
-    Python projects are compiled against the packages of that environment. All other layers are built now, so
-    that their errors come early.
+    Python projects are compiled against the packages of that environment. All other layers are built now, so that their
+    errors come early.
     """
     requested = RequestedLayers(plan.sources, plan.host_layers)
-    first = build_layers(before_environment(requested), plan.folder, environment, log, offline=offline)
+    first = build_layers(before_environment(requested), plan.folder, environment, offline=offline)
     if len(first) == len(requested.sources):
         return lambda python: first
-    return lambda python: build_layers(requested, plan.folder, environment, log, offline=offline, python=python)
+    return lambda python: build_layers(requested, plan.folder, environment, offline=offline, python=python)

@@ -12,33 +12,25 @@ from typing import TYPE_CHECKING
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.layers.requested import RequestedLayers, check_python, other_host
-from envbuild.recipe.sources import SourceLayer
+from envbuild.progress import log
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
     from envbuild.layers.build_host import BuildHost
 
-Log = Callable[[str], None]
-BuildHosts = Callable[[Path], AbstractContextManager["BuildHost"]]
 # Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
 
 def build_layers(
-    layers: RequestedLayers,
-    folder: Path,
-    environment: Environment,
-    log: Log,
-    *,
-    offline: bool,
-    python: Path | None = None,
+    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool, python: Path | None = None
 ) -> list[LayerFolder]:
     """Return every source layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
 
     `python` is the interpreter of the finished environment against which Python projects are compiled. Raises
-    BuildError for a build that fails, HostError when no build can run here, UsageError for a layer that cannot
-    be built.
+    BuildError for a build that fails, HostError when no build can run here, UsageError for a layer that cannot be
+    built.
     """
     if not layers.sources:
         return []
@@ -47,7 +39,7 @@ def build_layers(
     from envbuild.layers.source_build import build_layer
 
     check_python(layers, python)
-    build_host = build_hosts(layers, folder, environment, log, offline=offline)
+    build_host = build_hosts(layers, folder, environment, offline=offline)
     hosts = {one.name: one.path for one in layers.hosts}
     if python is not None:
         hosts["python"] = os.path.abspath(python)
@@ -61,28 +53,28 @@ def build_layers(
 
 
 def build_hosts(
-    layers: RequestedLayers, folder: Path, environment: Environment, log: Log, *, offline: bool
-) -> BuildHosts:
+    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool
+) -> Callable[[Path], AbstractContextManager[BuildHost]]:
     """Return a function that opens the build host of `layers`; it raises HostError when that cannot run here."""
     arch = Target.parse(layers.sources[0].target).arch
+
+    @contextmanager
+    def nowhere(work: Path) -> Iterator[BuildHost]:
+        raise other_host(layers.sources, arch)
+        yield
+
     if arch != host_arch():
-        return lambda work: _nowhere(layers.sources, arch)
+        return nowhere
     if layers.builder is None:
         from envbuild.layers.local_build_host import local_build_host
 
         return lambda work: local_build_host(work, environment.variables)
-    return lambda work: image_build_host(layers, folder, environment, log, work, offline=offline)
+    return lambda work: _image_build_host(layers, folder, environment, work, offline)
 
 
 @contextmanager
-def _nowhere(sources: Sequence[SourceLayer], arch: str) -> Iterator[BuildHost]:
-    raise other_host(sources, arch)
-    yield
-
-
-@contextmanager
-def image_build_host(
-    layers: RequestedLayers, folder: Path, environment: Environment, log: Log, work: Path, *, offline: bool
+def _image_build_host(
+    layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
 ) -> Iterator[BuildHost]:
     """Start the builder image of `layers` as the build host: by enroot if it is installed, else in own namespaces.
 
@@ -93,7 +85,7 @@ def image_build_host(
     from envbuild.verify.runtimes import runtime_for
 
     assert layers.builder is not None
-    path = builder_file(layers.builder, folder, environment, log, offline=offline)
+    path = builder_file(layers.builder, folder, environment, offline=offline)
     # A build must not depend on variables that the caller has set for the programs of a job.
     kept = environment.variables.keys() - passed(environment.variables).keys()
     plain = replace(environment, variables={name: environment.variables[name] for name in kept})

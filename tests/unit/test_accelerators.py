@@ -12,8 +12,8 @@ from unit.job_plans import AWS, GPU_SIF, MOUNTS, PLAN, SIF
 from unit.test_job_kubernetes import GPUS, ON_GPUS
 
 from ddp_train.preflight.host import amd_gpus
-from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.state import BuiltLayer
+from envbuild.artifacts.survey import scan_elf
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.doctor import hardware

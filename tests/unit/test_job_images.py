@@ -81,7 +81,7 @@ def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifes
     prepared: Any = [SimpleNamespace(plan=SimpleNamespace(recipe="pt_cpu", target=target)) for target in digests]
     images: Any = [SimpleNamespace(digest=digest) for digest in digests.values()]
     wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
-    places = {one.plan.target: image_kind._beside(one.plan, wish) for one in prepared}
+    places = {one.plan.target: wish.beside(one.plan) for one in prepared}
     assert places == {target: Path(f"build/pt_cpu/{target}/docker") for target in digests}
     receipt("cpu-x86_64")
     sent: Any = [SimpleNamespace(digest=ID), SimpleNamespace(digest=ID)]
