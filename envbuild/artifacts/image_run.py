@@ -1,7 +1,6 @@
 """The start of an image's program, as the image's configuration defines it.
 
-Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of
-words.
+Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of words.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def composed(
     merging = Merging()
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
-    added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, {}, mtime)
+    added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, mtime)
     # A file replaces an existing one; a folder or link is added only if nothing has its path.
     added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
     paths = {entry.path for entry, _ in added}
@@ -120,7 +120,7 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     """
     definition = root.definition.encode()
     jsons = [
-        ("inspect-metadata.json", inspect_metadata(root.config, root.definition, {})),
+        ("inspect-metadata.json", inspect_metadata(root.config, root.definition)),
         ("oci-config.json", oci_config(root.config)),
     ]
     start = write_sif_front(out, definition, jsons, root.arch)

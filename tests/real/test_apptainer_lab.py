@@ -133,7 +133,7 @@ def own_sif(folder: Path, root: Path, config: dict[str, Any], text: str) -> tupl
     """A SIF of `root` with what we add, and its squashfs; the squashfs is made by mksquashfs."""
     tree = folder / "tree"
     shutil.copytree(root, tree, symlinks=True)
-    added = enroot_files(config, "docker://lab", MTIME) + apptainer_files(config, text, {}, MTIME)
+    added = enroot_files(config, "docker://lab", MTIME) + apptainer_files(config, text, MTIME)
     paths = {entry.path for entry, _ in added}
     added += mount_points(lambda path: path in paths or os.path.lexists(tree / path), MTIME)
     for entry, data in added:
@@ -151,7 +151,7 @@ def own_sif(folder: Path, root: Path, config: dict[str, Any], text: str) -> tupl
     squashfs, sif = folder / "ours.sqsh", folder / "ours.sif"
     command = ["mksquashfs", str(tree), str(squashfs), "-quiet", "-no-progress", "-all-root", "-comp", "zstd"]
     subprocess.run(command, check=True, capture_output=True)
-    jsons = [("inspect-metadata.json", inspect_metadata(config, text, {})), ("oci-config.json", oci_config(config))]
+    jsons = [("inspect-metadata.json", inspect_metadata(config, text)), ("oci-config.json", oci_config(config))]
     with sif.open("w+b") as stream:
         at = write_sif_front(stream, text.encode(), jsons, ARCH)
         stream.seek(at)
@@ -370,8 +370,9 @@ def test_the_installed_apptainer_builds(
         sif = read_sif(stream, "it")
         stream.seek(sif.partition.offset)
         assert stream.read(22)[20] == 6  # zstd, in the superblock
-    assert "Build complete" in capsys.readouterr().err
-    assert "\x1b" not in "".join(said)
+    said = capsys.readouterr().err
+    assert "Build complete" in said
+    assert "\x1b" not in said
     assert [p.name for p in out.parent.iterdir()] == ["lab.sif"]
     assert not list((tmp_path / "tmp").iterdir())
     assert "APPTAINER_TMPDIR" not in engine.variables
