@@ -15,6 +15,8 @@ from pathlib import Path
 
 from envbuild import atomic, process, resources
 from envbuild.artifacts.conda_cache import Located
+from envbuild.artifacts.conda_install import install_packages
+from envbuild.artifacts.conda_pip import add_wheels
 from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, read_records
 from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, interpreter, site_packages
 from envbuild.artifacts.state import State, has_packages
@@ -51,9 +53,6 @@ def build(wanted: FolderBuild) -> State:
     Raises the errors of its `layers`, and BuildError for a package or wheel that is damaged or that no source has, for
     a path too long for a package, and for a disk that is full or not writable.
     """
-    from envbuild.artifacts.conda_install import install_packages
-    from envbuild.artifacts.conda_pip import add_wheels
-
     plan, environment, staged, final = wanted.plan, wanted.environment, wanted.staged, wanted.final
     version = next((package.version for package in plan.conda if package.name == "python"), plan.python)
 

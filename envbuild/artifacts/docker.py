@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from envbuild import atomic
@@ -14,14 +14,12 @@ from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.image.archive import write_archive
+from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, Descriptor, ImageIndex, canonical, parse
 from envbuild.image.reference import parse_reference
 from envbuild.lock.base_oci import registry_of
 from envbuild.progress import log, transfer
-
-if TYPE_CHECKING:
-    from envbuild.image.daemon import Loaded
 
 FORMS = ("oci", "docker-archive")
 
@@ -74,8 +72,6 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
 
 def load_tagged(image: AssembledImage, tag: str, environment: Environment) -> dict[str, Any]:
     """Load the image into the daemon under the name `tag`, and return what `--json` prints about it."""
-    from envbuild.image.daemon import connect
-
     with connect(environment.variables) as client:
         done = _load(client, image, [tag])
     return {"image_id": done.image_id, "layers_sent": done.layers_sent}
@@ -105,7 +101,6 @@ def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
 
 
 def _load(client: Any, image: AssembledImage, tags: Sequence[str]) -> Loaded:
-    from envbuild.image.daemon import load
 
     layers = [made.layer for made in image.layers]
     with transfer("loading into the docker daemon", None) as on_progress:

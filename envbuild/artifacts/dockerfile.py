@@ -21,7 +21,11 @@ from envbuild.artifacts.layers_stage import MODULES
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.files import shipped
+from envbuild.image.reference import parse_reference
 from envbuild.layers.compose import WheelFile
+from envbuild.layers.relocate import patchelf_program
+from envbuild.layers.source_fetch import fetch_source, fetch_wheels
+from envbuild.layers.source_standalone import describe
 from envbuild.lock.format import lock_file_name, requirements
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
@@ -139,9 +143,6 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
     """
     if not plan.sources:
         return {}
-    from envbuild.layers.relocate import patchelf_program
-    from envbuild.layers.source_fetch import fetch_source, fetch_wheels
-    from envbuild.layers.source_standalone import describe
 
     files: dict[str, Path | bytes] = {}
     described = []
@@ -182,8 +183,6 @@ def image_name(lock: ImageLock) -> str:
     local = reference.removeprefix("docker-daemon:")
     if local != reference or not digest:
         return local
-    from envbuild.image.reference import parse_reference
-
     return f"{parse_reference(reference).name}@{digest}"
 
 

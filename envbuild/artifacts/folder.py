@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from envbuild import atomic, process
 from envbuild.artifacts.installed import Distribution, distributions
+from envbuild.artifacts.layers_in import LayerFolder, install_layers
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -20,9 +21,6 @@ from envbuild.lock.format import requirements
 from envbuild.mounts import mount_of, read_mounts
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
-
-if TYPE_CHECKING:
-    from envbuild.artifacts.layers_in import LayerFolder
 
 # Variables of a caller that would change the Python of an environment.
 PYTHON_SETTINGS = frozenset(
@@ -151,8 +149,6 @@ def finish(
     `python` is the interpreter that the state names. `conda` are the conda packages, `owned` their .dist-info folders.
     Raises the errors of `layers`, and BuildError when the Python packages are not those of plan, layers and trainer.
     """
-    from envbuild.artifacts.layers_in import install_layers
-
     plan, staged = wanted.plan, wanted.staged
     layers = wanted.layers(interpreter(staged))
     with atomic.writing(staged):

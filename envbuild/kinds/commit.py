@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envbuild import atomic
+from envbuild.artifacts.state import State
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import kind_at
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
-
-if TYPE_CHECKING:
-    from envbuild.artifacts.state import State
-    from envbuild.verify.model import Settings, Verdict
-    from envbuild.verify.subject import Subject
+from envbuild.verify.explain import failures
+from envbuild.verify.model import Settings, Verdict
+from envbuild.verify.needs_torch import check_built_torch
+from envbuild.verify.receipt import make_receipt, passing_receipt, receipt_path, write_receipt
+from envbuild.verify.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,6 @@ def verify_staged(
     VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
     has no path.
     """
-    from envbuild.verify.explain import failures
-    from envbuild.verify.receipt import make_receipt, receipt_path, write_receipt
-
     verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
@@ -117,9 +115,6 @@ def verify_artifact(
     `runtime` starts an image file, None for the best one on this host. Returns the artifact's state and the receipt.
     Raises UsageError when there is no artifact of envbuild's.
     """
-    from envbuild.verify.needs_torch import check_built_torch
-    from envbuild.verify.receipt import make_receipt, write_receipt
-
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
@@ -149,8 +144,6 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
 
     The receipt of NAME.failed is kept as long as that artifact exists.
     """
-    from envbuild.verify.receipt import receipt_path, write_receipt
-
     with atomic.writing(path.parent):
         if receipt is None:
             receipt_path(path).unlink(missing_ok=True)
@@ -162,8 +155,6 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
 
 def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
     """Return the settings of a verification: the recipe's [verify] `table` with `overrides` that are not None."""
-    from envbuild.verify.model import Settings
-
     known = {field.name for field in fields(Settings)}
     given = {name: value for name, value in overrides.items() if value is not None}
     return Settings(**{name: value for name, value in {**table, **given}.items() if name in known})
@@ -171,8 +162,6 @@ def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
 
 def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     """Return whether a passing receipt for this content, as thorough as the plan requires, is beside `path`."""
-    from envbuild.verify.receipt import passing_receipt
-
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False

@@ -13,6 +13,7 @@ from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.state import IMAGE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.image.daemon import connect
 from envbuild.image.model import GOARCH
 from envbuild.image.reference import parse_reference
 from envbuild.kinds.commit import has_receipt
@@ -21,6 +22,7 @@ from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
 from envbuild.lock.base import image_lock
+from envbuild.lock.builder import builder_lock
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
@@ -29,6 +31,7 @@ from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
+from envbuild.verify.receipt import receipt_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,6 @@ def make_by_dockerfile(
     Raises HostError when docker cannot build for the target, BuildError when the build fails, VerificationError before
     the tag moves from an older image to this one.
     """
-    from envbuild.image.daemon import connect
-    from envbuild.verify.receipt import receipt_path
-
     started = time.monotonic()
     _check(prepared, options)
     one, plan = prepared[0], prepared[0].plan
@@ -121,8 +121,6 @@ def make_by_dockerfile(
 
 def check_dockerfile(prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
-    from envbuild.image.daemon import connect
-
     _check(prepared, options)
     dockerfile.find_docker(environment.variables)
     with connect(environment.variables) as client:
@@ -198,8 +196,6 @@ def _layers(
                 "leave --builder dockerfile out, or build a venv on a node",
             )
     if loaded.recipe.image.build_base:
-        from envbuild.lock.builder import builder_lock
-
         builder = ensure(builder_lock(loaded, target, found.sources), environment, **use)
     else:
         builder, own = base, _mirrored(dockerfile.default_base(target), environment.site)

@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from envbuild import atomic
 from envbuild.artifacts.folder import FolderBuild, check_host
+from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
@@ -26,9 +27,8 @@ from envbuild.progress import log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-
-if TYPE_CHECKING:
-    from envbuild.artifacts.layers_in import LayerFolder
+from envbuild.verify.folder_subject import folder_subject
+from envbuild.verify.receipt import receipt_path
 
 
 def prepare_folder(
@@ -80,14 +80,10 @@ def make_environment(
     The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is
     kept as NAME.failed with its receipt, and VerificationError is raised.
     """
-    from envbuild.verify.receipt import receipt_path
-
     started = time.monotonic()
     module = kind.module()
 
     def proven(where: Path, state: State) -> dict[str, Any]:
-        from envbuild.verify.folder_subject import folder_subject
-
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         return verify_staged(folder_subject(where, state, module), settings, environment, path, staged=where)
 

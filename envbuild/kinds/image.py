@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from envbuild import atomic
 from envbuild.artifacts import docker
@@ -15,6 +15,7 @@ from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
@@ -30,9 +31,8 @@ from envbuild.plan.plan import ImageInputs, Plan
 from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
-
-if TYPE_CHECKING:
-    from envbuild.verify.image_subject import Built
+from envbuild.verify.image_subject import Built, image_subject
+from envbuild.verify.receipt import pushed_as, receipt_path, record_push
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,6 @@ def report(
 
 def check_options(options: ImageOptions, count: int, environment: Environment) -> None:
     """Raise early what would fail later for `count` images: invalid options, a taken path, no daemon to load into."""
-    from envbuild.image.daemon import connect
-
     if options.load and count > 1:
         raise UsageError(
             "a docker daemon holds images of one platform; several targets need --out or --push",
@@ -173,8 +171,6 @@ def _record_push(
 
     A copy of the receipt is written where jobs look for it.
     """
-    from envbuild.verify.receipt import record_push
-
     for one, image, pushed in zip(prepared, images, sent, strict=True):
         usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
         with atomic.writing(usual.parent):
@@ -183,9 +179,6 @@ def _record_push(
 
 def _verified(one: PreparedImage, image: AssembledImage, options: ImageOptions, environment: Environment) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
-    from envbuild.image.daemon import connect
-    from envbuild.verify.receipt import receipt_path
-
     if not options.verify:
         return None
     if one.target.arch != host_arch():
@@ -206,9 +199,6 @@ def _verified(one: PreparedImage, image: AssembledImage, options: ImageOptions, 
 
 def verify_image(client: Any, plan: Plan, image: Built, options: ImageOptions, environment: Environment) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
-    from envbuild.verify.image_subject import image_subject
-    from envbuild.verify.receipt import pushed_as
-
     beside = options.beside(plan)
     settings = settings_of(plan.verify_settings(), {"faults": options.faults})
     more = {"path": str(options.out.path.absolute()) if options.out else options.tag}

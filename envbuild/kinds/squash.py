@@ -14,6 +14,7 @@ from typing import Any
 
 from envbuild import atomic, resources
 from envbuild.artifacts.apptainer import definition, recipe_definition
+from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.artifacts.image import PreparedImage, assemble, fill, run_config
 from envbuild.artifacts.squash import composed, write_sif, write_sqsh
 from envbuild.artifacts.state import State
@@ -21,9 +22,11 @@ from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.blobs import Blobs, file_digest
+from envbuild.image.credentials import PLACES, find_credentials
 from envbuild.image.in_place import ImageAt, archive_at, layout_at, of_pulled
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, Descriptor
+from envbuild.image.reference import parse_reference
 from envbuild.image.source import ImageSource
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
@@ -35,6 +38,7 @@ from envbuild.lock.base_oci import fetch_image
 from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.file_subject import file_subject
 from envbuild.verify.image_file import ENROOT, image_kind, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -177,9 +181,6 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
 
 def _check_user(source: ImageSource, environment: Environment) -> None:
     """Raise UsageError when `source` names a user and the credentials found are not those of that user."""
-    from envbuild.image.credentials import PLACES, find_credentials
-    from envbuild.image.reference import parse_reference
-
     if not source.user:
         return
     registry = parse_reference(source.rest).registry
@@ -232,8 +233,6 @@ def _beside(file: OutputFile, stack: ExitStack) -> Path:
 
 def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result]:
     """Build the SIF with the installed Apptainer, from an OCI layout of the same layers."""
-    from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
-
     find_engine(build.environment.variables)  # raises before a layout is written
     with ExitStack() as stack:
         staged = _beside(build.options.files[0], stack)
@@ -279,8 +278,6 @@ def _state_inside(path: Path) -> State | None:
 
 def _verified(build: _Build, file: OutputFile, path: Path, digest: str, state: State | None) -> dict[str, Any] | None:
     """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
-    from envbuild.verify.file_subject import file_subject
-
     if state is None:
         why = "the image holds no environment of envbuild's"
     elif build.arch != host_arch():
