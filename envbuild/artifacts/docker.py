@@ -21,8 +21,6 @@ from envbuild.image.reference import parse_reference
 from envbuild.lock.base_oci import registry_of
 from envbuild.progress import log, transfer
 
-FORMS = ("oci", "docker-archive")
-
 
 @dataclass(frozen=True, slots=True)
 class ImageOutput:
@@ -35,7 +33,7 @@ class ImageOutput:
     def parse(cls, text: str) -> ImageOutput:
         """Parse `oci:DIR` or `docker-archive:FILE`. Raises UsageError for any other text."""
         form, colon, path = text.partition(":")
-        if form not in FORMS or not colon or not path:
+        if form not in ("oci", "docker-archive") or not colon or not path:
             raise UsageError(
                 f"--out {text!r}: an image is written as oci:DIR or docker-archive:FILE",
                 f"write --out oci:{text.rpartition(':')[2] or 'DIR'}",
@@ -101,7 +99,6 @@ def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
 
 
 def _load(client: Any, image: AssembledImage, tags: Sequence[str]) -> Loaded:
-
     layers = [made.layer for made in image.layers]
     with transfer("loading into the docker daemon", None) as on_progress:
         done = load(client, image.config, image.image_id, layers, tags, image.blobs, on_progress)
@@ -120,14 +117,14 @@ def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: Image
                 images[0].blobs.add(index.raw)
                 root = index.descriptor
             fill_layout(staged, images[0].blobs, [(root, tag)])
-            atomic.replace(staged, path)
+            new = staged
         else:
-            file = staged / path.name
-            with file.open("wb") as stream:
+            new = staged / path.name
+            with new.open("wb") as stream:
                 layers = [made.layer.blob for made in images[0].layers]
                 write_archive(stream, images[0].config, layers, images[0].blobs, [tag])
-            file.chmod(0o644)
-            atomic.replace(file, path)
+            new.chmod(0o644)
+        atomic.replace(new, path)
 
 
 def check_place(out: ImageOutput, count: int) -> None:

@@ -70,16 +70,8 @@ class Plan:
     @property
     def digest(self) -> str:
         """sha256 over the inputs of the artifact's content; the sources of wheels and the verification do not count."""
-        return _digest(
-            [
-                FORMAT,
-                self.artifact,
-                self.target,
-                self.python,
-                self.compile_bytecode,
-                [[layer.kind, layer.name, layer.version, layer.digest] for layer in self.layers],
-            ]
-        )
+        steps = [[step.kind, step.name, step.version, step.digest] for step in self.layers]
+        return _digest([FORMAT, self.artifact, self.target, self.python, self.compile_bytecode, steps])
 
     @property
     def has_torch(self) -> bool:
@@ -99,15 +91,18 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
+        names = (
+            "recipe",
+            "recipe_digest",
+            "lock_digest",
+            "artifact",
+            "target",
+            "python",
+            "platform",
+            "compile_bytecode",
+        )
         return {
-            "recipe": self.recipe,
-            "recipe_digest": self.recipe_digest,
-            "lock_digest": self.lock_digest,
-            "artifact": self.artifact,
-            "target": self.target,
-            "python": self.python,
-            "platform": self.platform,
-            "compile_bytecode": self.compile_bytecode,
+            **{name: getattr(self, name) for name in names},
             **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
             "fabric": self.fabric,
@@ -151,28 +146,19 @@ def make_plan(
     """
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
-    layers = _base_layers(image) if image else []
+    steps = _base_steps(image) if image else []
     if not conda and image is None:
-        python = _digest(["python", wheels.python, wheels.platform])
-        layers = [Step("python", "python", wheels.python, python)]
-    layers += [
-        Step("conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}")
-        for package in conda
-    ]
-    layers += [
-        Step("wheel", package.name, package.version, _digest(["wheel", package.hashes])) for package in wheels.packages
-    ]
-    layers += [Step("source", one.name, one.version, one.digest) for one in sources]
-    layers += [
-        Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path])) for one in host_layers
-    ]
+        steps = [_step("python", "python", wheels.python, wheels.python, wheels.platform)]
+    steps += [Step("conda", one.name, f"{one.version} {one.build}", f"sha256:{one.sha256}") for one in conda]
+    steps += [_step("wheel", one.name, one.version, one.hashes) for one in wheels.packages]
+    steps += [Step("source", one.name, one.version, one.digest) for one in sources]
+    steps += [_step("host", one.name, one.version, one.name, one.version, one.path) for one in host_layers]
     if recipe.fabric != "any":  # the artifact records the network that it is for
-        layers.append(Step("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
-    layers.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
+        steps.append(_step("fabric", recipe.fabric, "", recipe.fabric))
+    steps.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
-        layers.append(Step("config", "image", "", _digest([*settings, image.mtime])))
-    table = recipe.targets[target.name]
+        steps.append(Step("config", "image", "", _digest([*settings, image.mtime])))
     return Plan(
         recipe=recipe.name,
         recipe_digest=recipe_digest,
@@ -181,9 +167,9 @@ def make_plan(
         target=target.name,
         python=wheels.python,
         platform=wheels.platform,
-        indexes=table.indexes,
+        indexes=recipe.targets[target.name].indexes,
         packages=wheels.packages,
-        layers=tuple(layers),
+        layers=tuple(steps),
         verify=recipe.verify,
         compile_bytecode=compile_bytecode,
         base=image.base if image else None,
@@ -198,17 +184,20 @@ def make_plan(
     )
 
 
-def _base_layers(image: ImageInputs) -> list[Step]:
+def _base_steps(image: ImageInputs) -> list[Step]:
     base = image.base.base
     if isinstance(base, OciLock):
         first = Step("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
     else:
-        version = f"{len(base.packages)} packages"
-        first = Step("base", f"debian {base.suite}", version, image.base.digest)
+        first = Step("base", f"debian {base.suite}", f"{len(base.packages)} packages", image.base.digest)
     if image.compiler is None:
         return [first]
     tag, version, _ = image.compiler.split(" ")
-    return [first, Step("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
+    return [first, _step("bytecode", tag, version, image.compiler)]
+
+
+def _step(kind: str, name: str, version: str, *inputs: object) -> Step:
+    return Step(kind, name, version, _digest([kind, *inputs]))
 
 
 def _digest(value: object) -> str:
