@@ -1,12 +1,16 @@
-"""A conda environment from a plan: packages from the store, installed by rattler and uv.
+"""A conda environment from a plan: packages from the store by rattler, then wheels by uv, never over conda's files.
 
 Unlike a venv, its files contain its path: it is built in a folder beside its final path, with the final path in its
-files. Source of the variables: conda's documentation "Managing environments" (CONDA_PREFIX, activate.d, env_vars.d,
-conda-meta/state).
+files. Sources: conda's documentation "Managing environments" (CONDA_PREFIX, activate.d, env_vars.d, conda-meta/state);
+PyPA "Recording installed projects" (RECORD) and "Entry points specification".
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,12 +20,14 @@ from pathlib import Path
 from envbuild import atomic, process, resources
 from envbuild.artifacts.conda_cache import Located
 from envbuild.artifacts.conda_install import install_packages
-from envbuild.artifacts.conda_pip import add_wheels
-from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, read_records
-from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, interpreter, site_packages
+from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, read_records
+from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, install_wheels, interpreter, site_packages
+from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.errors import BuildError, HostError
+from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_files import locate_conda
+from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.layers.wheels import locate
 from envbuild.lock.conda import CondaPackage
 
@@ -32,6 +38,11 @@ _SOURCE = """exec 3>&1 1>&2
 for script in "$@"; do . "$script"; done
 exec "$CONDA_PREFIX/bin/python" -I -S -c 'import os
 os.write(3, b"\\0".join(k + b"=" + v for k, v in os.environb.items()))'
+"""
+# As uv writes it for relocatable environments: the interpreter is found from the script's own path.
+_RELOCATABLE = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
 """
 # Variables that the shell sets for itself.
 _SHELLS = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
@@ -65,7 +76,7 @@ def build(wanted: FolderBuild) -> State:
                 f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
                 "lock again",
             )
-        add_wheels(wanted, [*wheels, own])
+        _add_wheels(wanted, [*wheels, own])
 
     with atomic.writing(environment.store.root):
         wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
@@ -81,6 +92,95 @@ def build(wanted: FolderBuild) -> State:
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
     return finish(wanted, version, os.fspath(interpreter(final)), conda_packages(records), owned)
+
+
+def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:
+    """Install `wheels`, the plan's and the trainer's, into the new conda environment.
+
+    Raises BuildError for a wheel that would replace a file of a conda package, and when uv fails.
+    """
+    staged, python = wanted.staged, wanted.plan.python
+    packages = site_packages(staged, python)
+    with atomic.writing(staged):
+        packages.mkdir(parents=True, exist_ok=True)
+    before = names_and_versions(packages)
+    for wheel in wheels:
+        _refuse_over(wheel, python, before, staged)
+    install_wheels(wanted, [wheel.path for wheel in wheels], "--break-system-packages")
+    with atomic.writing(staged):
+        for installer in packages.glob("*.dist-info/INSTALLER"):
+            record = installer.with_name("RECORD")
+            if installer.read_text(encoding="utf-8").strip() == "uv" and record.is_file():
+                _release_scripts(record, staged)
+
+
+def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: Path) -> None:
+    if wheel.name in before:
+        raise BuildError(
+            f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
+            "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
+        )
+    for path in wheel_paths(wheel.path, Scheme("prefix", python)):
+        relative = path.removeprefix("prefix/")
+        if os.path.lexists(staged / relative):
+            owner = _owner(staged, relative)
+            raise BuildError(
+                f"{wheel.path.name} would replace {relative} of {owner}",
+                "remove one of the two from [conda] in the recipe, and lock again",
+            )
+
+
+def _owner(staged: Path, relative: str) -> str:
+    for record in read_records(staged):
+        if relative in record["files"]:
+            return f"conda package {record['name']}-{record['version']}-{record['build']}"
+    return f"what is in {META}" if relative.startswith(META) else "the environment"
+
+
+def _release_scripts(record: Path, staged: Path) -> None:
+    """Let the scripts of a distribution find their interpreter from their own path, and update the RECORD.
+
+    uv wrote the path of the staging folder into them. Each file is replaced by a new one, because it may be a link into
+    uv's cache.
+    """
+    with record.open(encoding="utf-8", newline="") as stream:
+        rows = [row for row in csv.reader(stream) if row]
+    changed = False
+    for row in rows:
+        path = Path(os.path.normpath(record.parents[1] / row[0]))
+        if path.parent != staged / "bin" or path.is_symlink():
+            continue
+        data = path.read_bytes()
+        body = _without_interpreter(data, os.fsencode(staged / "bin" / "python"))
+        if body is None:
+            continue
+        data = _RELOCATABLE + body
+        _rewrite(path, data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        row[1:] = [f"sha256={digest}", str(len(data))]
+        changed = True
+    if changed:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(rows)
+        _rewrite(record, out.getvalue().encode())
+
+
+def _without_interpreter(data: bytes, python: bytes) -> bytes | None:
+    """Return a script without the lines that start `python`, None if it does not start that interpreter."""
+    lines = data.split(b"\n", 3)
+    if lines[0].startswith(b"#!" + python):
+        return data[len(lines[0]) + 1 :]
+    # The form for interpreter paths that the kernel would not accept.
+    if lines[0] == b"#!/bin/sh" and len(lines) == 4 and lines[1].startswith(b"'''exec' "):
+        return lines[3] if python in lines[1] else None
+    return None
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    mode = path.stat().st_mode & 0o7777
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(mode)
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:

@@ -94,33 +94,28 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
 
 def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage]:
     """Return those of `packages` whose files changed since they were unpacked."""
-    found = []
-    for package in packages:
-        try:
-            if _stamp(store, package) != tree_digest(folder(store, package)):
-                found.append(package)
-        except OSError:
-            found.append(package)
-    return found
+
+    def is_intact(package: CondaPackage) -> bool:
+        with contextlib.suppress(OSError):
+            return _stamp(store, package) == tree_digest(folder(store, package))
+        return False
+
+    return [package for package in packages if not is_intact(package)]
 
 
 def stamp(store: Store, packages: Iterable[CondaPackage]) -> None:
     """Record the files of `packages`, which were just unpacked. Raises BuildError when the store is not writable."""
     for package in packages:
-        try:
+        with _writing(store):
             tree = tree_digest(folder(store, package))
-        except OSError as error:
-            raise store.unwritable(error) from error
         _write(store, _note(store, package), {"sha256": package.sha256, "tree": tree})
 
 
 def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
     """Remove unpacked packages; environments that are linked from them keep their files."""
     for package in packages:
-        try:
+        with _writing(store):
             _note(store, package).unlink(missing_ok=True)
-        except OSError as error:
-            raise store.unwritable(error) from error
         unpacked = folder(store, package)
         remove_tree(unpacked)
         unpacked.with_name(f"{unpacked.name}.lock").unlink(missing_ok=True)
@@ -136,10 +131,8 @@ def held(store: Store) -> Iterator[None]:
     store.folder("conda", "stamps")
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
-        try:  # on a file system without locks, rattler's own locks have to do
+        with _writing(store):  # on a file system without locks, rattler's own locks have to do
             stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: log(told)))
-        except OSError as error:
-            raise store.unwritable(error) from error
         for left in pkgs.glob(".*"):
             if left.is_dir():
                 remove_tree(left)
@@ -154,21 +147,20 @@ def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> 
     found = dict(locate(packages))
     bad = _mismatched(store, found)
     for package in bad:
-        if not found[package].is_relative_to(store.root):
+        path = found[package]
+        if not path.is_relative_to(store.root):
             raise BuildError(
-                f"{found[package]}: its content changed after it was hashed",
+                f"{path}: its content changed after it was hashed",
                 "run it again; a mirror's files must not be edited in place",
             )
-        log(f"{found[package].name}: damaged in the store; looking for it again")
-        found[package].unlink(missing_ok=True)
-    if bad:
-        again = dict(locate(bad))
-        if bad := _mismatched(store, again):
-            raise BuildError(
-                f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
-            )
-        found |= again
-    return found
+        log(f"{path.name}: damaged in the store; looking for it again")
+        path.unlink(missing_ok=True)
+    again = dict(locate(bad)) if bad else {}
+    if bad := _mismatched(store, again):
+        raise BuildError(
+            f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
+        )
+    return found | again
 
 
 def tree_digest(root: Path) -> str:
@@ -203,12 +195,18 @@ def _note(store: Store, package: CondaPackage) -> Path:
     return store.root / "conda" / "stamps" / f"{package.stem}.json"
 
 
-def _write(store: Store, path: Path, data: object) -> None:
-    # No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
+@contextlib.contextmanager
+def _writing(store: Store) -> Iterator[None]:
     try:
-        path.write_text(json.dumps(data), encoding="utf-8")
+        yield
     except OSError as error:
         raise store.unwritable(error) from error
+
+
+def _write(store: Store, path: Path, data: object) -> None:
+    # No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
+    with _writing(store):
+        path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:
