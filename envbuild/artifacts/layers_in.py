@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.layer_files import FOLDER, LayerList, list_files, list_path, parse_list
+from envbuild.artifacts.installed import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
@@ -185,7 +185,7 @@ def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
 def _owners(root: Path, path: str) -> Iterator[str]:
     """Yield the owners of `path` in the environment at `root`, for a message."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for file in sorted((root / FOLDER).glob("*.json")):
+        for file in sorted((root / LAYER_LISTS).glob("*.json")):
             known = parse_list(file.read_bytes())
             if any(one.path == path for one in known.files):
                 yield f"layer {known.name} {known.version}"

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from envbuild.artifacts.layer_files import LayerList, list_files
+from envbuild.artifacts.installed import LayerList, list_files
 from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
@@ -25,7 +25,7 @@ from envbuild.recipe.sources import SourceLayer
 # The modules that this one needs, relative to the package's folder.
 MODULES = (
     "__init__.py", "elf.py", "errors.py", "fingerprint.py", "names.py", "process.py",
-    "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layer_files.py", "artifacts/layers_stage.py",
+    "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layers_stage.py",
     "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml",
     "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py", "diagnose/model.py",
     "diagnose/nccl_log.py", "diagnose/needle.py", "diagnose/rules.py",

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envbuild.artifacts.layer_files import FOLDER as LISTS
-from envbuild.artifacts.layer_files import parse_list
+from envbuild.artifacts.installed import LAYER_LISTS, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
@@ -59,7 +58,7 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     """
     from docker.errors import DockerException
 
-    folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LISTS}"]
+    folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LAYER_LISTS}"]
     container = None
     try:
         container = client.containers.create(

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts import layer_files, layers_in
-from envbuild.artifacts.installed import FileReport
-from envbuild.artifacts.layer_files import LayerFile, LayerList
+from envbuild.artifacts import installed, layers_in
+from envbuild.artifacts.installed import FileReport, LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
 from envbuild.artifacts.state import BuiltLayer, State, has_packages, parse_state, state_of
 from envbuild.artifacts.survey import ElfReport, Survey, read_survey
@@ -146,7 +145,7 @@ LISTS = st.builds(
 
 @given(LISTS)
 def test_a_list_is_read_back_as_it_was_written(listed: LayerList) -> None:
-    again = layer_files.parse_list(listed.render())
+    again = installed.parse_list(listed.render())
     assert again == listed and again.digest == listed.digest
 
 
@@ -173,7 +172,7 @@ def test_a_list_cannot_name_what_lies_outside() -> None:
     row = {"path": "../../etc/passwd", "size": 1, "sha256": "0" * 64}
     data = {"format": 1, "name": "x", "version": "1", "source": "", "licences": [], "files": [row]}
     with pytest.raises(ValueError, match="not below"):
-        layer_files.parse_list(json.dumps(data).encode())
+        installed.parse_list(json.dumps(data).encode())
 
 
 def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: P
 
     def survey() -> tuple[FileReport, dict[str, str]]:
         report = FileReport()
-        return report, layer_files.check_layers(root, report)
+        return report, installed.check_layers(root, report)
 
     report, found = survey()
     assert found == {"libfoo": told.files} and report.files == 4
