@@ -50,15 +50,9 @@ class SquashTree:
 
 @contextlib.contextmanager
 def composed(
-    layers: Sequence[CachedSegment],
-    maker: SegmentCache,
-    config: Mapping[str, Any],
-    *,
-    provenance: str,
-    definition: str,
-    arch: str,
-    mtime: int,
-) -> Iterator[SquashTree]:
+    layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
+    provenance: str, definition: str, arch: str, mtime: int,
+) -> Iterator[SquashTree]:  # fmt: skip
     """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need.
 
     The added files are in a temporary file in the store meanwhile. Raises BuildError for invalid layers or an invalid

@@ -47,14 +47,9 @@ class BuiltImage:
 
 
 def prepare_dockerfile(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    bytecode: bool,
-    base: str | None = None,
-    **use: Unpack[LockUse],
-) -> PreparedImage:
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    bytecode: bool, base: str | None = None, **use: Unpack[LockUse],
+) -> PreparedImage:  # fmt: skip
     """Return the plan of an image for `docker build`.
 
     The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises UsageError for

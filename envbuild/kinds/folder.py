@@ -32,15 +32,9 @@ from envbuild.verify.receipt import receipt_path
 
 
 def prepare_folder(
-    kind: FolderArtifact,
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    compile_bytecode: bool = False,
-    here: bool = True,
-    **use: Unpack[LockUse],
-) -> tuple[Plan, Trainer]:
+    kind: FolderArtifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    compile_bytecode: bool = False, here: bool = True, **use: Unpack[LockUse],
+) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of an environment of `kind`, and its trainer; see `prepare`.
 
     Raises UsageError when this kind cannot be built from the recipe, HostError when it is to be built `here`
@@ -64,17 +58,9 @@ def prepare_folder(
 
 
 def make_environment(
-    kind: FolderArtifact,
-    plan: Plan,
-    trainer: Trainer,
-    environment: Environment,
-    path: Path,
-    *,
-    offline: bool,
-    python: str | None = None,
-    verify: bool = True,
-    faults: bool = False,
-) -> Result:
+    kind: FolderArtifact, plan: Plan, trainer: Trainer, environment: Environment, path: Path, *,
+    offline: bool, python: str | None = None, verify: bool = True, faults: bool = False,
+) -> Result:  # fmt: skip
     """Build and verify the environment of `plan` at `path`, unless the existing one is current.
 
     The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is

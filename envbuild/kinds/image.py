@@ -60,14 +60,9 @@ class ImageOptions:
 
 
 def prepare_image(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    bytecode: bool,
-    here: bool = True,
-    **use: Unpack[LockUse],
-) -> PreparedImage:
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    bytecode: bool, here: bool = True, **use: Unpack[LockUse],
+) -> PreparedImage:  # fmt: skip
     """Return the plan of an image; missing or stale locks are updated first.
 
     The recipe says whether its environment consists of wheels or of conda packages. Raises HostError for source layers

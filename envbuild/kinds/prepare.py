@@ -18,21 +18,14 @@ from envbuild.recipe.targets import Target
 
 
 def prepare(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    artifact: str,
-    compile_bytecode: bool = False,
-    image: ImageInputs | None = None,
-    conda: bool = False,
-    layers: RequestedLayers | None = None,
-    **use: Unpack[LockUse],
-) -> tuple[Plan, Trainer]:
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    artifact: str, compile_bytecode: bool = False, image: ImageInputs | None = None, conda: bool = False,
+    layers: RequestedLayers | None = None, **use: Unpack[LockUse],
+) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
-    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None
-    for those that this host builds.
+    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
+    those that this host builds.
     """
     layers = layers or for_host(loaded, target, environment)
     lock: Lock | CondaLock
@@ -45,17 +38,7 @@ def prepare(
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()
     plan = make_plan(
-        loaded.recipe,
-        loaded.digest,
-        lock,
-        target,
-        artifact=artifact,
-        trainer_version=trainer.version,
-        trainer_digest=trainer.digest,
-        compile_bytecode=compile_bytecode,
-        image=image,
-        folder=loaded.folder,
-        sources=layers.sources,
-        host_layers=layers.hosts,
-    )
+        loaded, lock, target, artifact=artifact, trainer_version=trainer.version, trainer_digest=trainer.digest,
+        compile_bytecode=compile_bytecode, image=image, sources=layers.sources, host_layers=layers.hosts,
+    )  # fmt: skip
     return plan, trainer

@@ -139,7 +139,7 @@ def make_from_recipe(
         config = {"architecture": GOARCH[arch], "os": "linux", "config": run_config(plan, filled.base)}
         origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
         text = recipe_definition(plan.recipe, plan.target, plan.digest)
-        return _natively(build, filled.layers, maker, config, origin, text, plan.mtime)
+        return _natively(build, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)
 
 
 def make_from_image(
@@ -164,7 +164,8 @@ def make_from_image(
             for number, layer in enumerate(image.layers, 1)
         ]
         origin = source.provenance(image.image_id)
-        return _natively(build, layers, maker, image.config, origin, definition(origin), source_date(environment))
+        text, mtime = definition(origin), source_date(environment)
+        return _natively(build, layers, maker, image.config, origin=origin, text=text, mtime=mtime)
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
@@ -195,14 +196,9 @@ def _maker(options: ImageFileOptions, environment: Environment) -> SegmentCache:
 
 
 def _natively(
-    build: _Build,
-    layers: Sequence[CachedSegment],
-    maker: SegmentCache,
-    config: Mapping[str, Any],
-    origin: str,
-    text: str,
-    mtime: int,
-) -> list[Result]:
+    build: _Build, layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
+    origin: str, text: str, mtime: int,
+) -> list[Result]:  # fmt: skip
     """Write the files; a SIF reuses the squashfs of a .sqsh file written before it. `text` is the definition file."""
     staged: list[Path] = []
     squashfs: Path | None = None

@@ -12,7 +12,8 @@ from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.image import ImageTable
-from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import VerifyTable
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 
@@ -125,25 +126,16 @@ class ImageInputs:
 
 
 def make_plan(
-    recipe: Recipe,
-    recipe_digest: str,
-    lock: Lock | CondaLock,
-    target: Target,
-    *,
-    artifact: str,
-    trainer_version: str,
-    trainer_digest: str,
-    compile_bytecode: bool = False,
-    image: ImageInputs | None = None,
-    folder: Path = Path(),
-    sources: tuple[SourceLayer, ...] = (),
-    host_layers: tuple[HostLayer, ...] = (),
-) -> Plan:
+    loaded: LoadedRecipe, lock: Lock | CondaLock, target: Target, *,
+    artifact: str, trainer_version: str, trainer_digest: str, compile_bytecode: bool = False,
+    image: ImageInputs | None = None, sources: tuple[SourceLayer, ...] = (), host_layers: tuple[HostLayer, ...] = (),
+) -> Plan:  # fmt: skip
     """Return the plan of one artifact.
 
     Its steps are the interpreter or the base, every locked package by name, the source layers, the host layers,
     the fabric, the trainer, and the settings of an image.
     """
+    recipe = loaded.recipe
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
     steps = _base_steps(image) if image else []
@@ -161,7 +153,7 @@ def make_plan(
         steps.append(Step("config", "image", "", _digest([*settings, image.mtime])))
     return Plan(
         recipe=recipe.name,
-        recipe_digest=recipe_digest,
+        recipe_digest=loaded.digest,
         lock_digest=lock.digest,
         artifact=artifact,
         target=target.name,
@@ -175,7 +167,7 @@ def make_plan(
         base=image.base if image else None,
         image=recipe.image if image else None,
         mtime=image.mtime if image else 0,
-        folder=folder,
+        folder=loaded.folder,
         conda=conda,
         sources=sources,
         host_layers=host_layers,

@@ -71,7 +71,7 @@ def plan_of(channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] 
     )  # fmt: skip
     trainer = load_trainer()
     return make_plan(
-        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml").recipe, "d", lock, TARGET,
+        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml"), lock, TARGET,
         artifact="conda", trainer_version=trainer.version, trainer_digest=trainer.digest,
         compile_bytecode=compiled,
     )  # fmt: skip

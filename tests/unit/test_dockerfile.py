@@ -249,8 +249,8 @@ def plan_of(folder: Path, base: OciLock, target: str = "cpu-x86_64", extra: str 
     locked = Lock("one", target, "3.11", "x", "d", (LockedPackage("one", "1.0", ("0" * 64,)),))
     inputs = ImageInputs(ImageLock("one", target, "d", base), "pip 3.11 -", 0)
     return make_plan(
-        loaded.recipe, loaded.digest, locked, Target.parse(target), artifact="docker", trainer_version="1",
-        trainer_digest="t", compile_bytecode=True, image=inputs,
+        loaded, locked, Target.parse(target), artifact="docker", trainer_version="1", trainer_digest="t",
+        compile_bytecode=True, image=inputs,
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def the_plan(recipe: LoadedRecipe, *sources: SourceLayer, hosts: tuple[HostLayer
     packages = (LockedPackage("numpy", "2.2.6", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
     return make_plan(
-        recipe.recipe, "sha256:r", lock, TARGET, artifact="venv", trainer_version="1",
-        trainer_digest="sha256:t", sources=sources, host_layers=hosts,
+        recipe, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="sha256:t", sources=sources,
+        host_layers=hosts,
     )  # fmt: skip
 
 
